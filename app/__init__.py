@@ -1,0 +1,1 @@
+"""Fine-tune a text classifier on two roads, a DDP loop by hand and transformers.Trainer, and compare them."""

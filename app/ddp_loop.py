@@ -1,0 +1,186 @@
+"""Fine-tune a text classifier with PyTorch DDP, the loop written out by hand. Read it from top to bottom.
+
+Two processes on this machine, which work on halves of the same batches:
+
+    torchrun --nproc_per_node=2 -m app.ddp_loop
+
+One process (a breakpoint works), your own file, and a model from the Hugging Face Hub:
+
+    python -m app.ddp_loop --csv reviews.csv --text_column text --model bert-base-chinese
+
+Two machines with 8 GPUs each; on the second one --node_rank=1:
+
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 -m app.ddp_loop
+
+torchrun starts the same program in every process. A process learns from its environment which `rank` it is, of how many
+(`world_size`), and everything else follows: which rows it sees, with whom it averages gradients, who writes the files.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import set_seed
+
+from app.distributed.processes import World, gather_rows, join, launch
+from app.metrics.score import Scores, score
+from app.optimization import build_optimizer, build_scheduler
+from app.preparation import Preparation, closing_block, prepare
+from app.settings import Settings
+
+
+def main(settings: Settings) -> None:
+    # 1. THE PROCESS GROUP. From here to the end of the block the ranks can talk: NCCL between GPUs, gloo between CPUs.
+    with join(settings) as world:
+        fine_tune(settings, world)
+
+
+def fine_tune(settings: Settings, world: World) -> None:
+    # The same on every rank: rows, split, tokens, and weights drawn from the seed.
+    prepared = prepare("ddp_loop", settings, world)
+    ddp = train(prepared, settings, world)
+
+    # 7. THE RESULT, on the test rows, which nothing has been selected on.
+    scores, logits = evaluate(ddp, prepared.test_loader, prepared.test_labels, settings, world)
+    prepared.record.finish(ddp.module, prepared.tokenizer, logits, scores)
+    world.say(closing_block(scores, prepared.record))
+
+
+def train(prepared: Preparation, settings: Settings, world: World) -> DistributedDataParallel:
+    plan, record, loader = prepared.plan, prepared.record, prepared.train_loader
+
+    # 2. THE MODEL. Every rank holds a whole copy. DDP sends rank 0's weights to all, then hooks into backward(): as
+    #    soon as the gradients of a bucket of parameters are ready, it averages them over the ranks, while backward()
+    #    goes on.
+    ddp = DistributedDataParallel(
+        prepared.model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        find_unused_parameters=settings.ddp_find_unused_parameters,
+        bucket_cap_mb=settings.ddp_bucket_cap_mb,
+    )
+    # Averaged gradients are equal on every rank, so the same optimizer does the same everywhere: the copies stay equal.
+    optimizer = build_optimizer(ddp, settings, prepared.learning_rate)
+    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+
+    # 3. RANDOMNESS. Until here the ranks had to be equal; their dropout must not be: other rows, other masks.
+    set_seed(settings.seed + world.rank)
+
+    bar = tqdm(total=plan.total_steps, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
+    step = 0
+    record.start_clock()
+    for epoch in range(plan.epochs):
+        # 4. THE DATA. The sampler deals each rank its rows of the epoch's permutation, which is the same on every rank.
+        #    Without set_epoch every epoch would have the order of the first.
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        micro_batches = iter(loader)
+
+        for _ in range(min(plan.steps_per_epoch, plan.total_steps - step)):
+            # 5. ONE OPTIMIZER STEP: global batch = ranks x micro-batch x accumulation steps.
+            ddp.train()
+            batches = list(islice(micro_batches, plan.accumulation_steps))
+            loss = torch.zeros((), device=world.device)
+            for number, batch in enumerate(batches, start=1):
+                # Gradients add up locally; only the last backward() of the step lets DDP average them over the ranks.
+                last = number == plan.accumulation_steps
+                with nullcontext() if last else ddp.no_sync():
+                    with mixed_precision(settings, world):
+                        micro_loss = ddp(**to_device(batch, world)).loss
+                    # The model's loss is a mean over its rows. Micro-batches have equal size, so the mean of their
+                    # means is the mean over the batch; DDP's average over the ranks makes it the mean over the global
+                    # batch.
+                    micro_loss = micro_loss / plan.accumulation_steps
+                    micro_loss.backward()
+                loss = loss + micro_loss.detach()
+
+            # All ranks clip by the same norm: it is that of the averaged gradients. 0 stands for "never clip".
+            norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), settings.max_grad_norm or float("inf"))
+            optimizer.step()
+            learning_rate = float(scheduler.get_last_lr()[0])
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+
+            # `loss` is this rank's. Averaging it over the ranks costs a round of messages, for the eye only, so it is
+            # kept and reduced once an interval: all_reduce(AVG), or SUM over world size where a backend has no AVG.
+            record.add_step(step, step / plan.steps_per_epoch, loss, norm, learning_rate, batches)
+            if step % settings.logging_steps == 0 or step == plan.total_steps:
+                record.write_steps()
+                bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
+            bar.update()
+            if settings.eval_strategy == "steps" and (step % settings.eval_steps == 0 or step == plan.total_steps):
+                watch(ddp, step, prepared, settings, world, bar)
+
+        if settings.eval_strategy == "epoch":
+            watch(ddp, step, prepared, settings, world, bar)
+    bar.close()
+    return ddp
+
+
+# 6. EXACT EVALUATION.
+@torch.no_grad()
+def evaluate(
+    ddp: DistributedDataParallel, loader: DataLoader[Any], labels: NDArray[np.int64], settings: Settings, world: World
+) -> tuple[Scores, NDArray[np.float64]]:
+    """Scores of the n rows whose class ids are `labels`, and their logits, float64 (n, classes) in row order: each row
+    counted once, on every rank the same.
+
+    Each rank takes its share of the rows. Shares may differ by a row, so the forward pass goes through `ddp.module`:
+    the DDP wrapper would begin a collective (it broadcasts buffers) that a rank with nothing left to do never joins.
+    """
+    ddp.eval()
+    shard: list[torch.Tensor] = []
+    counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # rows that were right, rows
+    for batch in loader:
+        batch = to_device(batch, world)
+        targets = batch.pop("labels")
+        with mixed_precision(settings, world):
+            logits = ddp.module(**batch).logits
+        counts[0] += (logits.argmax(dim=1) == targets).sum()
+        counts[1] += len(targets)
+        shard.append(logits.double().cpu())
+
+    # The ranks' counts add up to those of the whole: no mean of means, no row padded in to make the shares equal.
+    dist.all_reduce(counts, op=dist.ReduceOp.SUM)
+    right, n = counts.tolist()
+    assert n == len(labels), f"{n} rows were evaluated, not {len(labels)}"
+
+    logits = gather_rows(list(loader.sampler), shard, n)
+    scores = score(logits, labels)
+    assert right == round(scores.accuracy * n), f"the ranks counted {right} hits, the gathered rows have {scores}"
+    return scores, logits
+
+
+def watch(
+    ddp: DistributedDataParallel, step: int, prepared: Preparation, settings: Settings, world: World, bar: Any
+) -> None:
+    """Evaluates in mid-training, for the eye: on the validation rows where there are any, else on the test rows."""
+    prepared.record.write_steps()
+    scores, _ = evaluate(ddp, prepared.watched_loader, prepared.watched_labels, settings, world)
+    epoch = step / prepared.plan.steps_per_epoch
+    prepared.record.write_evaluation(step, epoch, prepared.watched, scores.n, asdict(scores))
+    if world.is_main:
+        bar.write(f"epoch {epoch:.2f}: {prepared.watched} accuracy {scores.accuracy:.4f}, loss {scores.loss:.4f}")
+    prepared.record.start_clock()
+
+
+def mixed_precision(settings: Settings, world: World) -> AbstractContextManager[Any]:
+    """bf16: matrix products in bfloat16, weights and optimizer in fp32."""
+    return torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
+
+
+def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+if __name__ == "__main__":
+    launch(main, __doc__)

@@ -1,0 +1,272 @@
+"""The ranks of a run: how they meet, agree, reduce and part. The only file that reads RANK and its kin.
+
+`launch(main)` runs an entry point and turns what went wrong into one line and an exit status; inside it,
+`with join(settings) as world:` is the life of the process group. The collectives at the end are the few that the rest
+of the code needs. Each must be called by every rank, never under `if world.is_main`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from app.errors import UserError
+from app.settings import ProcessSettings, Settings, parse_settings
+
+T = TypeVar("T")
+
+
+class AgreedError(UserError):
+    """A user's mistake that every rank knows of and raises at the same place, so that all can leave in good order."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """Prints once, on rank 0: no collective."""
+        if self.is_main:
+            print(text, flush=True)
+
+
+# ---- the life of a process ------------------------------------------------------------------------------------------
+
+
+def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
+    """Runs an entry point and exits: 0 finished, 2 the user's mistake (one line, from one rank), 1 the run failed."""
+    status = 0
+    try:
+        record(_parse_and_run, OneLineForUsers())(main, description)
+    except AgreedError as problem:
+        status = 2
+        if _rank() == 0:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        dist.barrier()  # no rank leaves before the line is out: torchrun ends the others with the first that leaves
+        _leave()
+    except KeyboardInterrupt:
+        _exit_now(130)
+    except Exception as problem:
+        traceback.print_exc()
+        cause = " ".join(str(problem).split()) or type(problem).__name__
+        print(f"error: rank {_rank()} failed: {cause}", file=sys.stderr, flush=True)
+        _exit_now(1)
+    sys.exit(status)
+
+
+class OneLineForUsers(ErrorHandler):
+    """What torchrun's own table of failures shows of this process: a user's mistake as its line, the rest with a
+    traceback."""
+
+    def record_exception(self, e: BaseException) -> None:
+        path = self._get_error_file_path()
+        if isinstance(e, UserError) and path:
+            self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
+        else:
+            super().record_exception(e)
+
+
+def _parse_and_run(main: Callable[[Settings], None], description: str | None) -> None:
+    if _rank() != 0 and {"-h", "--help"} & set(sys.argv[1:]):
+        return  # rank 0 prints it
+    try:
+        settings = parse_settings(description)
+    except UserError as problem:
+        _join(ProcessSettings(use_cpu=True), str(problem))
+        raise AssertionError("a problem that one rank brings along is raised by all") from problem
+    main(settings)
+
+
+@contextmanager
+def join(settings: ProcessSettings) -> Iterator[World]:
+    """The process group: entered together with all other ranks, left together.
+
+    NCCL between GPUs (`cuda:LOCAL_RANK`), gloo between CPUs. Plain `python -m …` makes a group of one, so that the same
+    code runs everywhere.
+    """
+    world = _join(settings, problem=None)
+    yield world
+    dist.barrier()  # a rank that failed in its last act, such as writing the results, fails the run
+    _leave()
+
+
+def _join(settings: ProcessSettings, problem: str | None) -> World:
+    rank, size, local_rank, local_size = (
+        _rank(),
+        _env("WORLD_SIZE", 1),
+        _env("LOCAL_RANK", 0),
+        _env("LOCAL_WORLD_SIZE", 1),
+    )
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // local_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # accelerate would count the threads anew where it is unset
+    torch.set_num_threads(threads)
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and not settings.use_cpu:
+        if local_size > torch.cuda.device_count():
+            problem = problem or (
+                f"--nproc_per_node={local_size}: {socket.gethostname()} has {torch.cuda.device_count()} GPU(s) and "
+                f"each rank needs one: start fewer, or add --use_cpu"
+            )
+        else:
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
+    timeout = timedelta(seconds=settings.ddp_timeout)
+    if "RANK" in os.environ:
+        on_gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None)
+    else:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone)  # accelerate looks for these
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    agree(problem)
+    return World(rank, size, local_rank, local_size, device)
+
+
+def _leave() -> None:
+    """The one place that ends a run. A DDP module that outlives its process group can abort the interpreter at exit
+    ("terminate called without an active exception", pytorch#190489): collect it first."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Leaves without waiting for peers, which may be gone: a failed rank must never hang in its own clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _env(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _rank() -> int:
+    return _env("RANK", 0)
+
+
+# ---- what the ranks do together -------------------------------------------------------------------------------------
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value (anything that pickles), in rank order, on every rank."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def agree(problem: str | None) -> None:
+    """Raises `AgreedError` on every rank where any rank has a problem; each rank brings its own or None."""
+    problems = gather_objects(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}")
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Work that each rank does for itself (no collective inside): one rank's mistake becomes everyone's `AgreedError`,
+    so that no rank waits for one that has left."""
+    problem = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except UserError as error:
+        problem = str(error)
+    agree(problem)
+
+
+@contextmanager
+def local_main_first(world: World) -> Iterator[None]:
+    """One process a node goes first, the others after it: they find in the cache what it has made."""
+    problem = None
+    if world.local_rank != 0:
+        agree(None)
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    if world.local_rank == 0:
+        agree(problem)
+        problem = None
+    agree(problem)
+
+
+def reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a tensor of any shape and dtype, in place, on every rank."""
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def reduce_mean(values: torch.Tensor) -> torch.Tensor:
+    """The mean over ranks of a floating-point tensor, in place, on every rank. gloo has no AVG: SUM over world size."""
+    if dist.get_backend() == "nccl":
+        dist.all_reduce(values, op=dist.ReduceOp.AVG)
+        return values
+    return reduce_sum(values).div_(dist.get_world_size())
+
+
+def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int) -> NDArray[np.float64]:
+    """The rows that each rank holds, put in order, on every rank: float64 (n, columns).
+
+    Args:
+        positions: the place of each of this rank's rows among all n.
+        shard: batches of rows, in the order of `positions`.
+    """
+    mine = torch.cat(list(shard)).double().cpu().numpy() if shard else None
+    whole: NDArray[np.float64] | None = None
+    seen = np.zeros(n, dtype=np.int64)
+    for places, rows in gather_objects((list(positions), mine)):
+        if rows is not None:
+            whole = np.empty((n, rows.shape[1])) if whole is None else whole
+            whole[places] = rows
+            np.add.at(seen, places, 1)
+    assert whole is not None, "no rank has evaluated anything"
+    assert (seen == 1).all(), "a row was evaluated twice or not at all"
+    return whole
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: the allocator's peak on a GPU, the resident set's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,1 @@
+"""The classifier: from the Hub, from a folder, or the embedded tiny BERT."""

@@ -1,0 +1,153 @@
+"""The tokenizer and the classifier: from the Hub, from a local folder, or `tiny`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+
+from app.errors import UserError
+from app.model.tiny_bert import learn_tokenizer, tiny_config
+from app.settings import TINY, ModelSettings, Settings
+
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model with what a run says of it: `pretrained` is False where the weights come from the seed."""
+
+    model: PreTrainedModel
+    pretrained: bool
+    origin: str
+
+
+def load_tokenizer(settings: ModelSettings, train_texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, or for `tiny` one learned from the training rows.
+
+    Raises:
+        UserError: no such model, or no tokenizer in its folder, or the Hub can't be reached.
+    """
+    if settings.model == TINY:
+        return learn_tokenizer(train_texts)
+    _check_folder(settings.model)
+    tokenizer: PreTrainedTokenizerBase = _fetch(AutoTokenizer, settings)
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
+    return tokenizer
+
+
+def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Classifier:
+    """The classifier in training precision, its head sized and named by the data's classes.
+
+    Weights that don't come with the model (the head, or all of them) are drawn from the seed: the same on every rank.
+
+    Raises:
+        UserError: no such model, one that can't classify sequences, or `max_length` beyond what it can read.
+    """
+    if settings.model == TINY:
+        config: PretrainedConfig = tiny_config(len(tokenizer), tokenizer.pad_token_id)
+        pretrained, origin = False, "tiny BERT (2 layers x 128), weights from the seed"
+    else:
+        _check_folder(settings.model)
+        config = _fetch(AutoConfig, settings)
+        pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
+        origin = settings.model if pretrained else f"{settings.model} has no weights: they come from the seed"
+    config.id2label = dict(enumerate(class_names))
+    config.label2id = {name: index for index, name in enumerate(class_names)}
+    config.problem_type = "single_label_classification"
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    if settings.dropout is not None:
+        override_dropout(config, settings.dropout)
+    longest = longest_input(config, tokenizer)
+    if settings.max_length > longest:
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} reads {longest} tokens at most")
+
+    set_seed(settings.seed)
+    if pretrained:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # its report of the new head is one line in our start-up block instead
+        model = _fetch(AutoModelForSequenceClassification, settings, config=config, ignore_mismatched_sizes=True)
+        logging.set_verbosity(verbosity)
+    else:
+        try:
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=settings.trust_remote_code)
+        except ValueError as problem:
+            raise UserError(f"--model {settings.model}: {_first_line(problem)}") from None
+    # Classification heads take **kwargs but don't normalise by num_items_in_batch, as Trainer believes of models that
+    # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
+    model.accepts_loss_kwargs = False
+    model.to(torch.float64 if settings.precision == "fp64" else torch.float32)
+    return Classifier(model, pretrained, origin)
+
+
+def override_dropout(config: PretrainedConfig, probability: float) -> None:
+    """Sets every dropout probability of a model's config, whatever the architecture calls it.
+
+    LayerDrop, which skips whole layers, is something else and stays.
+    """
+    for name, value in config.to_dict().items():
+        is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
+        if is_number and ("dropout" in name or "pdrop" in name):
+            setattr(config, name, probability)
+
+
+def longest_input(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that the model can read. RoBERTa's kin count positions from the padding id on, and so lose that many."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not positions or positions < 0:
+        return int(tokenizer.model_max_length)
+    offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
+    return int(min(positions - offset, tokenizer.model_max_length))
+
+
+OFFSET_POSITIONS = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "xmod",
+    "data2vec-text",
+}
+
+
+def _check_folder(model: str) -> None:
+    """A name that can only mean a local folder must be one: the Hub would answer with something about repo ids."""
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model}: the folder has no config.json, so it is no model")
+    elif path.exists():
+        raise UserError(f"--model {model}: is a file; must be a folder, a name on the Hub, or `{TINY}`")
+    elif model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip():
+        raise UserError(f"--model {model}: no such folder")
+
+
+def _fetch(auto_class: Any, settings: ModelSettings, **more: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **more)
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
+        where = "folder" if Path(settings.model).is_dir() else "Hub or its cache"
+        raise UserError(f"--model {settings.model}: can't be loaded from the {where}: {_first_line(problem)}") from None
+
+
+def _first_line(problem: Exception) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return lines[0] if lines else type(problem).__name__

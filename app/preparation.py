@@ -1,0 +1,196 @@
+"""Everything that is decided before the first step, once for both roads: rows, tokens, batches, weights, learning
+rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+
+from app.distributed.processes import World, gather_objects, local_main_first, together
+from app.errors import UserError
+from app.metrics.score import Scores
+from app.model.load import Classifier, load_classifier, load_tokenizer
+from app.optimization import default_learning_rate, warmup_steps
+from app.reviews.batches import BatchPlan, plan_batches, shard_loader, train_loader
+from app.reviews.split import Indices, Split, split_reviews
+from app.reviews.table import ReviewTable, describe_dropped, read_reviews
+from app.reviews.tokens import lengths_of, tokenise
+from app.run_record import RunRecord
+from app.settings import SAMPLE_CSV, Settings
+
+
+@dataclass
+class Preparation:
+    """What a road is given. The loaders are this rank's; the model is on its device, on every rank with the same
+    weights."""
+
+    table: ReviewTable
+    split: Split
+    plan: BatchPlan
+    tokenizer: PreTrainedTokenizerBase
+    collator: DataCollatorWithPadding
+    model: PreTrainedModel
+    learning_rate: float
+    train_rows: datasets.Dataset
+    train_loader: DataLoader[Any]
+    watched: str
+    watched_loader: DataLoader[Any]
+    test_loader: DataLoader[Any]
+    record: RunRecord
+
+    @property
+    def watched_labels(self) -> NDArray[np.int64]:
+        """Class ids, int64, of the rows that are evaluated during training: the validation rows, else the test rows."""
+        return self.table.labels[self.split.validation if self.watched == "validation" else self.split.test]
+
+    @property
+    def test_labels(self) -> NDArray[np.int64]:
+        """Class ids, int64 (n_test,), of the test rows in file order."""
+        return self.table.labels[self.split.test]
+
+
+def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Split, BatchPlan]:
+    """The rows and who gets them.
+
+    Raises:
+        UserError: anything wrong with the file, the split or the batch.
+    """
+    table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
+    columns = (settings.text_column, settings.label_column)
+    split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed, columns)
+    return table, split, plan_batches(settings, len(split.train), world_size)
+
+
+def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
+    """Reads, splits, tokenises, loads, checks that all ranks have the same rows, and says what will happen.
+
+    Raises:
+        AgreedError: a user's mistake on any rank; nothing has been written then but the token cache.
+    """
+    quieten(world)
+    with together():
+        table, split, plan = read_and_split(settings, world.size)
+    check_fingerprints(split.fingerprint)
+    with local_main_first(world):
+        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
+    rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
+    with local_main_first(world):
+        classifier = load_classifier(settings, table.class_names, tokenizer)
+    classifier.model.to(device=world.device)  # type: ignore[call-arg]
+    settings.learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
+
+    collator = DataCollatorWithPadding(tokenizer)
+    lengths = lengths_of(rows)
+    inputs = rows.remove_columns("length")
+
+    def evaluation_loader(part: Indices) -> DataLoader[Any]:
+        return shard_loader(inputs.select(part), lengths[part], collator, world, settings)
+
+    train_rows = inputs.select(split.train)
+    watched = "validation" if len(split.validation) else "test"
+    record = RunRecord(path_name, settings, table, split, world)
+    world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world))
+    return Preparation(
+        table,
+        split,
+        plan,
+        tokenizer,
+        collator,
+        classifier.model,
+        settings.learning_rate,
+        train_rows,
+        train_loader(train_rows, lengths[split.train], collator, plan, world, settings),
+        watched,
+        evaluation_loader(split.validation if watched == "validation" else split.test),
+        evaluation_loader(split.test),
+        record,
+    )
+
+
+def quieten(world: World) -> None:
+    """Libraries' own bars and warnings: none from the ranks that nobody reads."""
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    if not world.is_main:
+        transformers.logging.set_verbosity_error()
+        datasets.logging.set_verbosity_error()
+
+
+def check_fingerprints(fingerprint: str) -> None:
+    """Every rank must have split the same rows the same way.
+
+    Raises:
+        AgreedError: they haven't; names the ranks that differ from rank 0.
+    """
+    fingerprints = gather_objects(fingerprint)
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    with together():
+        if others:
+            raise UserError(
+                f"rank(s) {', '.join(map(str, others))} read other rows than rank 0 (split fingerprint "
+                f"{fingerprints[others[0]][:12]} against {fingerprints[0][:12]}): give every node the same CSV file"
+            )
+
+
+def start_up_block(
+    path_name: str,
+    settings: Settings,
+    table: ReviewTable,
+    split: Split,
+    plan: BatchPlan,
+    classifier: Classifier,
+    folder: Path,
+    world: World,
+) -> str:
+    """What will happen, in a few lines."""
+    validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
+    default = (
+        "" if table.path != SAMPLE_CSV else " (the bundled synthetic sample; see data/README.md for the real file)"
+    )
+    warmup = warmup_steps(settings, plan.total_steps)
+    weights = "pretrained weights" if classifier.pretrained else "weights initialised here"
+    parameters = classifier.model.num_parameters() / 1e6
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    lines = [
+        ("road", path_name),
+        ("reviews", f"{table.path}{default}"),
+        *(("dropped", line) for line in describe_dropped(table)),
+        (
+            "rows",
+            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
+        ),
+        ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
+        ("model", f"{classifier.origin}; {parameters:.1f} M parameters"),
+        ("batch", f"{plan}, {settings.train_sampling_strategy}"),
+        (
+            "steps",
+            f"{plan.total_steps} ({plan.steps_per_epoch} an epoch), {warmup} of warm-up",
+        ),
+        ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type}; {weights})"),
+        ("machine", f"{world.size} x {device}, {torch.get_num_threads()} thread(s) a rank, {settings.precision}"),
+        ("files", f"{folder}/"),
+    ]
+    return "\n".join(f"{name:>14}  {text}" for name, text in lines)
+
+
+def closing_block(scores: Scores, record: RunRecord) -> str:
+    """What came out, and where it is."""
+    right = round(scores.accuracy * scores.n)
+    lines = [
+        ("test accuracy", f"{scores.accuracy:.4f} ({right} of {scores.n} reviews), F1 {scores.f1:.4f}"),
+        (
+            "training took",
+            f"{record.train_seconds:.1f} s, {record.examples / record.train_seconds:.0f} reviews a second",
+        ),
+        ("model", f"{record.model_folder}/"),
+    ]
+    return "\n".join(f"{name:>14}  {text}" for name, text in lines)

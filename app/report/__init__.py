@@ -1,0 +1,1 @@
+"""What a comparison says: statistics, figures, pages."""

@@ -1,0 +1,240 @@
+"""How sure a comparison of two classifiers can be: intervals, paired tests, calibration, and a verdict in words.
+
+Pure functions on arrays. Two questions are kept apart, because they have different answers:
+- `paired_rows` asks about the *test rows*: would these two trained models differ on other rows of the same kind?
+- `paired_seeds` asks about the *training*: would the two recipes differ on average over seeds, on these test rows?
+
+Accuracies and differences are fractions; only `verdict` speaks in percentage points. A difference is always A - B.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log10, sqrt
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import optimize, stats
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and its two-sided confidence interval, `low <= estimate <= high`."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRows:
+    """Two runs on the same `n` test rows; `a_only` rows are right in A and wrong in B, `b_only` the other way round."""
+
+    n: int
+    a_only: int
+    b_only: int
+    accuracy_a: Interval
+    accuracy_b: Interval
+    difference: Interval
+    p_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairedSeeds:
+    """Two recipes over the same `n` seeds. What the data cannot tell is None: see `paired_seeds`."""
+
+    n: int
+    mean_a: float
+    std_a: float | None
+    mean_b: float
+    std_b: float | None
+    difference: Interval | None
+    p_value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """The `n` rows whose top probability lies in (low, high]; means are None where there is no such row."""
+
+    low: float
+    high: float
+    n: int
+    confidence: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """The `n` rows from `shortest` to `longest`, both the lengths of rows that exist, and their accuracy."""
+
+    shortest: float
+    longest: float
+    n: int
+    accuracy: Interval
+
+
+def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval for an accuracy: all p with |correct/n - p| <= z sqrt(p (1 - p) / n).
+
+    Wilson (1927), JASA 22:209. Raises ValueError unless 0 <= correct <= n and n >= 1.
+    """
+    if not 0 <= correct <= n or n < 1:
+        raise ValueError(f"{correct} correct of {n}: there must be at least one row, and 0 <= correct <= n")
+    limits = stats.binomtest(correct, n).proportion_ci(confidence, method="wilson")
+    return Interval(correct / n, float(limits.low), float(limits.high), confidence)
+
+
+def mcnemar_exact(a_only: int, b_only: int) -> float:
+    """Exact two-sided p-value of McNemar's test: given a_only + b_only, a_only ~ Binomial(a_only + b_only, 1/2).
+
+    McNemar (1947), Psychometrika 12:153. Rows on which both are right or both are wrong say nothing; without any other
+    row p is 1.
+    """
+    return float(stats.binomtest(a_only, a_only + b_only, 0.5).pvalue) if a_only + b_only else 1.0
+
+
+def paired_difference_interval(a_only: int, b_only: int, n: int, confidence: float = 0.95) -> Interval:
+    """Tango's score interval for accuracy(A) - accuracy(B) on the same `n` rows: all d that a score test keeps.
+
+    |a_only - b_only - n d| <= z sqrt(n (2 q(d) + d (1 - d))), where q(d) is the maximum-likelihood P(only B is right)
+    given d. Tango (1998), Statistics in Medicine 17:891. Good for small n and few disagreements; with none at all it is
+    +-z^2 / (n + z^2), never a point.
+    Raises ValueError unless a_only, b_only >= 0, a_only + b_only <= n and n >= 1.
+    """
+    if min(a_only, b_only) < 0 or a_only + b_only > n or n < 1:
+        raise ValueError(f"{a_only} + {b_only} rows of {n} cannot be those that only one run has right")
+    high = _tango_upper_limit(a_only, b_only, n, confidence)
+    return Interval((a_only - b_only) / n, -_tango_upper_limit(b_only, a_only, n, confidence), high, confidence)
+
+
+def _tango_upper_limit(a_only: int, b_only: int, n: int, confidence: float) -> float:
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    estimate = (a_only - b_only) / n
+
+    def beyond(d: float) -> float:
+        """n (d - estimate) - z * standard deviation: below zero where the score test keeps d."""
+        linear = (2 * n - a_only + b_only) * d - a_only - b_only
+        root = sqrt(max(0.0, linear**2 + 8 * n * b_only * d * (1 - d)))
+        only_b = (root - linear) / (4 * n)
+        return n * (d - estimate) - z * sqrt(max(0.0, n * (2 * only_b + d * (1 - d))))
+
+    # A step to the right of the estimate: without disagreement the variance there is 0 and the estimate a root.
+    return float(optimize.brentq(beyond, estimate + 1e-9 * (1 - estimate), 1.0, xtol=1e-12))
+
+
+def paired_rows(correct_a: ArrayLike, correct_b: ArrayLike, confidence: float = 0.95) -> PairedRows:
+    """Compare two runs row by row: Wilson's interval of each, Tango's of the difference, McNemar's exact p-value.
+
+    `correct_a`, `correct_b`: (n,) bool, the same rows in the same order. Raises ValueError for anything else.
+    """
+    a, b = np.asarray(correct_a), np.asarray(correct_b)
+    if a.shape != b.shape or a.ndim != 1 or a.dtype != np.bool_ or b.dtype != np.bool_:
+        raise ValueError(f"two bool arrays of shape (n,) are needed, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+    n, a_only, b_only = len(a), int((a & ~b).sum()), int((b & ~a).sum())
+    accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n, confidence) for x in (a, b))
+    difference = paired_difference_interval(a_only, b_only, n, confidence)
+    return PairedRows(n, a_only, b_only, accuracy_a, accuracy_b, difference, mcnemar_exact(a_only, b_only))
+
+
+def paired_seeds(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> PairedSeeds:
+    """Compare two recipes over seeds: mean and standard deviation (ddof = 1), Student's paired t test and interval.
+
+    `a`, `b`: (seeds,) float, a[i] and b[i] trained from the same seed. With one seed, standard deviations, interval and
+    p-value are None. Where all seeds differ by the same amount there is no spread to weigh it by: no interval, and a
+    p-value (of 1) only where that amount is zero. Raises ValueError for other shapes, no seed, or a value not finite.
+    """
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if a.shape != b.shape or a.ndim != 1 or a.size == 0 or not np.isfinite([a, b]).all():
+        raise ValueError(f"two equally long rows of finite numbers are needed, not {a} and {b}")
+    n, difference, interval, p_value = len(a), a - b, None, None
+    rounding = 4 * np.finfo(np.float64).eps * np.abs([a, b]).max()
+    if n > 1 and np.ptp(difference) > rounding:
+        test = stats.ttest_rel(a, b)
+        limits = test.confidence_interval(confidence)
+        interval = Interval(float(difference.mean()), float(limits.low), float(limits.high), confidence)
+        p_value = float(test.pvalue)
+    elif n > 1 and np.abs(difference).max() <= rounding:
+        p_value = 1.0
+    std_a, std_b = (float(x.std(ddof=1)) if n > 1 else None for x in (a, b))
+    return PairedSeeds(n, float(a.mean()), std_a, float(b.mean()), std_b, interval, p_value)
+
+
+def verdict(found: PairedRows | PairedSeeds, name_a: str, name_b: str, *, bitwise_equal: bool = False) -> str:
+    """What may be said of two runs (or recipes, over seeds), in one line of plain text; escape the names for HTML.
+
+    "Better" needs p < 1 - confidence *and* an interval without zero. McNemar's exact test is stricter than Tango's
+    interval: at the border they may disagree, and the line says so.
+    """
+    if bitwise_equal:
+        return "the same training, bit for bit"
+    if isinstance(found, PairedRows):  # a row is worth 100 / n points: no decimals far below that
+        scope, gap, decimals = f"at n = {found.n}", found.difference.estimate, max(1, ceil(log10(found.n)) - 2)
+    else:
+        scope, gap, decimals = f"over {found.n} seed{'s' * (found.n > 1)}", found.mean_a - found.mean_b, 2
+    interval, p = found.difference, found.p_value
+    if interval is None or p is None:
+        if p is not None:
+            return f"indistinguishable {scope}: the same accuracy at every seed"
+        difference = f"{name_a} - {name_b} is {100 * gap:+z.{decimals}f} points"
+        return f"undecided {scope}: {difference}, with no spread to weigh it by"
+    within = f"[{100 * interval.low:+z.{decimals}f}, {100 * interval.high:+z.{decimals}f}] points"
+    if interval.low <= 0 <= interval.high:
+        return f"indistinguishable {scope}: the difference could be anywhere in {within}"
+    chance = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+    if p >= 1 - interval.confidence:
+        return f"borderline {scope}: the difference lies in {within}, but the test keeps zero ({chance})"
+    better, worse = (name_a, name_b) if gap > 0 else (name_b, name_a)
+    return f"{better} is better than {worse} by {100 * abs(gap):.{decimals}f} points {scope} ({chance})"
+
+
+def calibration_bins(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> list[CalibrationBin]:
+    """The table of a reliability diagram: `bins` equal-width bins ((m - 1) / bins, m / bins] of the top probability.
+
+    `probabilities`: (n, classes) float, rows summing to 1; `labels`: (n,) int, columns of `probabilities`.
+    Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2. Raises ValueError for anything else.
+    """
+    p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
+    if p.ndim != 2 or y.shape != p.shape[:1] or not y.size or not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(f"(n, classes) probabilities and (n,) int labels needed, not {p.shape}, {y.dtype} {y.shape}")
+    if not (p.min() >= 0 and np.allclose(p.sum(axis=1), 1, atol=1e-2) and 0 <= y.min() <= y.max() < p.shape[1]):
+        raise ValueError("probabilities must be >= 0 with rows summing to 1, and labels columns of them")
+    top, hit = p.max(axis=1), p.argmax(axis=1) == y
+    edges = np.linspace(0, 1, bins + 1)
+    of_row = np.searchsorted(edges[1:-1], top, side="left")  # right-closed, as in the paper
+    table = []
+    for m in range(bins):
+        here = of_row == m
+        confidence, accuracy = (float(x[here].mean()) if here.any() else None for x in (top, hit))
+        table.append(CalibrationBin(float(edges[m]), float(edges[m + 1]), int(here.sum()), confidence, accuracy))
+    return table
+
+
+def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
+    """ECE = sum over bins of (n_bin / n) |accuracy - confidence|, in [0, 1]. Arguments, errors: `calibration_bins`.
+
+    Guo et al. (2017), equation 3.
+    """
+    table = calibration_bins(probabilities, labels, bins)
+    gaps = (row.n * abs((row.accuracy or 0.0) - (row.confidence or 0.0)) for row in table)  # an empty bin adds 0
+    return sum(gaps) / sum(row.n for row in table)
+
+
+def accuracy_by_length(
+    lengths: ArrayLike, correct: ArrayLike, groups: int = 4, edges: Sequence[float] | None = None
+) -> list[LengthGroup]:
+    """Accuracy with its Wilson interval for short to long rows: `groups` of about equal size (quantiles of `lengths`).
+
+    `lengths`: (n,) numbers; `correct`: (n,) bool. `edges`, if given: the greatest length of each group but the last.
+    Rows of equal length stay together, so there may be fewer groups. Raises ValueError for other shapes.
+    """
+    size, hit = np.asarray(lengths), np.asarray(correct)
+    if size.shape != hit.shape or size.ndim != 1 or not size.size or hit.dtype != np.bool_:
+        raise ValueError(f"(n,) lengths and (n,) bool are needed, not {size.shape} and {hit.dtype} {hit.shape}")
+    cuts = np.unique(np.quantile(size, np.arange(1, groups) / groups) if edges is None else edges)
+    of_row = np.searchsorted(cuts, size, side="left")
+    table = []
+    for group in np.unique(of_row):
+        here = of_row == group
+        accuracy = wilson_interval(int(hit[here].sum()), int(here.sum()))
+        table.append(LengthGroup(size[here].min().item(), size[here].max().item(), int(here.sum()), accuracy))
+    return table

@@ -1,0 +1,1 @@
+"""From a CSV of reviews to batches."""

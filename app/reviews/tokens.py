@@ -1,0 +1,98 @@
+"""Reviews to token ids, once per (rows, tokenizer, length): an Arrow file that every rank of a node maps into
+memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Sequence, Value
+from datasets.arrow_writer import ArrowWriter
+from numpy.typing import NDArray
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from app.distributed.processes import World, local_main_first
+from app.errors import UserError
+from app.reviews.table import CLEANING_RULES, ReviewTable
+
+CHUNK = 1_000  # reviews tokenised at once
+
+
+def tokenise(
+    table: ReviewTable,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    cache_dir: Path,
+    world: World,
+    disable_tqdm: bool = False,
+) -> Dataset:
+    """A row a review, in the table's order: `input_ids` (and `token_type_ids` where the model wants them), `labels`,
+    `length`.
+
+    One process a node writes the file, under another name until it is whole; the rest wait and map it. A file left by
+    an earlier run with the same rows, tokenizer and length is used as it is.
+
+    Raises:
+        UserError: the cache folder can't be written.
+    """
+    path = cache_dir / f"tokens-{_key(table, tokenizer, max_length)}.arrow"
+    with local_main_first(world):
+        if world.local_rank == 0 and not path.exists():
+            _write(path, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main)
+        try:
+            return Dataset.from_file(str(path))
+        except OSError as problem:
+            raise UserError(f"--cache_dir {cache_dir}: {path.name} can't be read ({problem}): delete it") from None
+
+
+def lengths_of(rows: Dataset) -> NDArray[np.int64]:
+    """Tokens of each row, int64 (n,)."""
+    return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
+
+
+def _key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+    names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    recipe = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    digest = hashlib.sha256(
+        json.dumps(
+            [table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__, names, max_length]
+        ).encode()
+    )
+    digest.update(recipe.encode() + table.rows.tobytes() + table.labels.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _write(path: Path, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool) -> None:
+    inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    features = Features(
+        {name: Sequence(Value("int32")) for name in inputs} | {"labels": Value("int64"), "length": Value("int32")}
+    )
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            ArrowWriter(path=str(unfinished), features=features) as writer,
+            tqdm(total=len(table), desc="tokenising", unit=" reviews", leave=False, disable=hide_bar) as bar,
+        ):
+            for start in range(0, len(table), CHUNK):
+                texts = table.texts.iloc[start : start + CHUNK].tolist()
+                batch: dict[str, Any] = dict(
+                    tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
+                )
+                batch = {name: batch[name] for name in inputs}
+                batch["labels"] = table.labels[start : start + CHUNK]
+                batch["length"] = [len(ids) for ids in batch["input_ids"]]
+                writer.write_batch(batch)
+                bar.update(len(texts))
+            writer.finalize()
+        os.replace(unfinished, path)
+    except OSError as problem:
+        raise UserError(f"--cache_dir {path.parent}: can't be written: {problem.strerror or problem}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)

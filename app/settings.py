@@ -1,0 +1,262 @@
+"""Every knob, once: the command line, `--config file.yaml` and `settings.json` all come from these dataclasses.
+
+Names are `transformers.TrainingArguments`' where it has one. One exception, on purpose: the training batch is *global*
+(`train_batch_size`), divided among ranks and accumulation steps, so that one process and eight train the same thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from app.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
+SAMPLE_CSV = REPOSITORY / "data" / "sample_reviews.csv"
+TINY = "tiny"
+
+
+def knob(default: Any, help: str) -> Any:
+    """A dataclass field with the sentence that `--help` shows for it (argparse reads % as a format)."""
+    return field(default=default, metadata={"help": help.replace("%", "%%")})
+
+
+@dataclass
+class DataSettings:
+    _argument_group_name = "data: which reviews, and which of them are for training"
+
+    csv: str | None = knob(
+        None, f"CSV of reviews; without it data/{DOWNLOADED_CSV.name} if downloaded, else the bundled sample"
+    )
+    text_column: str = knob("review", "column that holds the text")
+    label_column: str = knob("label", "column that holds the class: two or more integers or strings")
+    test_size: float = knob(0.1, "share of the rows, between 0 and 1, that is only ever tested on")
+    validation_size: float = knob(0.0, "share of the training rows set apart for watching and choosing epochs; 0: none")
+    max_length: int = knob(128, "longest review in tokens, special tokens included; the rest is cut off")
+    cache_dir: str = knob("runs/cache", "where tokens are kept between runs (safe to delete)")
+
+
+@dataclass
+class ModelSettings:
+    _argument_group_name = "model: what is trained"
+
+    model: str = knob(TINY, f"name on the Hugging Face Hub, a local folder, or `{TINY}`: a BERT of 2 layers x 128")
+    dropout: float | None = knob(None, "overrides every dropout probability in the model's config")
+    trust_remote_code: bool = knob(False, "run Python code that comes with a Hub model: only for authors you trust")
+
+
+@dataclass
+class TrainingSettings:
+    _argument_group_name = "training: the recipe, the same on both roads"
+
+    train_batch_size: int = knob(32, "rows an optimizer step, over all ranks and accumulation steps together")
+    gradient_accumulation_steps: int = knob(1, "micro-batches that a rank adds up before each optimizer step")
+    num_train_epochs: float = knob(3.0, "passes over the training rows")
+    max_steps: int = knob(-1, "stop after this many optimizer steps, whatever num_train_epochs says; -1: no such limit")
+    learning_rate: float | None = knob(None, "peak learning rate; by default 2e-5 for pretrained weights, else 1e-3")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = knob(
+        "linear", "course of the learning rate after warm-up"
+    )
+    warmup_steps: float = knob(0.1, "steps of linear warm-up; below 1 it is a share of all steps")
+    weight_decay: float = knob(0.01, "AdamW's decay of the matrices; biases and norms never decay")
+    adam_beta1: float = knob(0.9, "AdamW's decay of the first moment")
+    adam_beta2: float = knob(0.999, "AdamW's decay of the second moment")
+    adam_epsilon: float = knob(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = knob(1.0, "gradients are scaled down to this global norm; 0: never")
+    train_sampling_strategy: Literal["group_by_length", "random"] = knob(
+        "group_by_length", "which rows meet in a batch: those of like length (little padding), or any"
+    )
+    seed: int = knob(42, "decides the split, the initial weights, the order of the rows and the dropout")
+    precision: Literal["fp32", "bf16", "fp64"] | None = knob(
+        None, "fp32, bf16 (autocast; the weights stay fp32) or fp64 (for checking the mathematics); default fp32"
+    )
+    bf16: bool = knob(False, "the same as --precision bf16")
+
+
+@dataclass
+class EvaluationSettings:
+    _argument_group_name = (
+        "evaluation: on the validation rows if there are any, else on the test rows, for the eye only"
+    )
+
+    eval_strategy: Literal["epoch", "steps", "no"] = knob("epoch", "when to evaluate during training")
+    eval_steps: int = knob(500, "optimizer steps between two evaluations with --eval_strategy steps")
+    eval_batch_size: int = knob(64, "rows a rank evaluates at once; changes no figure")
+
+
+@dataclass
+class ProcessSettings:
+    _argument_group_name = "processes: how the ranks work together"
+
+    use_cpu: bool = knob(False, "stay on the CPU (gloo) even where there are GPUs (nccl)")
+    threads: int = knob(0, "CPU threads a rank; 0: the machine's cores divided among its ranks")
+    ddp_find_unused_parameters: bool = knob(False, "DDP searches each step for parameters without a gradient")
+    ddp_bucket_cap_mb: int | None = knob(None, "MiB of gradients that DDP all-reduces at once; unset: DDP's default")
+    ddp_timeout: int = knob(1800, "seconds after which a rank that waits for another gives up")
+
+
+@dataclass
+class OutputSettings:
+    _argument_group_name = "output: what is shown and kept"
+
+    output_dir: str | None = knob(None, "new or empty folder for the run's files; default: a new one under runs/")
+    logging_steps: int = knob(10, "optimizer steps between two all-reduces of the losses and lines in steps.jsonl")
+    disable_tqdm: bool = knob(False, "no progress bars")
+
+
+@dataclass
+class Settings(
+    OutputSettings, ProcessSettings, EvaluationSettings, TrainingSettings, ModelSettings, DataSettings
+):  # dataclass order is base-last, so the data come first in settings.json
+    """What a run is told. `resolve()` has filled in what depends on the machine's files."""
+
+    def __post_init__(self) -> None:
+        problems = [message for holds, message in self._rules() if not holds]
+        if problems:
+            raise UserError("; ".join(problems))
+        self.precision = "bf16" if self.bf16 else self.precision or "fp32"
+        self.bf16 = self.precision == "bf16"
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        """(holds, what is wrong and what would be right) for every number. NaN fails every comparison."""
+
+        def number(name: str, holds: Callable[[Any], bool], right: str) -> tuple[bool, str]:
+            value = getattr(self, name)
+            return value is None or (math.isfinite(value) and holds(value)), f"--{name} {value}: must be {right}"
+
+        counts = (
+            *("train_batch_size", "gradient_accumulation_steps", "eval_steps", "eval_batch_size"),
+            *("ddp_bucket_cap_mb", "ddp_timeout", "logging_steps"),
+        )
+        return [
+            number("test_size", lambda share: 0 < share < 1, "a share of the rows between 0 and 1, such as 0.1"),
+            number("validation_size", lambda share: 0 <= share < 1, "0 or a share of the training rows below 1"),
+            number("max_length", lambda n: n >= 3, "3 tokens or more"),
+            number("dropout", lambda p: 0 <= p < 1, "a probability: 0 or more and below 1"),
+            *(number(name, lambda n: n >= 1, "1 or more") for name in counts),
+            number("num_train_epochs", lambda n: n > 0, "more than 0"),
+            number("max_steps", lambda n: n == -1 or n >= 1, "1 or more, or -1 for no limit"),
+            number("learning_rate", lambda rate: rate > 0, "a number above 0, such as 2e-5"),
+            number("warmup_steps", lambda n: n >= 0, "0 or more"),
+            number("weight_decay", lambda x: x >= 0, "0 or more"),
+            number("adam_beta1", lambda x: 0 <= x < 1, "0 or more and below 1"),
+            number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
+            number("adam_epsilon", lambda x: x > 0, "above 0"),
+            number("max_grad_norm", lambda x: x >= 0, "0 or more"),
+            number("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
+            number("threads", lambda n: n >= 0, "0 or more"),
+            (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
+            (bool(self.text_column and self.label_column), "--text_column and --label_column must name a column"),
+            (self.output_dir != "", "--output_dir is empty: must name a folder"),
+        ]
+
+    @property
+    def csv_path(self) -> Path:
+        """The reviews' file: the one asked for, else the real one where it has been downloaded, else the sample."""
+        if self.csv is not None:
+            return Path(self.csv)
+        return DOWNLOADED_CSV if DOWNLOADED_CSV.exists() else SAMPLE_CSV
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+GROUPS = (DataSettings, ModelSettings, TrainingSettings, EvaluationSettings, ProcessSettings, OutputSettings)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The module's docstring as it stands, and each flag with its default."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=min(120, int(os.environ.get("COLUMNS", "100"))))
+
+
+class SettingsParser(HfArgumentParser):
+    """`HfArgumentParser` whose complaints are one-line `UserError`s instead of a usage text and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
+
+    def values(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """What was asked for: defaults, then `--config`, then the command line."""
+        config = self.parse(arguments)["config"]
+        if config is not None:
+            self.set_defaults(**self.parse_yaml(Path(config)))
+        values = self.parse(arguments)
+        del values["config"]
+        return values
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        namespace, unknown = self.parse_known_intermixed_args(list(arguments))
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{self.suggestion(unknown[0])}")
+        return vars(namespace)
+
+    def suggestion(self, flag: str) -> str:
+        flags = [option for option in self._option_string_actions if "-" not in option[2:]]
+        close = difflib.get_close_matches("--" + flag.partition("=")[0].lstrip("-").replace("-", "_"), flags, n=1)
+        return f": did you mean {close[0]}?" if close else ""
+
+    def parse_yaml(self, path: Path) -> dict[str, Any]:
+        """The settings that a YAML mapping `flag: value` names, checked like those of the command line."""
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as problem:
+            raise UserError(f"--config {path}: {problem.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as problem:
+            raise UserError(f"--config {path}: not YAML: {' '.join(str(problem).split())}") from None
+        if not isinstance(content, dict):
+            raise UserError(f"--config {path}: must be a mapping of settings, one `name: value` a line")
+        arguments: list[str] = []
+        for name, value in content.items():
+            if isinstance(value, dict | list):
+                raise UserError(f"--config {path}: {name} must be a single value")
+            if value is not None:
+                arguments += [f"--{name}={value}"]
+        try:
+            parsed = self.parse(arguments)
+        except UserError as problem:
+            raise UserError(f"--config {path}: {problem}") from None
+        return {name: parsed[name] for name in (str(key).replace("-", "_") for key in content) if name in parsed}
+
+
+def settings_parser(description: str | None) -> SettingsParser:
+    """A parser of every training flag and of `--config`."""
+    program = Path(sys.argv[0]).stem
+    parser = SettingsParser(
+        GROUPS,  # type: ignore[arg-type]
+        prog=f"python -m app.{program}",
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; flags on the command line win")
+    return parser
+
+
+def parse_settings(description: str | None = None, arguments: Sequence[str] | None = None) -> Settings:
+    """The settings of this process.
+
+    Raises:
+        UserError: an unknown flag, a value of the wrong type or out of range, an unreadable config file.
+    """
+    return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
+
+
+def as_flags(settings: Settings) -> list[str]:
+    """The command line that gives these settings: what differs from the defaults."""
+    defaults = Settings().as_dict()
+    changed = {name: value for name, value in settings.as_dict().items() if value != defaults[name]}
+    return [f"--{name}={value}" for name, value in changed.items()]

@@ -1,0 +1,204 @@
+"""The same fine-tuning through transformers.Trainer: same rows, order, weights, optimizer and schedule as app.ddp_loop.
+
+    torchrun --nproc_per_node=2 -m app.trainer_run
+    torchrun -m app.trainer_run
+    python -m app.trainer_run --csv reviews.csv --text_column text --model bert-base-chinese
+
+What is ours in it is small, and each override says what would differ without it. The rest is Trainer as everyone knows
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import (
+    EvalPrediction,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput
+
+from app.distributed.processes import World, gather_rows, join, launch
+from app.metrics.score import score
+from app.optimization import build_optimizer, build_scheduler
+from app.preparation import Preparation, closing_block, prepare
+from app.settings import Settings
+
+
+def main(settings: Settings) -> None:
+    with join(settings) as world:
+        fine_tune(settings, world)
+
+
+def fine_tune(settings: Settings, world: World) -> None:
+    prepared = prepare("trainer_run", settings, world)
+    optimizer = build_optimizer(prepared.model, settings, prepared.learning_rate)
+    trainer = ReviewTrainer(
+        prepared,
+        world,
+        model=prepared.model,
+        args=training_arguments(prepared, settings),
+        data_collator=prepared.collator,
+        train_dataset=prepared.train_rows,
+        eval_dataset=prepared.watched_loader.dataset,
+        processing_class=prepared.tokenizer,
+        compute_metrics=compute_metrics,
+        optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
+        callbacks=[Randomness(settings.seed + world.rank)],
+    )
+    # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
+    # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
+    assert trainer.model_accepts_loss_kwargs is False
+    trainer.remove_callback(PrinterCallback)  # the record below keeps what it would print
+    trainer.train()
+    assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to train with DDP"
+
+    prediction = trainer.predict(prepared.test_loader.dataset)
+    logits = np.asarray(prediction.predictions)
+    scores = score(logits, prepared.test_labels)
+    prepared.record.finish(prepared.model, prepared.tokenizer, logits, scores)
+    world.say(closing_block(scores, prepared.record))
+
+
+def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArguments:
+    """Our settings under Trainer's names. Optimizer and schedule are handed over as objects instead."""
+    return TrainingArguments(
+        output_dir=str(prepared.record.folder / "checkpoints"),
+        per_device_train_batch_size=prepared.plan.micro_size,
+        per_device_eval_batch_size=settings.eval_batch_size,
+        gradient_accumulation_steps=prepared.plan.accumulation_steps,
+        num_train_epochs=settings.num_train_epochs,
+        max_steps=prepared.plan.total_steps,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        bf16=settings.bf16,
+        eval_strategy=settings.eval_strategy,
+        eval_steps=settings.eval_steps,
+        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it once more
+        save_strategy="no",
+        logging_nan_inf_filter=False,  # a loss that is not finite should be seen, and the filter synchronises each step
+        use_cpu=prepared.record.world.device.type == "cpu",
+        ddp_backend="gloo" if prepared.record.world.device.type == "cpu" else "nccl",
+        ddp_find_unused_parameters=settings.ddp_find_unused_parameters,  # None would mean True
+        ddp_bucket_cap_mb=settings.ddp_bucket_cap_mb,
+        ddp_timeout=settings.ddp_timeout,
+        disable_tqdm=settings.disable_tqdm,
+        report_to="none",
+    )
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Trainer's hook: the figures of the gathered rows, logits float (n, classes) and class ids int64 (n,)."""
+    logits, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+    scores = score(logits, labels)
+    return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
+
+
+class Randomness(TrainerCallback):
+    """The two places where chance comes in, as in app.ddp_loop."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Right before the first step: Trainer has seeded all ranks alike, which gives them the same dropout masks."""
+        set_seed(self.seed)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Trainer tells the epoch to samplers that accelerate has wrapped; ours isn't."""
+        kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
+
+
+class ReviewTrainer(Trainer):
+    """Trainer with the batches, the exact evaluation and the run record that both roads share."""
+
+    def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.prepared, self.world, self.record = prepared, world, prepared.record
+        self.micro_losses: list[torch.Tensor] = []
+        self.micro_batches: list[dict[str, torch.Tensor]] = []
+
+    # ---- the data -------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The shared loader as it is: accelerate would deal whole batches to ranks where `DistributedSampler` deals
+        rows."""
+        return self.prepared.train_loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """This rank's share of the watched rows, each row on one rank."""
+        return self.prepared.watched_loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """This rank's share of the test rows, each row on one rank."""
+        return self.prepared.test_loader
+
+    # ---- the record -----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keeps the loss of each micro-batch for the record."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.micro_losses.append(loss)
+        self.micro_batches.append(inputs)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called between clipping and the optimizer's step: the one place that sees every step's gradient norm."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        step = self.state.global_step + 1
+        epoch = step / self.prepared.plan.steps_per_epoch
+        loss = sum(self.micro_losses, start=torch.zeros((), device=self.world.device))
+        self.record.add_step(step, epoch, loss, norm, self._get_learning_rate(), self.micro_batches)
+        self.micro_losses, self.micro_batches = [], []
+        if step % self.record.settings.logging_steps == 0 or step == self.state.max_steps:
+            self.record.write_steps()
+        return norm
+
+    # ---- the evaluation -------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Writes the figures to the record, and stops the training's clock."""
+        self.record.write_steps()
+        metrics = super().evaluate(*args, **kwargs)
+        step, n = self.state.global_step, len(self.prepared.watched_labels)
+        figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        self.record.write_evaluation(step, step / self.prepared.plan.steps_per_epoch, self.prepared.watched, n, figures)
+        self.record.start_clock()
+        return metrics
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Each row once: Trainer's own loop repeats rows to make the ranks' shares equal and averages batch means, so
+        that its `eval_loss` counts the last batch's duplicates."""
+        model = self.prepared.model.eval()
+        shard: list[torch.Tensor] = []
+        for batch in dataloader:
+            _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
+            assert logits is not None
+            shard.append(logits)
+        is_test = dataloader is self.prepared.test_loader
+        labels = self.prepared.test_labels if is_test else self.prepared.watched_labels
+        rows = gather_rows(list(dataloader.sampler), shard, len(labels))
+        figures = compute_metrics(EvalPrediction(rows, labels))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        return EvalLoopOutput(predictions=rows, label_ids=labels, metrics=metrics, num_samples=len(labels))
+
+
+if __name__ == "__main__":
+    launch(main, __doc__)

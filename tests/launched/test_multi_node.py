@@ -1,0 +1,149 @@
+"""Two nodes on one machine: two network namespaces joined by a cable (a veth pair), with nothing else to talk through.
+
+They share the file system, as nodes of a cluster often do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
+SAMPLE = PROJECT / "data" / "sample_reviews.csv"
+ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+SYSTEM_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, env={"PATH": SYSTEM_PATH}, check=True)
+
+
+def end_processes(namespace: str) -> None:
+    """Everything in a namespace of ours was started by us, torchrun's workers too, whatever session they are in."""
+    for pid in ip("netns", "pids", namespace).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[str]]:
+    """The names of two network namespaces that see each other as 10.77.0.1 and 10.77.0.2."""
+    if shutil.which("ip", path=SYSTEM_PATH) is None:
+        pytest.skip("two nodes on one machine need Linux with iproute2 (the command ip)")
+    names = [f"two-roads-{os.getpid()}-{node}" for node in range(2)]
+    with contextlib.ExitStack() as ending:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as refusal:
+                pytest.skip(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
+            ending.callback(ip, "netns", "delete", name)
+            ending.callback(end_processes, name)
+        ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+
+
+def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str]:
+    """Runs multi_node.sh with `arguments` on both nodes, asserts that both exit 0, and returns what they printed."""
+    logs = [log_folder / f"node{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, (node, log) in enumerate(zip(nodes, logs, strict=True)):
+        place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+        environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
+        command = ["ip", "netns", "exec", node, "bash", str(SCRIPT), *arguments]
+        with log.open("w") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + 200  # well before pytest's own time limit, which would end us without tidying up
+    try:
+        statuses = [process.wait(timeout=deadline - time.monotonic()) for process in processes]
+    finally:
+        for node, process in zip(nodes, processes, strict=True):
+            end_processes(node)
+            process.wait()
+    printed = [log.read_text() for log in logs]
+    assert statuses == [0, 0], "\n".join(printed)
+    return printed
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("form", ["static", "c10d"])
+def test_two_nodes_train_together(nodes: list[str], form: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["--csv", str(SAMPLE), "--max_steps", "3", "--output_dir", str(run)]
+    run_on_both(nodes, form, "app.ddp_loop", *settings, log_folder=tmp_path)
+
+    assert json.loads((run / "settings.json").read_text())["world_size"] == 2
+    steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("form", ["static", "c10d"])
+def test_the_ranks_meet_over_the_cable(nodes: list[str], form: str, tmp_path: Path) -> None:
+    """The form's promise on who is who, and a sum that only two ranks which hear each other can make."""
+    (tmp_path / "meeting.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([10.0 ** dist.get_rank()])\n"
+        "dist.all_reduce(total)\n"
+        "print('rank', dist.get_rank(), 'sum', total.item(), 'by', os.environ['GLOO_SOCKET_IFNAME'], flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(tmp_path))
+        printed = run_on_both(nodes, form, "meeting", log_folder=tmp_path)
+
+    ranks = [next(line for line in text.splitlines() if line.startswith("rank ")) for text in printed]
+    expected = [f"rank {rank} sum 11.0 by cable" for rank in range(2)]
+    assert ranks == expected if form == "static" else sorted(ranks) == expected
+
+
+def call_by_mistake(*arguments: str, **environment: str) -> str:
+    """The one line with which multi_node.sh refuses a call."""
+    result = subprocess.run(
+        ["bash", str(SCRIPT), *arguments], env={"PATH": SYSTEM_PATH} | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+PLACE = {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("missing", PLACE)
+def test_a_missing_variable_is_named(missing: str) -> None:
+    rest = {name: value for name, value in PLACE.items() if name != missing}
+    assert f"{missing} is not set" in call_by_mistake("static", "app.ddp_loop", **rest)
+
+
+@pytest.mark.parametrize("arguments", [[], ["static"]])
+def test_a_missing_form_or_module_is_told(arguments: list[str]) -> None:
+    assert "then a module" in call_by_mistake(*arguments, **PLACE)
+
+
+def test_an_unknown_form_is_told() -> None:
+    assert "static or c10d, not etcd" in call_by_mistake("etcd", "app.ddp_loop", **PLACE)
+
+
+def test_an_address_that_leads_nowhere_is_told() -> None:
+    assert "MASTER_ADDR nowhere.invalid" in call_by_mistake(
+        "static", "app.ddp_loop", **PLACE | {"MASTER_ADDR": "nowhere.invalid"}
+    )

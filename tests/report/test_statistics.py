@@ -1,0 +1,494 @@
+"""The statistics of a comparison against independent references: published, brute force, laws, exact coverage."""
+
+import math
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import optimize, stats
+from sklearn.calibration import calibration_curve
+
+from app.report.statistics import (
+    Interval,
+    PairedSeeds,
+    accuracy_by_length,
+    calibration_bins,
+    expected_calibration_error,
+    mcnemar_exact,
+    paired_difference_interval,
+    paired_rows,
+    paired_seeds,
+    verdict,
+    wilson_interval,
+)
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no counterexample
+settings.load_profile("no deadline")
+
+CONFIDENCES = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99, 0.999])
+
+
+@st.composite
+def discordant_counts(draw, largest=2000):
+    """(a_only, b_only, n) with every corner of the triangle in reach."""
+    n = draw(st.integers(1, largest))
+    a_only = draw(st.integers(0, n))
+    return a_only, draw(st.integers(0, n - a_only)), n
+
+
+def rows(a_only, b_only, n):
+    """Two bool arrays with these counts, both wrong on all other rows but the last."""
+    a, b = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
+    a[:a_only] = b[a_only : a_only + b_only] = True
+    if a_only + b_only < n:
+        a[-1] = b[-1] = True
+    return a, b
+
+
+# Wilson
+
+
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), CONFIDENCES)
+def test_wilson_limits_solve_the_score_equation(counts, confidence):
+    correct, n = counts
+    interval = wilson_interval(correct, n, confidence)
+    z = stats.norm.ppf((1 + confidence) / 2)
+    assert interval.estimate == correct / n
+    assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
+    for limit in (interval.low, interval.high):
+        assert abs(correct / n - limit) == pytest.approx(z * math.sqrt(limit * (1 - limit) / n), abs=1e-9)
+    assert interval.low < interval.high
+
+
+@pytest.mark.parametrize(("correct", "n"), [(0, 0), (-1, 5), (6, 5), (1, -3)])
+def test_wilson_refuses_impossible_counts(correct, n):
+    with pytest.raises(ValueError, match="correct"):
+        wilson_interval(correct, n)
+
+
+# McNemar
+
+
+@pytest.mark.parametrize("discordant", [0, 1, 2, 5, 9, 10, 33, 100])
+def test_mcnemar_sums_every_outcome_that_is_no_likelier(discordant):
+    ways = [math.comb(discordant, k) for k in range(discordant + 1)]
+    for a_only, observed in enumerate(ways):
+        p = sum(way for way in ways if way <= observed) / 2**discordant
+        assert mcnemar_exact(a_only, discordant - a_only) == pytest.approx(p, rel=1e-9)
+
+
+def test_mcnemar_never_rejects_a_true_null_more_often_than_its_level():
+    sizes = []
+    for discordant in range(1, 151, 3):
+        rejected = [mcnemar_exact(k, discordant - k) < 0.05 for k in range(discordant + 1)]
+        sizes.append(stats.binom.pmf(np.arange(discordant + 1), discordant, 0.5)[rejected].sum())
+    assert max(sizes) <= 0.05
+    assert sizes[-1] > 0.02, "a test that never rejects holds its level too"
+
+
+def test_false_positive_rate_and_coverage_of_simulated_runs():
+    """Two models of the same true accuracy, 0.9, on 777 rows that are hard or easy for both: 2,000 comparisons."""
+    rng, runs, n = np.random.default_rng(20_241), 2_000, 777
+    hardness = rng.beta(4.5, 0.5, size=(runs, n))
+    a, b = rng.random((runs, n)) < hardness, rng.random((runs, n)) < hardness
+    found = [paired_rows(x, y) for x, y in zip(a, b, strict=True)]
+    deviation = math.sqrt(0.05 * 0.95 / runs)
+    false_positives = np.mean([comparison.p_value < 0.05 for comparison in found])
+    assert 0.01 < false_positives <= 0.05 + 3 * deviation
+    covered = np.mean([comparison.difference.low <= 0 <= comparison.difference.high for comparison in found])
+    assert covered == pytest.approx(0.95, abs=4 * deviation)
+    wilson = np.mean([comparison.accuracy_a.low <= 0.9 <= comparison.accuracy_a.high for comparison in found])
+    assert wilson == pytest.approx(0.95, abs=4 * deviation)
+
+
+# Tango
+
+
+def test_tango_gives_the_published_interval():
+    """Fagerland, Lydersen and Laake (2014), Statistics in Medicine 33:2850: airway data, 1 and 7 discordant of 21."""
+    interval = paired_difference_interval(1, 7, 21)
+    assert (round(interval.low, 3), round(interval.high, 3)) == (-0.517, -0.026)
+
+
+def score(d, a_only, b_only, n):
+    """Tango's statistic at `d`, its nuisance parameter found by maximising the multinomial likelihood numerically."""
+
+    def minus_log_likelihood(only_b):
+        return -stats.multinomial.logpmf(
+            [a_only, b_only, n - a_only - b_only], n, [only_b + d, only_b, 1 - 2 * only_b - d]
+        )
+
+    only_b = optimize.minimize_scalar(
+        minus_log_likelihood, bounds=(max(0.0, -d), (1 - d) / 2), method="bounded", options={"xatol": 1e-12}
+    ).x
+    return (a_only - b_only - n * d) / math.sqrt(n * (2 * only_b + d * (1 - d)))
+
+
+@pytest.mark.parametrize(
+    "counts", [(1, 7, 21), (3, 2, 10), (40, 30, 777), (5, 12, 777), (1, 1, 50), (9, 3, 12), (200, 350, 777)]
+)
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+def test_tango_keeps_exactly_the_differences_that_the_score_test_keeps(counts, confidence):
+    interval = paired_difference_interval(*counts, confidence)
+    z = stats.norm.ppf((1 + confidence) / 2)
+    assert score(interval.low, *counts) == pytest.approx(z, abs=1e-4)
+    assert score(interval.high, *counts) == pytest.approx(-z, abs=1e-4)
+    for d in np.linspace(-0.99, 0.99, 45):
+        kept = abs(score(d, *counts)) <= z
+        assert kept == (interval.low <= d <= interval.high), d
+
+
+@given(discordant_counts(), CONFIDENCES)
+def test_tango_is_antisymmetric_and_contains_the_difference(counts, confidence):
+    a_only, b_only, n = counts
+    interval = paired_difference_interval(a_only, b_only, n, confidence)
+    swapped = paired_difference_interval(b_only, a_only, n, confidence)
+    assert (swapped.estimate, swapped.low, swapped.high) == (-interval.estimate, -interval.high, -interval.low)
+    assert interval.estimate == (a_only - b_only) / n
+    assert -1 <= interval.low <= interval.estimate <= interval.high <= 1
+    z2 = stats.norm.ppf((1 + confidence) / 2) ** 2
+    assert interval.high - interval.low >= z2 / (n + z2), "never a point"
+
+
+@given(discordant_counts(300), st.integers(2, 50))
+def test_tango_narrows_with_more_rows_of_the_same_kind(counts, times):
+    few, many = (paired_difference_interval(*(factor * count for count in counts)) for factor in (1, times))
+    assert many.high - many.low < few.high - few.low
+    assert few.low - 1e-9 <= many.low <= many.high <= few.high + 1e-9
+
+
+@given(st.integers(1, 10**6), CONFIDENCES)
+def test_tango_without_a_disagreement_is_wilson_of_zero_on_both_sides(n, confidence):
+    interval, wilson = paired_difference_interval(0, 0, n, confidence), wilson_interval(0, n, confidence)
+    assert interval.high == pytest.approx(wilson.high, rel=1e-6)
+    assert interval.low == -interval.high
+
+
+@given(discordant_counts(500))
+def test_tango_excludes_zero_wherever_mcnemar_rejects(counts):
+    """So the verdict knows three cases, not four."""
+    a_only, b_only, n = counts
+    assume(mcnemar_exact(a_only, b_only) < 0.05)
+    interval = paired_difference_interval(a_only, b_only, n)
+    assert interval.low > 0 or interval.high < 0
+
+
+@pytest.mark.parametrize(("n", "largest"), [(30, 30), (777, 45)])
+def test_tango_covers_the_truth_in_exact_enumeration(n, largest):
+    """Coverage without simulation error: the probability of every table whose interval holds the truth, summed."""
+    tables = np.array([(a, b, n - a - b) for a in range(largest + 1) for b in range(largest + 1) if a + b <= n])
+    intervals = [paired_difference_interval(int(a), int(b), n) for a, b, _ in tables]
+    low, high = np.array([[interval.low, interval.high] for interval in intervals]).T
+    coverage = []
+    shares = (0.05, 0.1, 0.2, 0.35) if n == 30 else (0.002, 0.005, 0.01, 0.015, 0.02)
+    for only_a in shares:
+        for only_b in shares:
+            weight = stats.multinomial.pmf(tables, n, [only_a, only_b, 1 - only_a - only_b])
+            assert weight.sum() > 1 - 1e-8, "tables left out would count as misses"
+            coverage.append(weight[(low <= only_a - only_b) & (only_a - only_b <= high)].sum())
+    assert min(coverage) >= 0.935
+    assert 0.945 <= np.mean(coverage) <= 0.975, "neither liberal nor wastefully wide"
+
+
+@pytest.mark.parametrize("counts", [(-1, 0, 5), (0, -1, 5), (3, 3, 5), (0, 0, 0)])
+def test_tango_refuses_impossible_counts(counts):
+    with pytest.raises(ValueError, match="rows"):
+        paired_difference_interval(*counts)
+
+
+# Rows
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=200))
+def test_rows_are_counted_as_a_loop_counts_them(pairs):
+    found = paired_rows([a for a, _ in pairs], [b for _, b in pairs])
+    assert found.n == len(pairs)
+    assert found.a_only == sum(a and not b for a, b in pairs)
+    assert found.b_only == sum(b and not a for a, b in pairs)
+    assert found.accuracy_a == wilson_interval(sum(a for a, _ in pairs), len(pairs))
+    assert found.accuracy_b == wilson_interval(sum(b for _, b in pairs), len(pairs))
+    assert found.difference == paired_difference_interval(found.a_only, found.b_only, found.n)
+    assert found.p_value == mcnemar_exact(found.a_only, found.b_only)
+    assert found.difference.estimate == pytest.approx(found.accuracy_a.estimate - found.accuracy_b.estimate)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([True], [True, False]),
+        ([1, 0], [True, True]),
+        ([True, True], [1, 0]),
+        ([[True]], [[True]]),
+        ([], []),
+        (np.zeros(0, bool), np.zeros(0, bool)),
+    ],
+    ids=["lengths", "labels of A", "labels of B", "2-d", "no dtype", "empty"],
+)
+def test_rows_refuse_anything_but_two_rows_of_bool(a, b):
+    with pytest.raises(ValueError, match=r"bool|one row"):
+        paired_rows(a, b)
+
+
+# Seeds
+
+ACCURACIES = st.floats(0.5, 1.0).map(lambda x: round(x * 777) / 777)
+
+
+@given(st.lists(st.tuples(ACCURACIES, ACCURACIES), min_size=2, max_size=12), CONFIDENCES)
+def test_seeds_against_the_formulas_of_the_paired_t_test(pairs, confidence):
+    a, b = np.array(pairs).T
+    d, n = a - b, len(a)
+    assume(np.ptp(d) > 1e-6)
+    found = paired_seeds(a, b, confidence)
+    error = math.sqrt(sum((x - sum(d) / n) ** 2 for x in d) / (n - 1) / n)
+    half = stats.t.ppf((1 + confidence) / 2, n - 1) * error
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(d.mean()) / error, n - 1), rel=1e-6)
+    assert found.difference.estimate == pytest.approx(d.mean(), abs=1e-12)
+    assert found.difference.low == pytest.approx(d.mean() - half, abs=1e-9)
+    assert found.difference.high == pytest.approx(d.mean() + half, abs=1e-9)
+    assert (found.n, found.mean_a, found.mean_b) == (n, pytest.approx(sum(a) / n), pytest.approx(sum(b) / n))
+    assert found.std_a == pytest.approx(math.sqrt(sum((x - sum(a) / n) ** 2 for x in a) / (n - 1)), abs=1e-12)
+    assert found.std_b == pytest.approx(math.sqrt(sum((x - sum(b) / n) ** 2 for x in b) / (n - 1)), abs=1e-12)
+
+
+def test_seeds_false_positive_rate_and_coverage():
+    rng, runs = np.random.default_rng(7), 1_000
+    common = rng.normal(0.88, 0.01, size=(runs, 5))
+    a, b = common + rng.normal(0.002, 0.003, size=(runs, 5)), common + rng.normal(0.002, 0.003, size=(runs, 5))
+    found = [paired_seeds(x, y) for x, y in zip(a, b, strict=True)]
+    tolerance = 4 * math.sqrt(0.05 * 0.95 / runs)
+    assert np.mean([comparison.p_value < 0.05 for comparison in found]) == pytest.approx(0.05, abs=tolerance)
+    covered = [comparison.difference.low <= 0 <= comparison.difference.high for comparison in found]
+    assert np.mean(covered) == pytest.approx(0.95, abs=tolerance)
+
+
+def test_one_seed_has_means_and_nothing_else():
+    assert paired_seeds([0.9], [0.8]) == PairedSeeds(1, 0.9, None, 0.8, None, None, None)
+
+
+def test_equal_accuracies_at_every_seed_are_no_evidence():
+    found = paired_seeds([0.9, 0.8, 0.7], [0.9, 0.8, 0.7])
+    assert (found.difference, found.p_value) == (None, 1.0)
+    assert found.std_a == pytest.approx(0.1)
+    # the same fractions computed in another way, a rounding apart
+    assert paired_seeds([0.1 + 0.2, 0.5], [0.3, 0.5]).p_value == 1.0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("a", "b"), [([0.9, 0.8], [0.7, 0.6]), ([700 / 777, 690 / 777], [699 / 777, 689 / 777])])
+def test_a_constant_difference_is_not_infinitely_significant(a, b):
+    found = paired_seeds(a, b)
+    assert (found.difference, found.p_value) == (None, None)
+
+
+@pytest.mark.parametrize(("a", "b"), [([], []), ([0.9], [0.9, 0.8]), ([0.9, math.nan], [0.9, 0.8]), ([[0.9]], [[0.9]])])
+def test_seeds_refuse_unpaired_or_missing_values(a, b):
+    with pytest.raises(ValueError, match="equally long"):
+        paired_seeds(a, b)
+
+
+# The verdict
+
+
+def test_verdict_bit_for_bit():
+    assert verdict(paired_rows(*rows(0, 0, 777)), "A", "B", bitwise_equal=True) == "the same training, bit for bit"
+
+
+def test_verdict_indistinguishable_names_the_whole_interval_even_without_a_disagreement():
+    z2 = stats.norm.ppf(0.975) ** 2
+    reach = f"{100 * z2 / (777 + z2):.1f}"
+    assert verdict(paired_rows(*rows(0, 0, 777)), "ddp_loop", "trainer_run") == (
+        f"indistinguishable at n = 777: the difference could be anywhere in [-{reach}, +{reach}] points"
+    )
+
+
+def test_verdict_names_the_better_run_and_does_not_depend_on_the_order():
+    a, b = rows(60, 20, 777)
+    one, other = verdict(paired_rows(a, b), "first", "second"), verdict(paired_rows(b, a), "second", "first")
+    assert one == other == f"first is better than second by {100 * 40 / 777:.1f} points at n = 777 (p < 0.001)"
+    a, b = rows(30, 14, 777)
+    p = 2 * sum(math.comb(44, k) for k in range(15)) / 2**44
+    assert verdict(paired_rows(b, a), "x", "y").startswith("y is better than x")
+    assert verdict(paired_rows(b, a), "x", "y").endswith(f"(p = {p:.2g})")
+
+
+def test_verdict_admits_where_test_and_interval_disagree():
+    found = paired_rows(*rows(6, 0, 777)), paired_rows(*rows(5, 0, 777))
+    assert [round(comparison.p_value, 4) for comparison in found] == [0.0312, 0.0625]
+    assert verdict(found[0], "A", "B").startswith("A is better than B")
+    assert found[1].difference.low > 0
+    line = verdict(found[1], "A", "B")
+    assert line.startswith("borderline at n = 777")
+    assert line.endswith("the test keeps zero (p = 0.062)")
+
+
+@given(discordant_counts())
+def test_verdict_says_better_exactly_when_mcnemar_rejects(counts):
+    found = paired_rows(*rows(*counts))
+    line = verdict(found, "A", "B")
+    assert ("is better than" in line) == (found.p_value < 0.05)
+    assert line.startswith("A is better") == (found.p_value < 0.05 and found.a_only > found.b_only)
+    assert line.startswith("indistinguishable") == (found.difference.low <= 0 <= found.difference.high)
+
+
+def test_verdict_writes_no_negative_zero():
+    found = [paired_rows(*rows(a_only, b_only, 777)) for a_only in range(22) for b_only in range(22)]
+    limits = [limit for comparison in found for limit in (comparison.difference.low, comparison.difference.high)]
+    assert any(-0.0005 < limit < 0 for limit in limits), "nothing here would be rounded to zero"
+    assert not [line for line in (verdict(comparison, "A", "B") for comparison in found) if re.search(r"-0\.0\b", line)]
+
+
+def test_verdict_over_seeds():
+    a, b = np.array([0.90, 0.91, 0.89, 0.90]), np.array([0.88, 0.89, 0.88, 0.87])
+    found = paired_seeds(a, b)
+    p = stats.ttest_1samp(a - b, 0).pvalue
+    assert verdict(found, "A", "B") == f"A is better than B by 2.00 points over 4 seeds (p = {p:.2g})"
+    near = paired_seeds([0.90, 0.91, 0.89], [0.91, 0.90, 0.89])
+    low, high = stats.t.interval(0.95, 2, 0, stats.sem([-0.01, 0.01, 0.0]))
+    assert verdict(near, "A", "B") == (
+        "indistinguishable over 3 seeds: "
+        f"the difference could be anywhere in [{100 * low:+.2f}, {100 * high:+.2f}] points"
+    )
+
+
+def test_verdict_says_when_seeds_cannot_tell():
+    assert verdict(paired_seeds([0.9], [0.8]), "A", "B") == (
+        "undecided over 1 seed: A - B is +10.00 points, with no spread to weigh it by"
+    )
+    assert verdict(paired_seeds([0.8, 0.7], [0.9, 0.8]), "A", "B").startswith("undecided over 2 seeds: A - B is -10.00")
+    same = verdict(paired_seeds([0.9, 0.8], [0.9, 0.8]), "A", "B")
+    assert same == "indistinguishable over 2 seeds: the same accuracy at every seed"
+
+
+@pytest.mark.parametrize(("n", "digits"), [(3, 1), (777, 1), (1000, 1), (10_000, 2), (100_000, 3)])
+def test_verdict_has_the_decimals_that_a_row_can_move(n, digits):
+    limits = verdict(paired_rows(*rows(0, 0, n)), "A", "B").split("[")[1].split("]")[0].split(", ")
+    assert {len(limit.split(".")[1]) for limit in limits} == {digits}
+
+
+# Calibration
+
+
+@st.composite
+def classified(draw):
+    """(n, classes) probabilities, many of them on the edges of bins, and labels."""
+    n, classes = draw(st.integers(1, 60)), draw(st.integers(2, 5))
+    weights = draw(st.lists(st.lists(st.integers(0, 15), min_size=classes, max_size=classes), min_size=n, max_size=n))
+    counts = np.array(weights, dtype=float)
+    counts[counts.sum(axis=1) == 0] = 1
+    return counts / counts.sum(axis=1, keepdims=True), draw(
+        st.lists(st.integers(0, classes - 1), min_size=n, max_size=n).map(np.array)
+    )
+
+
+@given(classified(), st.integers(1, 20))
+def test_calibration_against_a_loop_and_scikit_learn(sample, bins):
+    p, labels = sample
+    table = calibration_bins(p, labels, bins)
+    expected = 0.0
+    for row, (low, high) in zip(table, pairwise(np.linspace(0, 1, bins + 1)), strict=True):
+        inside = [i for i, x in enumerate(p) if low < max(x) <= high]
+        assert (row.low, row.high, row.n) == (low, high, len(inside))
+        if inside:
+            hits = sum(int(np.argmax(p[i])) == labels[i] for i in inside) / len(inside)
+            confidence = sum(max(p[i]) for i in inside) / len(inside)
+            assert (row.accuracy, row.confidence) == (pytest.approx(hits), pytest.approx(confidence))
+            expected += len(inside) / len(p) * abs(hits - confidence)
+        else:
+            assert row.accuracy is None
+            assert row.confidence is None
+    assert expected_calibration_error(p, labels, bins) == pytest.approx(expected, abs=1e-12)
+    filled = [row for row in table if row.n]
+    accuracy, confidence = calibration_curve(p.argmax(axis=1) == labels, p.max(axis=1), n_bins=bins)
+    np.testing.assert_allclose([row.accuracy for row in filled], accuracy)
+    np.testing.assert_allclose([row.confidence for row in filled], confidence)
+
+
+@given(classified())
+def test_calibration_error_in_one_bin_is_the_gap_of_the_means(sample):
+    p, labels = sample
+    gap = abs(float(np.mean(p.argmax(axis=1) == labels)) - float(p.max(axis=1).mean()))
+    assert expected_calibration_error(p, labels, bins=1) == pytest.approx(gap, abs=1e-12)
+    assert gap - 1e-12 <= expected_calibration_error(p, labels) <= 1, "splitting bins never hides a gap"
+
+
+def test_calibration_error_knows_honest_probabilities_from_overconfident_ones():
+    rng = np.random.default_rng(3)
+    truth = rng.uniform(0.5, 1, size=50_000)
+    labels = (rng.random(50_000) < truth).astype(int)
+    assert expected_calibration_error(np.column_stack([1 - truth, truth]), labels) < 0.01
+    sure = np.column_stack([np.zeros(50_000), np.ones(50_000)])
+    assert expected_calibration_error(sure, labels) == pytest.approx(1 - labels.mean())
+
+
+@pytest.mark.parametrize(
+    ("p", "labels"),
+    [
+        ([[0.5, 0.5]], [0, 1]),
+        ([0.5, 0.5], [0, 1]),
+        (np.zeros((0, 2)), np.zeros(0, int)),
+        ([[2.0, -1.0]], [0]),
+        ([[0.3, 0.3]], [0]),
+        ([[math.nan, 0.5]], [0]),
+        ([[0.5, 0.5]], [2]),
+        ([[0.5, 0.5]], [-1]),
+        ([[0.5, 0.5]], [0.0]),
+    ],
+    ids=["lengths", "1-d", "empty", "logits", "sum", "nan", "class 2 of 2", "class -1", "float labels"],
+)
+def test_calibration_refuses_what_is_no_table_of_probabilities(p, labels):
+    with pytest.raises(ValueError, match="probabilities"):
+        calibration_bins(p, labels)
+
+
+# Length
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=200)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_length_groups_partition_the_rows_in_order(sample, groups):
+    lengths, correct = np.array([x for x, _ in sample]), np.array([y for _, y in sample])
+    table = accuracy_by_length(lengths, correct, groups)
+    assert 1 <= len(table) <= groups
+    assert sum(row.n for row in table) == len(lengths)
+    assert (table[0].shortest, table[-1].longest) == (lengths.min(), lengths.max())
+    assert all(row.longest < following.shortest for row, following in pairwise(table))
+    for row in table:
+        hits = [ok for length, ok in sample if row.shortest <= length <= row.longest]
+        assert row.accuracy == wilson_interval(sum(hits), len(hits))
+        assert row.n == len(hits)
+
+
+@given(st.integers(1, 8), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_distinct_lengths_make_groups_of_equal_size(groups, each, random):
+    lengths = random.sample(range(10_000), groups * each)
+    assert [row.n for row in accuracy_by_length(lengths, [True] * len(lengths), groups)] == [each] * groups
+
+
+@given(LENGTHS, st.lists(st.integers(0, 40), min_size=1, max_size=4, unique=True))
+def test_length_edges_are_the_greatest_length_of_their_group(sample, edges):
+    table = accuracy_by_length([x for x, _ in sample], [y for _, y in sample], edges=edges)
+    limits = [-1, *sorted(edges), 40]
+    expected = []
+    for low, high in pairwise(limits):
+        inside = [(x, y) for x, y in sample if low < x <= high]
+        if inside:
+            expected.append((min(inside)[0], max(inside)[0], len(inside), sum(y for _, y in inside) / len(inside)))
+    assert [(row.shortest, row.longest, row.n, row.accuracy.estimate) for row in table] == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "correct"), [([1, 2], [True]), ([1, 2], [0, 1]), ([], np.zeros(0, bool)), ([[1]], [[True]])]
+)
+def test_length_refuses_other_shapes(lengths, correct):
+    with pytest.raises(ValueError, match="lengths"):
+        accuracy_by_length(lengths, correct)
+
+
+def test_results_are_immutable():
+    with pytest.raises(AttributeError):
+        Interval(0.5, 0.4, 0.6).low = 0.0  # type: ignore[misc]
