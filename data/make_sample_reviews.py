@@ -608,7 +608,7 @@ class Writer:
         stages = self.shuffled(range(len(self.stages)))[: self.pick((2, 3, 4, 5, 7, 9, 12))]
         chances = verdict * 7 + OPPOSITE[verdict] * 2 + "~"
         paragraphs = [
-            self.write(self.stages[stage]) + self.remarks([self.pick(chances) for _ in range(self.pick((1, 2, 3)))])
+            self.write(self.stages[stage]) + self.remarks([self.pick(chances) for _ in range(self.pick((1, 2, 3, 3)))])
             for stage in sorted(stages)
         ]
         last = self.pick(("", "总结：", "最后说一句，", "啰嗦了这么多，")) + self.verdict(verdict)
@@ -707,13 +707,13 @@ def as_csv(rows: Sequence[tuple[int, str]]) -> bytes:
 def describe(rows: Sequence[tuple[int, str]]) -> str:
     """Rows, share of the positive class, and the characters a review: the figures in ``data/README.md``."""
     lengths = [len(review) for _, review in rows]
+    broken, quoting = (sum(mark in review for _, review in rows) for mark in '\n"')
     twentieths = statistics.quantiles(lengths, n=20, method="inclusive")
     return (
         f"{len(rows)} rows, {sum(label for label, _ in rows) / len(rows):.1%} positive; characters a review: "
         f"min {min(lengths)}, 5 % {twentieths[0]:.0f}, median {statistics.median(lengths):.0f}, "
         f"mean {statistics.mean(lengths):.0f}, 95 % {twentieths[18]:.0f}, max {max(lengths)}; "
-        f"with a line break {sum("\n" in review for _, review in rows)}, "
-        f"with a double quote {sum('"' in review for _, review in rows)}"
+        f"{broken} with a line break, {quoting} with a double quote"
     )
 
 

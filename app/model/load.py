@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -140,12 +144,33 @@ def _check_folder(model: str) -> None:
 
 
 def _fetch(auto_class: Any, settings: ModelSettings, **more: Any) -> Any:
+    is_folder = Path(settings.model).is_dir()
+    offline = not is_folder and not _on_the_hub(settings.model)
     try:
-        return auto_class.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **more)
-    except (OSError, ValueError, KeyError, ImportError) as problem:
+        return auto_class.from_pretrained(
+            settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **more
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as problem:
         # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
-        where = "folder" if Path(settings.model).is_dir() else "Hub or its cache"
-        raise UserError(f"--model {settings.model}: can't be loaded from the {where}: {_first_line(problem)}") from None
+        what = "can't be loaded: " + _first_line(problem)
+        if offline:
+            what = "the Hub can't be reached, and the model is not in the local cache"
+        raise UserError(f"--model {settings.model}: {what}") from None
+
+
+@cache
+def _on_the_hub(name: str) -> bool:
+    """True where the Hub answers that it has the model; False where it doesn't answer. One try and at most 10 seconds:
+    transformers alone would try six times an asked file, for a minute, and write of each."""
+    try:
+        HfApi().model_info(name, timeout=10)
+    except RepositoryNotFoundError:
+        raise UserError(f"--model {name}: no such model on the Hub (or it is private: `hf auth login` first)") from None
+    except HFValidationError:
+        raise UserError(f"--model {name}: no folder, no name on the Hub, and not `{TINY}`") from None
+    except Exception:  # the HTTP library's own errors: another one with each version of huggingface_hub
+        return False
+    return True
 
 
 def _first_line(problem: Exception) -> str:

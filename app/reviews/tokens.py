@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def tokenise(
             _write(path, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main)
         try:
             return Dataset.from_file(str(path))
-        except OSError as problem:
+        except (OSError, ValueError) as problem:
             raise UserError(f"--cache_dir {cache_dir}: {path.name} can't be read ({problem}): delete it") from None
 
 
@@ -56,15 +57,13 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
 
 
 def _key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
-    names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    recipe = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    digest = hashlib.sha256(
-        json.dumps(
-            [table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__, names, max_length]
-        ).encode()
-    )
-    digest.update(recipe.encode() + table.rows.tobytes() + table.labels.tobytes())
+    recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
+    recipe |= {"truncation": None, "padding": None}  # only say how it was called last
+    words = [table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__, inputs, max_length, recipe]
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode())
+    digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -95,4 +94,5 @@ def _write(path: Path, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, m
     except OSError as problem:
         raise UserError(f"--cache_dir {path.parent}: can't be written: {problem.strerror or problem}") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()

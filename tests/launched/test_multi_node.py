@@ -5,11 +5,9 @@ They share the file system, as nodes of a cluster often do.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,11 +27,15 @@ def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, env={"PATH": SYSTEM_PATH}, check=True)
 
 
-def end_processes(namespace: str) -> None:
-    """Everything in a namespace of ours was started by us, torchrun's workers too, whatever session they are in."""
-    for pid in ip("netns", "pids", namespace).stdout.split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+# Waits for the end of the test, however it ends (its standard input closes even where pytest is killed), and tidies up.
+# Everything in a namespace of ours was started by us: torchrun's workers too, whatever session they are in.
+KEEPER = """
+cat >/dev/null
+for namespace in "$@"; do
+  ip netns pids "$namespace" | xargs --no-run-if-empty kill -KILL
+  ip netns delete "$namespace"
+done
+"""
 
 
 @pytest.fixture
@@ -42,20 +44,20 @@ def nodes() -> Iterator[list[str]]:
     if shutil.which("ip", path=SYSTEM_PATH) is None:
         pytest.skip("two nodes on one machine need Linux with iproute2 (the command ip)")
     names = [f"two-roads-{os.getpid()}-{node}" for node in range(2)]
-    with contextlib.ExitStack() as ending:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as refusal:
-                pytest.skip(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
-            ending.callback(ip, "netns", "delete", name)
-            ending.callback(end_processes, name)
+    try:
+        ip("netns", "add", names[0])
+    except subprocess.CalledProcessError as refusal:
+        pytest.skip(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
+    keeper = ["bash", "-c", KEEPER, "keeper", *names]
+    with subprocess.Popen(keeper, stdin=subprocess.PIPE, env={"PATH": SYSTEM_PATH}, start_new_session=True):
+        ip("netns", "add", names[1])
         ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names
+    assert not set(names) & set(ip("netns", "list").stdout.split())
 
 
 def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str]:
@@ -68,15 +70,11 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str
         command = ["ip", "netns", "exec", node, "bash", str(SCRIPT), *arguments]
         with log.open("w") as output:
             processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + 200  # well before pytest's own time limit, which would end us without tidying up
-    try:
-        statuses = [process.wait(timeout=deadline - time.monotonic()) for process in processes]
-    finally:
-        for node, process in zip(nodes, processes, strict=True):
-            end_processes(node)
-            process.wait()
+    deadline = time.monotonic() + 200  # before pytest's own time limit, so that a failure shows what the nodes printed
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(0.1)
     printed = [log.read_text() for log in logs]
-    assert statuses == [0, 0], "\n".join(printed)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     return printed
 
 

@@ -1,0 +1,76 @@
+"""What the tests share: the data they run on, and real torchrun jobs with a time limit that leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pandas as pd
+import pytest
+from jobs import PROJECT, Finished, end_processes
+
+hypothesis.settings.register_profile("busy machine", deadline=None)
+hypothesis.settings.load_profile("busy machine")
+
+
+@pytest.fixture(scope="session")
+def real_csv() -> Path:
+    """The real hotel reviews, which are no part of the repository."""
+    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
+        if path and Path(path).is_file():
+            return Path(path)
+    pytest.skip("the real CSV is not here: python -m app.reviews.download, or set CHNSENTICORP_CSV")
+
+
+@pytest.fixture
+def review_csv(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a small CSV of reviews that can be told apart by their words: `rows` of them, every third negative."""
+
+    def write(rows: int = 60, name: str = "reviews.csv", classes: tuple[Any, ...] = (0, 1)) -> Path:
+        path = tmp_path / name
+        table = pd.DataFrame(
+            {
+                "label": [classes[0 if i % 3 == 0 else 1 + i % (len(classes) - 1)] for i in range(rows)],
+                "review": [("差。" if i % 3 == 0 else "好，") * (1 + i % 17) + f"第{i}次" for i in range(rows)],
+            }
+        )
+        table.to_csv(path, index=False)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Finished]:
+    """Runs a program of ours in real processes: `launch("app.ddp_loop", "--max_steps", 3, ranks=2)`.
+
+    `ranks` processes under torchrun with a free port of its own, or none: plain python. `module` may be a script's
+    path. Fails where a process of the job is left over; ends all of them where the time limit is passed.
+    """
+
+    def run(module: str, *flags: Any, ranks: int = 0, limit: float = 150, **environment: str) -> Finished:
+        program = [module] if module.endswith(".py") else ["-m", module]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+        command = [sys.executable, *torchrun, *program, *(str(flag) for flag in flags)]
+        mark = f"{os.getpid()}-{id(flags)}-{len(list(tmp_path.iterdir()))}"
+        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        variables |= {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"} | environment
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            try:
+                out, err = job.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                end_processes(mark)
+                out, err = job.communicate()
+                pytest.fail(f"{command} took more than {limit} s:\n{out}\n{err}")
+        left = end_processes(mark)
+        assert not left, f"{command} left processes behind: {left}"
+        return Finished(job.returncode, out, err)
+
+    return run

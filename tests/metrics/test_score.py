@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics
+
+from app.metrics.score import score
+
+
+@given(n=st.integers(1, 40), classes=st.integers(2, 4), seed=st.integers(0, 999))
+def test_figures_are_scikit_learn_s(n, classes, seed):
+    random = np.random.default_rng(seed)
+    logits, labels = random.normal(size=(n, classes)), random.integers(0, classes, size=n)
+    predicted = logits.argmax(axis=1)
+    average = "binary" if classes == 2 else "macro"
+    scores = score(logits, labels)
+    assert scores.accuracy == metrics.accuracy_score(labels, predicted)
+    for name in ("f1", "precision", "recall"):
+        expected = getattr(metrics, f"{name}_score")(labels, predicted, average=average, zero_division=0)
+        assert getattr(scores, name) == expected
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    assert scores.loss == pytest.approx(metrics.log_loss(labels, probabilities, labels=range(classes)))
+    assert scores.confusion_matrix == metrics.confusion_matrix(labels, predicted, labels=range(classes)).tolist()
+    assert scores.n == n
+
+
+def test_huge_logits_give_a_finite_loss():
+    assert score(np.array([[1e4, -1e4], [-1e4, 1e4]]), np.array([0, 0])).loss == 1e4

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from app.errors import UserError
+from app.settings import GROUPS, Settings, as_flags, parse_settings
+
+
+def one_line(arguments: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_settings(arguments=arguments)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_every_knob_is_in_one_group_and_has_help():
+    names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(Settings))
+    assert all(field.metadata.get("help") for field in dataclasses.fields(Settings))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--test_size=0", "--test_size=1", "--test_size=-0.1", "--test_size=nan", "--validation_size=1"),
+        *("--max_length=2", "--max_length=-5", "--dropout=1", "--dropout=-0.1", "--train_batch_size=0"),
+        *("--gradient_accumulation_steps=0", "--num_train_epochs=0", "--num_train_epochs=inf", "--max_steps=0"),
+        *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
+        *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
+        *("--seed=-1", "--seed=4294967296", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
+        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
+        *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
+    ],
+)
+def test_a_number_out_of_range_or_a_word_in_its_place_names_its_flag(flag):
+    assert flag.partition("=")[0] in one_line([flag])
+
+
+def test_every_problem_is_told_at_once():
+    message = one_line(["--learning_rate=0", "--test_size=2", "--max_length=1"])
+    assert all(name in message for name in ("--learning_rate", "--test_size", "--max_length"))
+
+
+def test_an_unknown_flag_is_named_with_the_one_that_was_meant():
+    assert "--lerning_rate" in one_line(["--lerning_rate", "1"])
+    assert "did you mean --learning_rate?" in one_line(["--lerning_rate", "1"])
+    assert "--learning_rat" in one_line(["--learning_rat=1"]), "no silent abbreviations"
+
+
+def test_the_command_line_wins_over_the_file_which_wins_over_the_defaults(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\n", encoding="utf-8")
+    settings = parse_settings(arguments=["--config", str(file), "--max_steps", "9"])
+    assert (settings.learning_rate, settings.max_steps, settings.use_cpu, settings.csv) == (3e-4, 9, True, None)
+    assert settings.train_batch_size == Settings().train_batch_size
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("lerning_rate: 1", "lerning_rate"),
+        ("learning_rate: [1, 2]", "learning_rate"),
+        ("- 1\n- 2", "mapping"),
+        ("a: b: c", "YAML"),
+        ("test_size: much", "test_size"),
+        ("precision: fp8", "precision"),
+    ],
+)
+def test_a_wrong_config_file_is_named_with_what_is_wrong(tmp_path, content, names):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    message = one_line(["--config", str(file)])
+    assert str(file) in message
+    assert names in message
+    assert str(tmp_path / "none.yaml") in one_line(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_bf16_and_precision_say_the_same():
+    assert parse_settings(arguments=["--bf16"]).precision == "bf16"
+    assert parse_settings(arguments=["--precision", "bf16"]).bf16
+    assert parse_settings(arguments=[]).precision == "fp32"
+    assert "--bf16" in one_line(["--bf16", "--precision", "fp64"])
+
+
+def test_flags_made_of_settings_give_the_same_settings():
+    settings = Settings(csv="a b.csv", bf16=True, learning_rate=1e-17, dropout=0.0, disable_tqdm=True, max_steps=3)
+    assert parse_settings(arguments=as_flags(settings)) == settings
+    assert as_flags(Settings()) == []
+
+
+def test_the_help_is_a_text_about_every_flag(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_settings("How to use it.", ["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert "How to use it." in text
+    assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
