@@ -15,6 +15,8 @@ import psutil
 import pytest
 from jobs import PROJECT, SAMPLE_CSV, end_processes, processes_of
 
+from app.compare import main
+
 pytestmark = pytest.mark.launched
 SHORT = ["--csv", SAMPLE_CSV, "--max_steps", 3, "--eval_strategy", "no"]
 
@@ -53,8 +55,20 @@ def test_runs_that_differ_are_told_apart_with_the_reviews_they_disagree_on(launc
     done = launch("app.compare", two_runs / "a", two_runs / "b", "--output_dir", "out")
     assert done.status == 0, done.err
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert comparison["first_differing_step"] == 2, "the rate of step 1 is 0: warm-up"
+    assert comparison["first_differing_step"] == 3, "after a step of warm-up at rate 0, step 2 is the first to differ in weights"
     assert comparison["max_loss_difference"] > 0
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capsys):
+    """Runs app.compare in this process; returns its exit status and the lines on standard error."""
+
+    def run(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
+        return main(), capsys.readouterr().err.splitlines()
+
+    return run
 
 
 def damaged(two_runs: Path, tmp_path: Path, file: str, change) -> Path:
@@ -81,17 +95,15 @@ def cut(path: Path) -> None:
         ("predictions.csv", lambda path: path.write_text(path.read_text().replace(",0,", ",1,", 5))),
     ],
 )
-def test_a_damaged_run_is_one_line_that_names_the_file(launch, two_runs, tmp_path, file, change):
+def test_a_damaged_run_is_one_line_that_names_the_file(compare, two_runs, tmp_path, file, change):
     copy = damaged(two_runs, tmp_path, file, change)
-    done = launch("app.compare", copy, two_runs / "b")
-    assert done.status == 2
-    assert done.err.splitlines() == done.error_lines
-    assert len(done.error_lines) == 1
-    assert str(copy / file) in done.error_lines[0]
+    status, lines = compare(copy, two_runs / "b")
+    assert (status, len(lines)) == (2, 1)
+    assert str(copy / file) in lines[0]
     assert not (tmp_path / "runs").exists()
 
 
-def test_other_splits_and_wrong_calls_are_one_line(launch, two_runs, tmp_path):
+def test_other_splits_and_wrong_calls_are_one_line(compare, two_runs, tmp_path):
     other = damaged(
         two_runs, tmp_path, "split.json", lambda p: p.write_text(p.read_text().replace('gerprint": "', 'gerprint": "f'))
     )
@@ -101,9 +113,8 @@ def test_other_splits_and_wrong_calls_are_one_line(launch, two_runs, tmp_path):
         [two_runs / "none", two_runs / "b"],
         ["--nproc_per_node", 0],
     ):
-        done = launch("app.compare", *runs)
-        assert done.status == 2, runs
-        assert len(done.err.splitlines()) == len(done.error_lines) == 1
+        status, lines = compare(*runs)
+        assert (status, len(lines)) == (2, 1), runs
     assert not (tmp_path / "runs").exists()
 
 
