@@ -4,27 +4,30 @@ Train both on the same reviews, two processes each (every training flag of app.d
 
     python -m app.compare
     python -m app.compare --nproc_per_node 4 --csv reviews.csv --num_train_epochs 1
+    python -m app.compare --seeds 5
 
-Compare two finished runs, which nothing but their folders is known of:
+Compare two finished runs, which nothing but their folders is known of; the second form exits 0 only where every loss,
+gradient norm, prediction and weight is equal to the bit, and else names the first difference and exits 1:
 
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
+    python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest --assert_equal
 
-The figures are printed and written as comparison.json and comparison.md into --output_dir.
+The figures are printed and written as comparison.json, comparison.md and comparison.html into --output_dir.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from app.distributed.launcher import torchrun
-from app.errors import UserError
-from app.preparation import read_and_split
-from app.report.comparison import compare_runs
-from app.report.runs import read_run
+from app.errors import RunError, UserError
+from app.files import RUNS, create_folder
+from app.report.comparison import compare_runs, compare_seeds
+from app.report.runs import Run, read_run
 from app.report.write import write_comparison
-from app.run_record import RUNS, create_folder
 from app.settings import Settings, as_flags, settings_parser
 
 ROADS = ("ddp_loop", "trainer_run")
@@ -32,52 +35,93 @@ ROADS = ("ddp_loop", "trainer_run")
 
 def main() -> int:
     try:
-        runs, nproc_per_node, settings = parse()
-        if runs:
-            loaded = [read_run(run) for run in runs]
-            comparison = compare_runs(*loaded)
+        asked, settings = parse()
+        if asked.runs:
+            a, b = (read_run(Path(run)) for run in asked.runs)
+            comparison = compare_runs(a, b)
             folder = create_folder(settings.output_dir, RUNS / "comparisons")
         else:
-            read_and_split(settings, nproc_per_node)  # a mistake in the data is one line here, not one from each rank
-            folder = create_folder(settings.output_dir, RUNS / "comparisons")
-            for road in ROADS:
-                status = train(road, settings, nproc_per_node, folder)
-                if status != 0:
-                    print(f"error: {road} failed; what it left is in {folder / road}", file=sys.stderr)
-                    return 1
-            comparison = compare_runs(*(read_run(folder / road) for road in ROADS))
+            folder, pairs = train_pairs(settings, asked.nproc_per_node, asked.seeds)
+            comparison = compare_seeds(pairs) if len(pairs) > 1 else compare_runs(*pairs[0])
         print()
         print(write_comparison(comparison, folder))
-        print(f"written to {folder}/comparison.md and comparison.json")
+        print(f"written to {folder}/: comparison.html, comparison.md, comparison.json")
+        if asked.assert_equal and comparison["first_difference"] is not None:
+            print(f"not equal: {comparison['first_difference']}", file=sys.stderr)
+            return 1
         return 0
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except RunError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: everything that was started has ended", file=sys.stderr)
         return 130
 
 
-def parse() -> tuple[list[Path], int, Settings]:
+def parse() -> tuple[argparse.Namespace, Settings]:
+    """What to compare, and the settings to train with.
+
+    Raises:
+        UserError: an unknown flag, a wrong value, or one run where two are needed.
+    """
     parser = settings_parser(__doc__)
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="folders of two finished runs; without them both are made"
-    )
-    parser.add_argument("--nproc_per_node", type=int, default=2, help="processes that train together")
+    own = parser.add_argument_group("comparison")
+    own.add_argument("runs", nargs="*", metavar="RUN", help="folders of two finished runs; without them both are made")
+    own.add_argument("--nproc_per_node", type=int, default=2, help="processes that train together")
+    own.add_argument("--seeds", type=int, default=1, help="pairs of runs to train, with seeds counted up from --seed")
+    own.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are equal to the bit")
     values = parser.values(sys.argv[1:])
-    runs, nproc_per_node = values.pop("runs"), values.pop("nproc_per_node")
-    if len(runs) not in (0, 2):
-        raise UserError(f"{len(runs)} run folder given: name two, or none to train both")
-    if nproc_per_node < 1:
-        raise UserError(f"--nproc_per_node {nproc_per_node}: must be 1 or more")
-    return [Path(run) for run in runs], nproc_per_node, Settings(**values)
+    asked = argparse.Namespace(
+        **{name: values.pop(name) for name in ("runs", "nproc_per_node", "seeds", "assert_equal")}
+    )
+    if len(asked.runs) not in (0, 2):
+        raise UserError(f"{len(asked.runs)} run folder(s) given: name two, or none to train both")
+    for name in ("nproc_per_node", "seeds"):
+        if getattr(asked, name) < 1:
+            raise UserError(f"--{name} {getattr(asked, name)}: must be 1 or more")
+    return asked, Settings(**values)
 
 
-def train(road: str, settings: Settings, nproc_per_node: int, folder: Path) -> int:
-    """One road in a torchrun job of its own; returns its exit status."""
-    print(f"\n--- {road} ---", flush=True)
-    flags = as_flags(dataclasses.replace(settings, output_dir=str(folder / road)))
-    return torchrun(f"app.{road}", flags, nproc_per_node, settings.threads)
+def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
+    """Trains on both roads, with each seed in turn; the folder that holds it all, and the pairs of runs.
+
+    Raises:
+        UserError: a mistake in data, batch or model: found here, it is one line and not one from each process.
+        RunError: a road failed.
+    """
+    from app.model.load import load_config
+    from app.preparation import read_and_split
+
+    read_and_split(settings, nproc_per_node)
+    load_config(settings)
+    folder = create_folder(settings.output_dir, RUNS / "comparisons")
+    pairs = []
+    for seed in range(settings.seed, settings.seed + seeds):
+        place = folder if seeds == 1 else folder / f"seed-{seed}"
+        pairs.append([train(road, dataclasses.replace(settings, seed=seed), nproc_per_node, place) for road in ROADS])
+    return folder, [(a, b) for a, b in pairs]
+
+
+def train(road: str, settings: Settings, nproc_per_node: int, folder: Path) -> Run:
+    """One road in a torchrun job of its own.
+
+    Raises:
+        RunError: it failed.
+    """
+    from app.distributed.launcher import torchrun
+
+    print(f"\n--- {road}, seed {settings.seed} ---", flush=True)
+    place = folder / road
+    flags = as_flags(dataclasses.replace(settings, output_dir=str(place)))
+    status = torchrun(f"app.{road}", flags, nproc_per_node, settings.threads)
+    if status != 0:
+        with suppress(OSError):
+            folder.rmdir()  # only where it is empty
+        raise RunError(f"{road} failed" + (f"; what it left is in {place}" if place.exists() else ""))
+    return read_run(place)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,6 +34,9 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.stopping import StopRequest
+from app.distributed.training_state import build_buckets, read_training_state, write_training_state
+from app.errors import Preempted
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -75,16 +79,21 @@ def train(prepared: Preparation, settings: Settings, world: World) -> Distribute
     # 3. RANDOMNESS. Until here the ranks had to be equal; their dropout must not be: other rows, other masks.
     set_seed(settings.seed + world.rank)
 
-    bar = tqdm(total=plan.total_steps, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
-    step = 0
+    step = prepared.resume.step  # 0, unless a checkpoint is there to go on from
+    if prepared.resume.checkpoint is not None:
+        build_buckets(ddp, to_device(next(iter(loader)), world))
+        read_training_state(prepared.resume, ddp.module, optimizer, scheduler, world)
+    stop = StopRequest()
+    bar = tqdm(total=plan.total_steps, initial=step, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
     record.start_clock()
-    for epoch in range(plan.epochs):
+    for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         # 4. THE DATA. The sampler deals each rank its rows of the epoch's permutation, which is the same on every rank.
         #    Without set_epoch every epoch would have the order of the first.
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        steps_done = step % plan.steps_per_epoch
+        loader.sampler.set_epoch(epoch, steps_done)  # type: ignore[attr-defined]
         micro_batches = iter(loader)
 
-        for _ in range(min(plan.steps_per_epoch, plan.total_steps - step)):
+        for _ in range(min(plan.steps_per_epoch - steps_done, plan.total_steps - step)):
             # 5. ONE OPTIMIZER STEP: global batch = ranks x micro-batch x accumulation steps.
             ddp.train()
             batches = list(islice(micro_batches, plan.accumulation_steps))
@@ -104,6 +113,7 @@ def train(prepared: Preparation, settings: Settings, world: World) -> Distribute
 
             # All ranks clip by the same norm: it is that of the averaged gradients. 0 stands for "never clip".
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), settings.max_grad_norm or float("inf"))
+            prepared.check_finite(step + 1, norm, loss)  # before the weights are touched
             optimizer.step()
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
@@ -117,12 +127,23 @@ def train(prepared: Preparation, settings: Settings, world: World) -> Distribute
                 record.write_steps()
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
             bar.update()
-            if settings.eval_strategy == "steps" and (step % settings.eval_steps == 0 or step == plan.total_steps):
-                watch(ddp, step, prepared, settings, world, bar)
 
-        if settings.eval_strategy == "epoch":
-            watch(ddp, step, prepared, settings, world, bar)
+            if plan.due(settings.eval_strategy, settings.eval_steps, step):
+                watch(ddp, step, prepared, settings, world)
+            # Whoever was told to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks stop, behind the same step and a
+            # checkpoint.
+            told_to_stop = stop.agreed()
+            if told_to_stop or plan.due(settings.save_strategy, settings.save_steps, step):
+                record.save_checkpoint(
+                    step, plan, partial(write_training_state, ddp.module, optimizer, scheduler, world)
+                )
+            if told_to_stop and step < plan.total_steps:
+                raise Preempted(
+                    f"after step {step} of {plan.total_steps}, on request; go on with {record.how_to_resume}"
+                )
+    stop.close()
     bar.close()
+    record.load_best(ddp.module)
     return ddp
 
 
@@ -160,17 +181,15 @@ def evaluate(
     return scores, logits
 
 
-def watch(
-    ddp: DistributedDataParallel, step: int, prepared: Preparation, settings: Settings, world: World, bar: Any
-) -> None:
-    """Evaluates in mid-training, for the eye: on the validation rows where there are any, else on the test rows."""
-    prepared.record.write_steps()
+def watch(ddp: DistributedDataParallel, step: int, prepared: Preparation, settings: Settings, world: World) -> None:
+    """Evaluates in mid-training: on the validation rows where there are any, else on the test rows, for the eye
+    only."""
+    record = prepared.record
+    record.write_steps()
     scores, _ = evaluate(ddp, prepared.watched_loader, prepared.watched_labels, settings, world)
-    epoch = step / prepared.plan.steps_per_epoch
-    prepared.record.write_evaluation(step, epoch, prepared.watched, scores.n, asdict(scores))
-    if world.is_main:
-        bar.write(f"epoch {epoch:.2f}: {prepared.watched} accuracy {scores.accuracy:.4f}, loss {scores.loss:.4f}")
-    prepared.record.start_clock()
+    record.write_evaluation(step, step / prepared.plan.steps_per_epoch, prepared.watched, scores.n, asdict(scores))
+    record.keep_best(step, ddp.module, asdict(scores))
+    record.start_clock()
 
 
 def mixed_precision(settings: Settings, world: World) -> AbstractContextManager[Any]:

@@ -6,3 +6,12 @@ class UserError(ValueError):
 
     Entry points print it without a traceback and exit with status 2.
     """
+
+
+class RunError(RuntimeError):
+    """A failure of the run that every rank knows of: its message is one line that names step and cause. Exit status
+    1."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop, has saved a checkpoint on every rank's behalf and can be resumed. Exit status 75."""

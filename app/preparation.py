@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from app.distributed.processes import World, gather_objects, local_main_first, together
-from app.errors import UserError
+from app.errors import RunError, UserError
+from app.files import refuse_used
 from app.metrics.score import Scores
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.optimization import default_learning_rate, warmup_steps
+from app.resume import Resume, check_fits, find_resume
 from app.reviews.batches import BatchPlan, plan_batches, shard_loader, train_loader
 from app.reviews.split import Indices, Split, split_reviews
 from app.reviews.table import ReviewTable, describe_dropped, read_reviews
@@ -46,11 +48,34 @@ class Preparation:
     watched_loader: DataLoader[Any]
     test_loader: DataLoader[Any]
     record: RunRecord
+    resume: Resume
 
     @property
     def watched_labels(self) -> NDArray[np.int64]:
         """Class ids, int64, of the rows that are evaluated during training: the validation rows, else the test rows."""
         return self.table.labels[self.split.validation if self.watched == "validation" else self.split.test]
+
+    def check_finite(self, step: int, grad_norm: torch.Tensor, loss: torch.Tensor) -> None:
+        """To be called before each optimizer step, by every rank.
+
+        Args:
+            grad_norm: the norm of the averaged gradients: one rank's NaN is in it on every rank.
+            loss: this rank's.
+
+        Raises:
+            RunError: the norm is not finite; names the ranks it comes from and their rows.
+        """
+        if torch.isfinite(grad_norm):
+            return
+        self.record.write_steps()
+        positions = self.train_loader.sampler.rows_of_step((step - 1) % self.plan.steps_per_epoch)  # type: ignore[attr-defined]
+        rows = ", ".join(str(row) for row in self.table.rows[self.split.train[positions]])
+        told = gather_objects((bool(torch.isfinite(loss)), rows))
+        guilty = [f"rank {rank}, rows {its}" for rank, (finite, its) in enumerate(told) if not finite]
+        what = (
+            "the loss is not finite on " + " and ".join(guilty) if guilty else f"the gradients are {float(grad_norm)}"
+        )
+        raise RunError(f"step {step}: {what}; the optimizer has not made this step")
 
     @property
     def test_labels(self) -> NDArray[np.int64]:
@@ -77,9 +102,15 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         AgreedError: a user's mistake on any rank; nothing has been written then but the token cache.
     """
     quieten(world)
+    check_settings(settings)
+    resume = find_resume(path_name, settings, world)
     with together():
+        if resume.folder is None:
+            refuse_used(settings.output_dir)
         table, split, plan = read_and_split(settings, world.size)
     check_fingerprints(split.fingerprint)
+    with together():
+        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps)
     with local_main_first(world):
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
     rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
@@ -97,8 +128,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
 
     train_rows = inputs.select(split.train)
     watched = "validation" if len(split.validation) else "test"
-    record = RunRecord(path_name, settings, table, split, world)
-    world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world))
+    record = RunRecord(path_name, settings, table, split, world, resume)
+    world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world, resume))
     return Preparation(
         table,
         split,
@@ -113,6 +144,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         evaluation_loader(split.validation if watched == "validation" else split.test),
         evaluation_loader(split.test),
         record,
+        resume,
     )
 
 
@@ -123,6 +155,26 @@ def quieten(world: World) -> None:
     if not world.is_main:
         transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()
+
+
+# What may differ between nodes: places and machines.
+PLACES = {"csv", "model", "cache_dir", "output_dir", "resume_from_checkpoint", "threads", "disable_tqdm"}
+
+
+def check_settings(settings: Settings) -> None:
+    """Every rank must have been told the same: else they train other things, or wait for each other in vain.
+
+    Raises:
+        AgreedError: they haven't; names the flags and the ranks that differ from rank 0.
+    """
+    told = gather_objects({name: value for name, value in settings.as_dict().items() if name not in PLACES})
+    with together():
+        for rank, theirs in enumerate(told):
+            differing = [
+                f"--{name} {theirs[name]} (rank 0: {told[0][name]})" for name in theirs if theirs[name] != told[0][name]
+            ]
+            if differing:
+                raise UserError(f"rank {rank} was started with {', '.join(differing)}: give every node the same flags")
 
 
 def check_fingerprints(fingerprint: str) -> None:
@@ -150,6 +202,7 @@ def start_up_block(
     classifier: Classifier,
     folder: Path,
     world: World,
+    resume: Resume,
 ) -> str:
     """What will happen, in a few lines."""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
@@ -157,6 +210,7 @@ def start_up_block(
         "" if table.path != SAMPLE_CSV else " (the bundled synthetic sample; see data/README.md for the real file)"
     )
     warmup = warmup_steps(settings, plan.total_steps)
+    classes = ", ".join(map(shown, table.class_names))
     weights = "pretrained weights" if classifier.pretrained else "weights initialised here"
     parameters = classifier.model.num_parameters() / 1e6
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -166,7 +220,7 @@ def start_up_block(
         *(("dropped", line) for line in describe_dropped(table)),
         (
             "rows",
-            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
+            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {classes}",
         ),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}; {parameters:.1f} M parameters"),
@@ -179,7 +233,17 @@ def start_up_block(
         ("machine", f"{world.size} x {device}, {torch.get_num_threads()} thread(s) a rank, {settings.precision}"),
         ("files", f"{folder}/"),
     ]
+    if resume.checkpoint is not None:
+        lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
+        if resume.state["world_size"] != world.size:
+            before = resume.state["world_size"]
+            lines += [("ranks", f"{world.size}, were {before}: the same batches, but other dropout masks from here on")]
     return "\n".join(f"{name:>14}  {text}" for name, text in lines)
+
+
+def shown(name: str) -> str:
+    """Untrusted text as a terminal may show it: no control characters."""
+    return name if name.isprintable() else repr(name)
 
 
 def closing_block(scores: Scores, record: RunRecord) -> str:
@@ -189,7 +253,7 @@ def closing_block(scores: Scores, record: RunRecord) -> str:
         ("test accuracy", f"{scores.accuracy:.4f} ({right} of {scores.n} reviews), F1 {scores.f1:.4f}"),
         (
             "training took",
-            f"{record.train_seconds:.1f} s, {record.examples / record.train_seconds:.0f} reviews a second",
+            f"{record.totals.train_seconds:.1f} s, {record.totals.examples_per_second:.0f} reviews a second",
         ),
         ("model", f"{record.model_folder}/"),
     ]

@@ -11,36 +11,44 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import time
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from app.distributed.checkpoints import PREFIX, Checkpoints, newest_first, problem_of, remove, step_of
 from app.distributed.processes import (
     World,
     agree,
+    first_problem,
     from_main,
     gather_objects,
     peak_memory_bytes,
+    progress,
     reduce_mean,
     reduce_sum,
+    remember,
 )
-from app.errors import UserError
+from app.distributed.training_state import read_weights, write_weights
+from app.errors import RunError, UserError
+from app.files import RUNS, create_folder, plain_cell, write_json, write_text
+from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
 from app.report.model_card import write_model_card
+from app.resume import LOGS, RESULTS, RUN_FOLDER, STATE, Resume
+from app.reviews.batches import BatchPlan
 from app.reviews.split import Split
 from app.reviews.table import ReviewTable
-from app.settings import REPOSITORY, Settings
+from app.settings import Settings
 
-RUNS = Path("runs")
 PACKAGES = (
     "torch",
     "transformers",
@@ -52,68 +60,6 @@ PACKAGES = (
     "scikit-learn",
     "numpy",
 )
-
-
-# ---- folders and files ----------------------------------------------------------------------------------------------
-
-
-def create_folder(asked: str | None, parent: Path) -> Path:
-    """The folder asked for, which must be new or empty, else a new one under `parent` with `parent/latest` on it.
-
-    Raises:
-        UserError: the folder is not empty, is a file, or can't be written.
-    """
-    folder = Path(asked) if asked is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    try:
-        if asked is None:
-            folder = _unused(folder)
-        elif folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"--output_dir {folder}: exists and is not empty: name a new folder")
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-        if asked is None:
-            _point(parent / "latest", folder.name)
-    except OSError as problem:
-        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
-    return folder
-
-
-def _unused(folder: Path) -> Path:
-    """`folder`, or with a number behind it where runs started in the same second; made here, so it is this run's
-    alone."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    candidate, number = folder, 1
-    while True:
-        try:
-            candidate.mkdir()
-            return candidate
-        except FileExistsError:
-            number += 1
-            candidate = folder.with_name(f"{folder.name}-{number}")
-
-
-def _point(link: Path, target: str) -> None:
-    aside = link.with_name(f".{link.name}.{os.getpid()}")
-    aside.symlink_to(target)
-    os.replace(aside, link)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a whole file or none of it."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """JSON with every float as `repr` gives it: what is read back is equal to the bit."""
-    write_text(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 
 
 # ---- a run's record -------------------------------------------------------------------------------------------------
@@ -134,31 +80,74 @@ class Step:
     seconds: float
 
 
+@dataclasses.dataclass
+class Totals:
+    """Of all steps so far, over all ranks; `padded_tokens` are tokens and padding."""
+
+    train_seconds: float = 0.0
+    examples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.train_seconds
+
+
+@dataclasses.dataclass
+class Best:
+    """The step whose weights were best on the validation rows so far, and its figure; step 0: none yet."""
+
+    step: int = 0
+    value: float | None = None
+
+    def beats(self, value: float, metric: str) -> bool:
+        """Whether `value` is no better than what there is."""
+        return self.value is not None and (value >= self.value if metric == "loss" else value <= self.value)
+
+
 class RunRecord:
     """The files of one run. Every rank holds one and calls the same methods: `write_steps` and `finish` are
     collective."""
 
-    def __init__(self, path_name: str, settings: Settings, table: ReviewTable, split: Split, world: World) -> None:
-        """Creates the folder with settings.json and split.json.
+    def __init__(
+        self, path_name: str, settings: Settings, table: ReviewTable, split: Split, world: World, resume: Resume
+    ) -> None:
+        """Creates the folder with settings.json and split.json, or goes on with one that is there.
 
         Raises:
             AgreedError: the folder can't be had.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
-        devices = gather_objects(_device_name(world))
-        problem, folder = None, None
-        if world.is_main:
+        devices = gather_objects(device_name(world.device))
+        problem, folder = None, resume.folder
+        if world.is_main and folder is None:
             try:
                 folder = create_folder(settings.output_dir, RUNS / path_name)
+                remember(RUN_FOLDER, str(folder.resolve()))
             except UserError as error:
                 problem = str(error)
         agree(problem)
         self.folder: Path = from_main(folder)  # type: ignore[assignment]
         self.model_folder = self.folder / "model"
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", settings.save_total_limit, settings.on_save_failure, world
+        )
         self.pending: list[Step] = []
-        self.train_seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
+        self.totals = Totals(**resume.state.get("totals", {}))
+        self.best = Best(**resume.state.get("best", {}))
+        progress.step, progress.checkpoint = resume.step, resume.checkpoint
+        self.checkpoints.last_good = resume.checkpoint
         self.last_loss = float("nan")
         if world.is_main:
+            for later in newest_first(self.checkpoints.folder):
+                if step_of(later) > resume.step:  # damaged, or of steps that are now done again
+                    remove(later)
+            for name in LOGS:
+                log = resume.lines_of(name)
+                write_text(self.folder / name, log) if log else (self.folder / name).unlink(missing_ok=True)
+            for name in RESULTS:
+                (self.folder / name).unlink(missing_ok=True)
             write_json(self.folder / "settings.json", self._settings(devices))
             write_json(self.folder / "split.json", self._split())
         self.start_clock()
@@ -180,6 +169,7 @@ class RunRecord:
         micro-batches."""
         now = time.perf_counter()
         masks = [batch["attention_mask"] for batch in batches]
+        progress.step = step
         self.pending.append(
             Step(
                 step,
@@ -208,20 +198,23 @@ class RunRecord:
         for step, loss, (tokens_, examples, padded) in zip(self.pending, losses, counts, strict=True):
             line = dataclasses.asdict(step) | {"loss": loss, "grad_norm": float(step.grad_norm)}
             line |= {"tokens": tokens_, "examples": examples, "padded_tokens": padded}
-            lines.append(json.dumps(line) + "\n")
-            self.train_seconds += step.seconds
-            self.tokens += tokens_
-            self.examples += examples
-            self.padded_tokens += padded
+            lines.append(json.dumps(line, allow_nan=False) + "\n")
+            self.totals.train_seconds += step.seconds
+            self.totals.tokens += tokens_
+            self.totals.examples += examples
+            self.totals.padded_tokens += padded
         self.last_loss = losses[-1]
         self.pending.clear()
         self._append("steps.jsonl", "".join(lines))
 
     def write_evaluation(self, step: int, epoch: float, rows: str, n: int, figures: Mapping[str, float]) -> None:
-        """Appends a line to evaluations.jsonl: accuracy, f1 and loss of the n rows that are `validation` or `test`."""
+        """Appends a line to evaluations.jsonl and shows it: accuracy, f1 and loss of the n rows that are `validation`
+        or `test`."""
         line = {"step": step, "epoch": epoch, "rows": rows, "n": n}
         line |= {name: figures[name] for name in ("accuracy", "f1", "loss")}
-        self._append("evaluations.jsonl", json.dumps(line) + "\n")
+        self._append("evaluations.jsonl", json.dumps(line, allow_nan=False) + "\n")
+        if self.world.is_main:
+            tqdm.write(f"epoch {epoch:.2f}: {rows} accuracy {line['accuracy']:.4f}, loss {line['loss']:.4f}")
 
     def finish(
         self,
@@ -240,12 +233,12 @@ class RunRecord:
             return
         metrics = dataclasses.asdict(scores)
         metrics["n_test"] = metrics.pop("n")
-        seconds = self.train_seconds
+        totals = self.totals
         metrics |= {
-            "train_seconds": seconds,
-            "train_examples_per_second": self.examples / seconds,
-            "train_tokens_per_second": self.tokens / seconds,
-            "padding_fraction": 1 - self.tokens / self.padded_tokens,
+            "train_seconds": totals.train_seconds,
+            "train_examples_per_second": totals.examples_per_second,
+            "train_tokens_per_second": totals.tokens / totals.train_seconds,
+            "padding_fraction": 1 - totals.tokens / totals.padded_tokens,
             "mfu": self._mfu(model),
             "peak_memory_bytes": peak_memory,
         }
@@ -259,6 +252,74 @@ class RunRecord:
         os.replace(aside, self.model_folder)
         self._write_predictions(logits)
         write_json(self.folder / "metrics.json", metrics)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int, plan: BatchPlan, fill: Callable[[Path], None]) -> None:
+        """Writes the checkpoint of a step: the files of `fill`, called on every rank, and what this record holds.
+        Collective."""
+        self.write_steps()
+
+        def fill_with_state(folder: Path) -> None:
+            fill(folder)
+            if self.world.is_main:
+                write_json(folder / STATE, self._state(step, plan))
+
+        if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state):
+            progress.checkpoint = self.checkpoints.last_good
+            if self.world.is_main:  # the checkpoint that knew an older best is no longer the newest
+                for old in self.checkpoints.folder.glob("best-*"):
+                    if old.name != f"best-{self.best.step}":
+                        remove(old)
+        self.start_clock()
+
+    def keep_best(self, step: int, model: torch.nn.Module, figures: Mapping[str, float]) -> None:
+        """Keeps the weights aside if no earlier ones were better on the validation rows. Collective."""
+        metric = self.settings.metric_for_best_model
+        if not self.settings.load_best_model_at_end or self.best.beats(figures[metric], metric):
+            return
+
+        def fill(folder: Path) -> None:
+            if self.world.is_main:
+                write_weights(folder, model)
+
+        if self.checkpoints.save(f"best-{step}", fill):
+            self.best = Best(step, figures[metric])
+
+    def load_best(self, model: torch.nn.Module) -> None:
+        """Gives the model the best weights back, on every rank. Collective."""
+        if self.settings.load_best_model_at_end and self.best.step:
+            folder = self.checkpoints.folder / f"best-{self.best.step}"
+            problem = problem_of(folder) if self.world.is_main else None
+            if first_problem(problem):
+                raise RunError(f"{folder}: the best weights are damaged: {problem}")
+            if self.world.is_main:
+                read_weights(folder, model)
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+            self.world.say(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
+
+    @property
+    def how_to_resume(self) -> str:
+        """The flag with which this run goes on where it is."""
+        return f"--resume_from_checkpoint {self.folder}"
+
+    def _best_figure(self) -> str:
+        return f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"
+
+    def _state(self, step: int, plan: BatchPlan) -> dict[str, Any]:
+        return {
+            "path": self.path_name,
+            "step": step,
+            "epoch": step / plan.steps_per_epoch,
+            "samples_seen": step * plan.global_size,
+            "total_steps": plan.total_steps,
+            "world_size": self.world.size,
+            "fingerprint": self.split.fingerprint,
+            "settings": self.settings.as_dict(),
+            "totals": dataclasses.asdict(self.totals),
+            "best": dataclasses.asdict(self.best),
+        }
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -299,62 +360,20 @@ class RunRecord:
         names, test = self.table.class_names, self.split.test
         aside = self.folder / ".predictions.csv.tmp"
         with aside.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
+            writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
             writer.writerow(["row", "label", "predicted", *(f"probability_{name}" for name in names), "review"])
             for position, chances, best in zip(test, probabilities, logits.argmax(axis=1), strict=True):
                 label, predicted = names[self.table.labels[position]], names[best]
                 text = self.table.texts.iloc[position]
-                cells = [plain_cell(label), plain_cell(predicted), *map(repr, chances.tolist()), plain_cell(text)]
+                cells = [plain_cell(label), plain_cell(predicted), *chances.tolist(), plain_cell(text)]
                 writer.writerow([int(self.table.rows[position]), *cells])
         os.replace(aside, self.folder / "predictions.csv")
 
     def _mfu(self, model: PreTrainedModel) -> float | None:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B, without the attention term): 6 FLOPs a parameter
         and token that was no padding, over what the devices could do; None where that isn't known."""
-        peak = peak_flops(_device_name(self.world), self.settings.precision or "fp32")
+        peak = peak_flops(device_name(self.world.device), self.settings.precision or "fp32")
         if peak is None:
             return None
         parameters = model.num_parameters(exclude_embeddings=True)
-        return 6.0 * parameters * self.tokens / self.train_seconds / (peak * self.world.size)
-
-
-def plain_cell(text: str) -> str:
-    """A cell that a spreadsheet shows and doesn't run (OWASP, CSV injection): a quote before what begins a formula."""
-    if text[:1] in ("=", "+", "-", "@", "\t", "\r"):
-        try:
-            float(text)
-        except ValueError:
-            return "'" + text
-    return text
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of the device in FLOP/s, from the vendor's data sheets; None for a device not listed: never a
-    guess."""
-    sheets = {"H200": (989e12, 67e12), "H100": (989e12, 67e12), "A100": (312e12, 19.5e12)}  # bf16, fp32
-    for name, (bf16, fp32) in sheets.items():
-        if name in device_name and "PCIe" not in device_name:
-            return {"bf16": bf16, "fp32": fp32}.get(precision)
-    return None
-
-
-def git_commit() -> str | None:
-    """The commit of the code that runs, with `+` where tracked files were changed since; None outside a checkout."""
-    try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.stdout.strip()
-
-
-def _device_name(world: World) -> str:
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
-    return f"cpu ({platform.machine()})"
+        return 6.0 * parameters * self.totals.tokens / self.totals.train_seconds / (peak * self.world.size)

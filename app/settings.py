@@ -97,6 +97,28 @@ class EvaluationSettings:
 
 
 @dataclass
+class CheckpointSettings:
+    _argument_group_name = "checkpoints: what a killed run goes on from"
+
+    save_strategy: Literal["epoch", "steps", "no"] = knob("epoch", "when to write a checkpoint")
+    save_steps: int = knob(500, "optimizer steps between two checkpoints with --save_strategy steps")
+    save_total_limit: int = knob(2, "checkpoints to keep; the newest are kept")
+    on_save_failure: Literal["continue", "stop"] = knob(
+        "continue", "whether to go on training where a checkpoint can't be written, such as on a full disk"
+    )
+    resume_from_checkpoint: str | None = knob(
+        None,
+        "folder of a checkpoint or of a run to go on from; `auto`: of the run in --output_dir, or else the latest one",
+    )
+    load_best_model_at_end: bool = knob(
+        False, "end with the weights that were best on the validation rows instead of the last ones"
+    )
+    metric_for_best_model: Literal["accuracy", "f1", "loss"] = knob(
+        "accuracy", "what best means: high, or low for loss"
+    )
+
+
+@dataclass
 class ProcessSettings:
     _argument_group_name = "processes: how the ranks work together"
 
@@ -118,7 +140,13 @@ class OutputSettings:
 
 @dataclass
 class Settings(
-    OutputSettings, ProcessSettings, EvaluationSettings, TrainingSettings, ModelSettings, DataSettings
+    OutputSettings,
+    ProcessSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    TrainingSettings,
+    ModelSettings,
+    DataSettings,
 ):  # dataclass order is base-last, so the data come first in settings.json
     """What a run is told. `resolve()` has filled in what depends on the machine's files."""
 
@@ -138,7 +166,7 @@ class Settings(
 
         counts = (
             *("train_batch_size", "gradient_accumulation_steps", "eval_steps", "eval_batch_size"),
-            *("ddp_bucket_cap_mb", "ddp_timeout", "logging_steps"),
+            *("ddp_bucket_cap_mb", "ddp_timeout", "logging_steps", "save_steps", "save_total_limit"),
         )
         return [
             number("test_size", lambda share: 0 < share < 1, "a share of the rows between 0 and 1, such as 0.1"),
@@ -155,10 +183,15 @@ class Settings(
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
-            number("seed", lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
+            number("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
             number("threads", lambda n: n >= 0, "0 or more"),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must name a column"),
+            (
+                not self.load_best_model_at_end or (self.validation_size > 0 and self.eval_strategy != "no"),
+                "--load_best_model_at_end needs rows to choose on that are no test rows: add --validation_size 0.1 "
+                "and an --eval_strategy",
+            ),
             (self.output_dir != "", "--output_dir is empty: must name a folder"),
         ]
 
@@ -173,7 +206,10 @@ class Settings(
         return dataclasses.asdict(self)
 
 
-GROUPS = (DataSettings, ModelSettings, TrainingSettings, EvaluationSettings, ProcessSettings, OutputSettings)
+GROUPS = (
+    *(DataSettings, ModelSettings, TrainingSettings, EvaluationSettings),
+    *(CheckpointSettings, ProcessSettings, OutputSettings),
+)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -205,6 +241,8 @@ class SettingsParser(HfArgumentParser):
         return vars(namespace)
 
     def suggestion(self, flag: str) -> str:
+        if not flag.startswith("--"):
+            return ""
         flags = [option for option in self._option_string_actions if "-" not in option[2:]]
         close = difflib.get_close_matches("--" + flag.partition("=")[0].lstrip("-").replace("-", "_"), flags, n=1)
         return f": did you mean {close[0]}?" if close else ""
@@ -212,7 +250,7 @@ class SettingsParser(HfArgumentParser):
     def parse_yaml(self, path: Path) -> dict[str, Any]:
         """The settings that a YAML mapping `flag: value` names, checked like those of the command line."""
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}  # words stay words: no is "no"
         except OSError as problem:
             raise UserError(f"--config {path}: {problem.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as problem:
@@ -223,7 +261,7 @@ class SettingsParser(HfArgumentParser):
         for name, value in content.items():
             if isinstance(value, dict | list):
                 raise UserError(f"--config {path}: {name} must be a single value")
-            if value is not None:
+            if value not in ("", "null", "~"):
                 arguments += [f"--{name}={value}"]
         try:
             parsed = self.parse(arguments)

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -29,6 +31,9 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.stopping import StopRequest
+from app.distributed.training_state import build_buckets
+from app.errors import Preempted
 from app.metrics.score import score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -54,15 +59,23 @@ def fine_tune(settings: Settings, world: World) -> None:
         processing_class=prepared.tokenizer,
         compute_metrics=compute_metrics,
         optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
-        callbacks=[Randomness(settings.seed + world.rank)],
+        callbacks=[Randomness(settings.seed + world.rank), Pace(prepared, settings)],
     )
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
-    trainer.remove_callback(PrinterCallback)  # the record below keeps what it would print
-    trainer.train()
+    for default in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(default)
+    if not settings.disable_tqdm:
+        trainer.add_callback(Bar)
+    trainer.train(resume_from_checkpoint=str(prepared.resume.checkpoint) if prepared.resume.checkpoint else None)
     assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to train with DDP"
 
+    if trainer.state.global_step < prepared.plan.total_steps:
+        step, total = trainer.state.global_step, prepared.plan.total_steps
+        raise Preempted(f"after step {step} of {total}, on request; go on with {prepared.record.how_to_resume}")
+
+    prepared.record.load_best(prepared.model)
     prediction = trainer.predict(prepared.test_loader.dataset)
     logits = np.asarray(prediction.predictions)
     scores = score(logits, prepared.test_labels)
@@ -73,7 +86,7 @@ def fine_tune(settings: Settings, world: World) -> None:
 def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArguments:
     """Our settings under Trainer's names. Optimizer and schedule are handed over as objects instead."""
     return TrainingArguments(
-        output_dir=str(prepared.record.folder / "checkpoints"),
+        output_dir=str(prepared.record.folder),
         per_device_train_batch_size=prepared.plan.micro_size,
         per_device_eval_batch_size=settings.eval_batch_size,
         gradient_accumulation_steps=prepared.plan.accumulation_steps,
@@ -82,10 +95,9 @@ def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArg
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         bf16=settings.bf16,
-        eval_strategy=settings.eval_strategy,
-        eval_steps=settings.eval_steps,
-        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it once more
+        eval_strategy="no",  # Pace decides, for both are to fall behind the same step as in app.ddp_loop
         save_strategy="no",
+        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it once more
         logging_nan_inf_filter=False,  # a loss that is not finite should be seen, and the filter synchronises each step
         use_cpu=prepared.record.world.device.type == "cpu",
         ddp_backend="gloo" if prepared.record.world.device.type == "cpu" else "nccl",
@@ -117,6 +129,34 @@ class Randomness(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Trainer tells the epoch to samplers that accelerate has wrapped; ours isn't."""
         kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
+
+
+class Bar(ProgressCallback):
+    """Trainer's progress bar without its dictionaries of figures: the record shows each evaluation in a line."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Pace(TrainerCallback):
+    """When Trainer evaluates, writes a checkpoint, and stops because some rank was told to."""
+
+    def __init__(self, prepared: Preparation, settings: Settings) -> None:
+        self.plan, self.record, self.settings = prepared.plan, prepared.record, settings
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stop = StopRequest()
+        self.record.start_clock()  # here the training begins
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        settings, step = self.settings, state.global_step
+        told_to_stop = self.stop.agreed()
+        control.should_evaluate = self.plan.due(settings.eval_strategy, settings.eval_steps, step)
+        control.should_save = told_to_stop or self.plan.due(settings.save_strategy, settings.save_steps, step)
+        control.should_training_stop = control.should_training_stop or told_to_stop
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stop.close()
 
 
 class ReviewTrainer(Trainer):
@@ -158,11 +198,44 @@ class ReviewTrainer(Trainer):
         step = self.state.global_step + 1
         epoch = step / self.prepared.plan.steps_per_epoch
         loss = sum(self.micro_losses, start=torch.zeros((), device=self.world.device))
+        self.prepared.check_finite(step, norm, loss)
         self.record.add_step(step, epoch, loss, norm, self._get_learning_rate(), self.micro_batches)
         self.micro_losses, self.micro_batches = [], []
         if step % self.record.settings.logging_steps == 0 or step == self.state.max_steps:
             self.record.write_steps()
         return norm
+
+    # ---- the checkpoints ------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Trainer's own checkpoint, but written aside and sealed: Trainer writes in place and would resume from half of
+        one (huggingface/transformers#35782)."""
+
+        def fill(aside: Path) -> None:
+            before, self.args.output_dir = (
+                self.args.output_dir,
+                str(aside.parent),
+            )  # it adds checkpoint-<step>, as we do
+            try:
+                super(ReviewTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = before
+
+        self.record.save_checkpoint(self.state.global_step, self.prepared.plan, fill)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As app.ddp_loop does where it goes on from a checkpoint."""
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        if self.prepared.resume.checkpoint is not None:
+            build_buckets(model, self._prepare_inputs(next(iter(loader))))
+        return model, loader
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """At another number of ranks there are no random streams to go on with."""
+        if self.prepared.resume.state.get("world_size", self.world.size) == self.world.size:
+            super()._load_rng_state(checkpoint)
+        else:
+            set_seed(self.prepared.resume.other_seed + self.world.rank)
 
     # ---- the evaluation -------------------------------------------------------------------------------------------
 
@@ -173,6 +246,7 @@ class ReviewTrainer(Trainer):
         step, n = self.state.global_step, len(self.prepared.watched_labels)
         figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         self.record.write_evaluation(step, step / self.prepared.plan.steps_per_epoch, self.prepared.watched, n, figures)
+        self.record.keep_best(step, self.prepared.model, figures)
         self.record.start_clock()
         return metrics
 
@@ -190,8 +264,9 @@ class ReviewTrainer(Trainer):
         shard: list[torch.Tensor] = []
         for batch in dataloader:
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
-            assert logits is not None
-            shard.append(logits)
+            first = logits[0] if isinstance(logits, tuple) else logits  # some models return more than logits
+            assert first is not None
+            shard.append(first)
         is_test = dataloader is self.prepared.test_loader
         labels = self.prepared.test_labels if is_test else self.prepared.watched_labels
         rows = gather_rows(list(dataloader.sampler), shard, len(labels))

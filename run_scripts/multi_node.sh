@@ -16,7 +16,9 @@ for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
   [ -n "${!name:-}" ] || refuse "$name is not set; wanted: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 done
 [ $# -ge 2 ] || refuse "wanted: static or c10d, then a module (app.ddp_loop, app.trainer_run) and its settings"
+case $1 in static | c10d) ;; *) refuse "the first argument is static or c10d, not $1" ;; esac
 if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
+command -v torchrun >/dev/null || refuse "no torchrun here: call bash run_scripts/setup.sh on this node first"
 
 # Gloo and c10d would look up the host's name, which is often 127.0.1.1: tell them the way that leads to node 0.
 way=$(python -c '
@@ -36,6 +38,5 @@ case $1 in
   static) meet=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;
   c10d) meet=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --local_addr="${LOCAL_ADDR:-$address}"
     --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)") ;;
-  *) refuse "the first argument is static or c10d, not $1" ;;
 esac
 exec torchrun --nnodes="$NNODES" --nproc_per_node="${NPROC_PER_NODE:-1}" "${meet[@]}" -m "${@:2}"

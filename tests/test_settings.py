@@ -29,7 +29,7 @@ def test_every_knob_is_in_one_group_and_has_help():
         *("--gradient_accumulation_steps=0", "--num_train_epochs=0", "--num_train_epochs=inf", "--max_steps=0"),
         *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
         *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
-        *("--seed=-1", "--seed=4294967296", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
+        *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
         *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
     ],
@@ -51,9 +51,10 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant():
 
 def test_the_command_line_wins_over_the_file_which_wins_over_the_defaults(tmp_path):
     file = tmp_path / "settings.yaml"
-    file.write_text("learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\n", encoding="utf-8")
+    file.write_text("learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n", encoding="utf-8")
     settings = parse_settings(arguments=["--config", str(file), "--max_steps", "9"])
     assert (settings.learning_rate, settings.max_steps, settings.use_cpu, settings.csv) == (3e-4, 9, True, None)
+    assert settings.eval_strategy == "no"
     assert settings.train_batch_size == Settings().train_batch_size
 
 

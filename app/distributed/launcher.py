@@ -25,7 +25,7 @@ def torchrun(module: str, flags: Sequence[str], nproc_per_node: int, threads: in
     threads = threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-    with _sigterm_as_interrupt():
+    with _as_interrupt(signal.SIGTERM, signal.SIGHUP):
         # A session of its own: Ctrl-C in a terminal would reach torchrun twice, and the second one cuts its clean-up
         # short.
         job = subprocess.Popen([*command, "-m", module, *flags], env=environment, start_new_session=True)
@@ -33,20 +33,29 @@ def torchrun(module: str, flags: Sequence[str], nproc_per_node: int, threads: in
             return job.wait()
         finally:
             if job.poll() is None:
-                job.send_signal(signal.SIGTERM)
-                try:
-                    job.wait(GRACE_SECONDS)
-                except subprocess.TimeoutExpired:
-                    job.kill()
+                _end(job)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun, which ends its workers; they also end by themselves where it is killed. Not to be interrupted."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    job.send_signal(signal.SIGTERM)
+    try:
+        job.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def _as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

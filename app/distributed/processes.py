@@ -7,31 +7,39 @@ of the code needs. Each must be called by every rank, never under `if world.is_m
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+from torch.distributed.rendezvous import rendezvous
 
-from app.errors import UserError
+from app.distributed.generation import living_store
+from app.errors import Preempted, RunError, UserError
 from app.settings import ProcessSettings, Settings, parse_settings
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+LAST_WORDS_SECONDS = 3.0
 
 
 class AgreedError(UserError):
@@ -61,25 +69,98 @@ class World:
 # ---- the life of a process ------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Progress:
+    """What the line that tells of a failure says besides its cause. There is one in a process: `progress`."""
+
+    step: int = 0
+    checkpoint: Path | None = None
+
+    def __str__(self) -> str:
+        return f"after step {self.step}; last good checkpoint: {self.checkpoint or 'none'}"
+
+
+progress = Progress()
+_base_store: Store | None = None  # outlives a generation of processes
+_living_store: Store | None = None  # this generation's own
+
+
 def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
-    """Runs an entry point and exits: 0 finished, 2 the user's mistake (one line, from one rank), 1 the run failed."""
-    status = 0
+    """Runs an entry point and exits, with one line from one rank where it did not finish.
+
+    0: finished. 2: the user's mistake. 75: asked to stop, a checkpoint was saved. 1: the run failed. 130: Ctrl-C before
+    or after the training.
+    """
     try:
         record(_parse_and_run, OneLineForUsers())(main, description)
+        outcome = None
     except AgreedError as problem:
-        status = 2
-        if _rank() == 0:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-        dist.barrier()  # no rank leaves before the line is out: torchrun ends the others with the first that leaves
-        _leave()
+        outcome = f"error: {problem}", 2
+    except Preempted as stop:
+        outcome = f"stopped: {stop}", 75
+    except RunError as failure:
+        outcome = f"error: {failure} ({progress})", 1
     except KeyboardInterrupt:
+        if _rank() == 0:
+            print("interrupted", file=sys.stderr)
         _exit_now(130)
     except Exception as problem:
-        traceback.print_exc()
-        cause = " ".join(str(problem).split()) or type(problem).__name__
-        print(f"error: rank {_rank()} failed: {cause}", file=sys.stderr, flush=True)
-        _exit_now(1)
+        _fail(problem)
+    # Behind the handlers nothing holds the frames of `main` any longer, and so no DDP module outlives the group.
+    if outcome is not None:
+        _leave_together(*outcome)
+    sys.exit(0)
+
+
+def _leave_together(line: str, status: int) -> NoReturn:
+    """For what all ranks know of: the line is out before any rank leaves, for torchrun ends the others with the
+    first."""
+    if _rank() == 0 or not dist.is_initialized():
+        print(line, file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        _leave()
     sys.exit(status)
+
+
+def _fail(problem: Exception) -> NoReturn:
+    """For what befalls one rank. A rank whose peers are gone finds out who, and leaves the telling to one of the
+    living."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
+    cause = " ".join(str(problem).split()) or type(problem).__name__
+    lost_contact = isinstance(problem, dist.DistError) or "gloo" in cause.lower() or "nccl" in cause.lower()
+    if not lost_contact:
+        if not isinstance(problem, OSError):
+            traceback.print_exc()
+        _last_words("own cause", wait=False)
+        print(f"error: rank {_rank()} failed {progress}: {cause}", file=sys.stderr, flush=True)
+    else:
+        words = _last_words("lost contact", wait=True)
+        missing = [rank for rank, word in enumerate(words) if word is None]
+        if "own cause" not in words and words.index("lost contact") == _rank():
+            who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
+            print(f"error: rank {_rank()} {who}, {progress}", file=sys.stderr, flush=True)
+    _exit_now(1)
+
+
+def _last_words(word: str, wait: bool) -> list[str | None]:
+    """Leaves a word in the store and reads those of the others; None for a rank that has said nothing, or can't be
+    heard."""
+    words: list[str | None] = [None] * _env("WORLD_SIZE", 1)
+    words[_rank()] = word
+
+    def exchange() -> None:
+        assert _living_store is not None
+        _living_store.set(f"last words/{_rank()}", word)
+        for rank in range(len(words)) if wait else ():
+            with suppress(RuntimeError):
+                _living_store.wait([f"last words/{rank}"], timedelta(seconds=LAST_WORDS_SECONDS))
+                words[rank] = _living_store.get(f"last words/{rank}").decode()
+
+    talk = threading.Thread(target=exchange, daemon=True)  # the store's host may be the one that is gone
+    talk.start()
+    talk.join(LAST_WORDS_SECONDS * (1 + len(words)) if wait else LAST_WORDS_SECONDS)
+    return list(words)
 
 
 class OneLineForUsers(ErrorHandler):
@@ -88,7 +169,7 @@ class OneLineForUsers(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()
-        if isinstance(e, UserError) and path:
+        if isinstance(e, UserError | RunError | Preempted) and path:
             self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
         else:
             super().record_exception(e)
@@ -120,10 +201,8 @@ def join(settings: ProcessSettings) -> Iterator[World]:
 
 def _join(settings: ProcessSettings, problem: str | None) -> World:
     rank, size, local_rank, local_size = (
-        _rank(),
-        _env("WORLD_SIZE", 1),
-        _env("LOCAL_RANK", 0),
-        _env("LOCAL_WORLD_SIZE", 1),
+        *(_rank(), _env("WORLD_SIZE", 1)),
+        *(_env("LOCAL_RANK", 0), _env("LOCAL_WORLD_SIZE", 1)),
     )
     threads = settings.threads or max(1, (os.cpu_count() or 1) // local_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # accelerate would count the threads anew where it is unset
@@ -139,17 +218,51 @@ def _join(settings: ProcessSettings, problem: str | None) -> World:
         else:
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
+    on_gpu = device.type == "cuda"
     timeout = timedelta(seconds=settings.ddp_timeout)
-    if "RANK" in os.environ:
-        on_gpu = device.type == "cuda"
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None)
-    else:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ.update(alone)  # accelerate looks for these
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=_meet(timeout),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
     agree(problem)
     return World(rank, size, local_rank, local_size, device)
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store through which this generation's ranks find one another."""
+    global _base_store, _living_store
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone)  # accelerate looks for these
+        _base_store = HashStore()
+    else:
+        _end_with_torchrun()
+        _base_store, _, _ = next(rendezvous("env://", timeout=timeout))
+    _living_store = living_store(_base_store, _rank(), _env("WORLD_SIZE", 1), timeout)
+    return _living_store
+
+
+def _end_with_torchrun() -> None:
+    """Linux tells us by SIGTERM where our parent dies, however it dies: torchrun can't end its workers after a
+    SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def remember(name: str, value: str) -> None:
+    """Keeps a value for the processes that torchrun starts after this generation of processes has died."""
+    assert _base_store is not None
+    _base_store.set(f"remember/{name}", value)
+
+
+def recall(name: str) -> str | None:
+    """What an earlier generation of processes has remembered; None in the first one."""
+    assert _base_store is not None
+    return _base_store.get(f"remember/{name}").decode() if _base_store.check([f"remember/{name}"]) else None
 
 
 def _leave() -> None:
@@ -193,12 +306,19 @@ def from_main(value: T) -> T:
     return values[0]
 
 
+def first_problem(problem: str | None) -> str | None:
+    """Each rank brings its own problem or None; all get that of the lowest rank that has one, with the rank's name."""
+    for rank, text in enumerate(gather_objects(problem)):
+        if text is not None:
+            return text if rank == 0 else f"rank {rank}: {text}"
+    return None
+
+
 def agree(problem: str | None) -> None:
     """Raises `AgreedError` on every rank where any rank has a problem; each rank brings its own or None."""
-    problems = gather_objects(problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}")
+    told = first_problem(problem)
+    if told is not None:
+        raise AgreedError(told)
 
 
 @contextmanager

@@ -54,6 +54,19 @@ def load_tokenizer(settings: ModelSettings, train_texts: Iterable[str]) -> PreTr
     return tokenizer
 
 
+def load_config(settings: ModelSettings) -> PretrainedConfig | None:
+    """The config of the model asked for; None for `tiny`, whose config depends on the vocabulary.
+
+    Raises:
+        UserError: no such model, or the Hub can't be reached.
+    """
+    if settings.model == TINY:
+        return None
+    _check_folder(settings.model)
+    config: PretrainedConfig = _fetch(AutoConfig, settings)
+    return config
+
+
 def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Classifier:
     """The classifier in training precision, its head sized and named by the data's classes.
 
@@ -62,18 +75,18 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     Raises:
         UserError: no such model, one that can't classify sequences, or `max_length` beyond what it can read.
     """
-    if settings.model == TINY:
+    fetched = load_config(settings)
+    if fetched is None:
         config: PretrainedConfig = tiny_config(len(tokenizer), tokenizer.pad_token_id)
         pretrained, origin = False, "tiny BERT (2 layers x 128), weights from the seed"
     else:
-        _check_folder(settings.model)
-        config = _fetch(AutoConfig, settings)
+        config = fetched
         pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
         origin = settings.model if pretrained else f"{settings.model} has no weights: they come from the seed"
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
-    if config.pad_token_id is None:
+    if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
@@ -90,7 +103,7 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     else:
         try:
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=settings.trust_remote_code)
-        except ValueError as problem:
+        except (ValueError, AttributeError, TypeError) as problem:
             raise UserError(f"--model {settings.model}: {_first_line(problem)}") from None
     # Classification heads take **kwargs but don't normalise by num_items_in_batch, as Trainer believes of models that
     # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).

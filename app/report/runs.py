@@ -15,6 +15,7 @@ STEP_KEYS = ("step", "epoch", "loss", "grad_norm", "learning_rate", "examples", 
 SETTINGS_KEYS = ("path", "world_size", "csv", "seed")
 SPLIT_KEYS = ("fingerprint", "n_test", "classes")
 METRICS_KEYS = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
+NUMBERS = {*STEP_KEYS, *METRICS_KEYS, "world_size", "seed"} - {"peak_memory_bytes"}
 
 
 @dataclass(frozen=True)
@@ -113,23 +114,26 @@ def _parse(text: str, keys: tuple[str, ...], place: str) -> dict[str, Any]:
     missing = [key for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
         raise UserError(f"{place}: lacks {', '.join(missing)}")
+    for key in NUMBERS.intersection(keys):
+        if not isinstance(content[key], int | float) or isinstance(content[key], bool):
+            raise UserError(f"{place}: {key} is {content[key]!r}, not a number")
     return dict(content)
 
 
 def _read_predictions(path: Path, classes: list[str]) -> pd.DataFrame:
     _read_text(path)
-    types: dict[str, Any] = {"row": "int64"} | {f"probability_{name}": "float64" for name in classes}
-    types |= {"label": str, "predicted": str, "review": str}
+    numbers = [f"probability_{name}" for name in classes]
+    texts = ["label", "predicted", "review", *numbers]
     try:
         predictions: pd.DataFrame = pd.read_csv(
-            path,
-            dtype=types,
-            keep_default_na=False,
-            float_precision="round_trip",
+            path, dtype=dict.fromkeys(texts, str) | {"row": "int64"}, keep_default_na=False
         )
+        for name in numbers:  # by Python, which reads back what `repr` has written, to the bit
+            if name in predictions:
+                predictions[name] = [float(number) for number in predictions[name]]
     except (ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as problem:
         raise UserError(f"{path}: damaged or half-written: {' '.join(str(problem).split())}") from None
-    missing = [name for name in types if name not in predictions.columns]
+    missing = [name for name in ["row", *texts] if name not in predictions.columns]
     if missing:
         raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}")
     return predictions

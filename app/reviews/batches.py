@@ -37,6 +37,13 @@ class BatchPlan:
     total_steps: int
     epochs: int
 
+    def due(self, strategy: str, every: int, step: int) -> bool:
+        """Whether an evaluation or a checkpoint falls behind a step: at the end of an `epoch`, each `every` `steps`,
+        `no`. The last step is always an end."""
+        if strategy == "no":
+            return False
+        return step == self.total_steps or step % (every if strategy == "steps" else self.steps_per_epoch) == 0
+
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         micro = "1 micro-batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} micro-batches"
@@ -81,6 +88,28 @@ class WholeBatchSampler(DistributedSampler[Any]):
         self.batch_size = batch_size
         self.total_size = n_rows // batch_size * batch_size
         self.num_samples = self.total_size // world.size
+        self.steps_done = 0
+
+    def set_epoch(self, epoch: int, steps_done: int = 0) -> None:
+        """Chooses the epoch's permutation; a resumed run begins behind the optimizer steps that are done."""
+        super().set_epoch(epoch)
+        self.steps_done = steps_done
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.epoch_rows()[self.steps_done * self.rows_a_step :])
+
+    @property
+    def rows_a_step(self) -> int:
+        """This rank's share of a global batch."""
+        return self.batch_size // self.num_replicas
+
+    def epoch_rows(self) -> list[int]:
+        """This rank's rows of the whole epoch, in order."""
+        return list(super().__iter__())
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """This rank's rows of the epoch's step with this number, counted from 0."""
+        return self.epoch_rows()[step * self.rows_a_step : (step + 1) * self.rows_a_step]
 
 
 class LengthGroupedSampler(WholeBatchSampler):
@@ -98,14 +127,15 @@ class LengthGroupedSampler(WholeBatchSampler):
         super().__init__(len(lengths), batch_size, world, seed)
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
 
-    def __iter__(self) -> Iterator[Any]:
+    def epoch_rows(self) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         shuffled = torch.randperm(len(self.lengths), generator=generator)[: self.total_size]
         pools = shuffled.split(self.POOL * self.batch_size)
         by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
         batches = by_length.view(-1, self.batch_size)
         order = torch.randperm(len(batches), generator=generator)
-        return iter(batches[order].flatten()[self.rank :: self.num_replicas].tolist())
+        rows: list[int] = batches[order].flatten()[self.rank :: self.num_replicas].tolist()
+        return rows
 
 
 def train_loader(

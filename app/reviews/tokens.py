@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _write(path: Path, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, m
     features = Features(
         {name: Sequence(Value("int32")) for name in inputs} | {"labels": Value("int64"), "length": Value("int32")}
     )
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (

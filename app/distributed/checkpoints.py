@@ -1,0 +1,181 @@
+"""Checkpoints that are whole or not there: written aside, flushed, renamed once, marked last; read only after a check.
+
+A process can be killed between any two lines of this file. Until the mark is there a folder is no checkpoint; once it
+is, the manifest's sizes and hashes say whether every byte is still what was written. So `newest` is never half of
+anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from app.distributed.processes import World, first_problem
+from app.errors import RunError
+
+PREFIX = "checkpoint-"
+ASIDE = ".writing"
+MANIFEST = "manifest.json"
+MARK = "COMPLETE"
+WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save tells of a full disk by a RuntimeError
+
+
+def step_of(folder: Path) -> int:
+    """The optimizer step after which a checkpoint was written."""
+    return int(folder.name.removeprefix(PREFIX))
+
+
+def problem_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None: it is complete and every file has the size and hash it was written
+    with."""
+    try:
+        manifest = (folder / MANIFEST).read_bytes()
+        if (folder / MARK).read_text(encoding="ascii") != hashlib.sha256(manifest).hexdigest():
+            return f"{MANIFEST} is not the one that was written"
+        for name, (size, sha256) in json.loads(manifest).items():
+            path = folder / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, not {size}"
+            if _sha256(path) != sha256:
+                return f"{name} is not what was written"
+    except FileNotFoundError as missing:
+        return f"{Path(missing.filename).name} is missing"
+    except (OSError, ValueError) as unreadable:
+        return f"can't be read: {unreadable}"
+    return None
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint in `folder` that is whole; says of each newer one what is wrong with it."""
+    for checkpoint in newest_first(folder):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            return checkpoint
+        say(f"{checkpoint} is passed over: {problem}")
+    return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The folders that have a checkpoint's name, whole or not."""
+    found = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def seal(aside: Path, folder: Path) -> None:
+    """Makes a checkpoint of the files in `aside`, under the name `folder`."""
+    manifest = {
+        path.relative_to(aside).as_posix(): (path.stat().st_size, _sha256(path, flush=True)) for path in _files(aside)
+    }
+    content = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    _write(aside / MANIFEST, content)
+    for directory in {path.parent for path in _files(aside)}:
+        _flush_directory(directory)
+    remove(folder)  # one of the same step from before a resume, or a damaged one
+    os.rename(aside, folder)
+    aside.parent.rmdir()
+    _flush_directory(folder.parent)
+    _write(folder / MARK, hashlib.sha256(content).hexdigest().encode())
+    _flush_directory(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, its mark first: killed in the middle, what is left is no checkpoint."""
+    with suppress(FileNotFoundError):
+        (folder / MARK).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank calls `save`, which is collective; rank 0 does what is done once."""
+
+    def __init__(self, folder: Path, limit: int, on_failure: str, world: World) -> None:
+        """
+        Args:
+            limit: how many to keep.
+            on_failure: `continue` or `stop` the run where one can't be written.
+        """
+        self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
+        self.last_good: Path | None = None
+
+    def save(self, name: str, fill: Callable[[Path], None]) -> bool:
+        """Writes a folder: `fill(aside)`, called on every rank, puts the files into it.
+
+        Returns:
+            Whether it was written. Where it wasn't, nothing of it is left, and what was there before still is.
+
+        Raises:
+            RunError: it wasn't, and `on_failure` is `stop`.
+        """
+        aside, folder = self.folder / ASIDE / name, self.folder / name
+        problem = (
+            self._attempt(lambda: self._make(aside), main_only=True)
+            or self._attempt(lambda: fill(aside))
+            or self._attempt(lambda: self._seal(aside, folder), main_only=True)
+        )
+        if problem is None:
+            if name.startswith(PREFIX):
+                self.last_good = folder
+            return True
+        if self.world.local_rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        text = f"{folder} could not be written: {problem}; the last good checkpoint is {self.last_good or 'none'}"
+        if self.on_failure == "stop":
+            raise RunError(text)
+        self.world.say(f"warning: {text}; training goes on (--on_save_failure continue)")
+        return False
+
+    def _attempt(self, work: Callable[[], None], main_only: bool = False) -> str | None:
+        """Does the work and returns, on every rank, the first rank's trouble with it."""
+        problem = None
+        if self.world.is_main or not main_only:
+            try:
+                work()
+            except WRITE_ERRORS as error:
+                problem = " ".join(str(error).split()) or type(error).__name__
+        return first_problem(problem)
+
+    def _make(self, aside: Path) -> None:
+        shutil.rmtree(aside.parent, ignore_errors=True)  # of a run that was killed while it wrote
+        aside.mkdir(parents=True)
+
+    def _seal(self, aside: Path, folder: Path) -> None:
+        seal(aside, folder)
+        problem = problem_of(folder)
+        if problem is not None:
+            remove(folder)
+            raise OSError(f"{folder}: {problem}")
+        for old in newest_first(self.folder)[self.limit :]:  # only now that a newer one is known to be good
+            remove(old)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _sha256(path: Path, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

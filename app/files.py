@@ -1,0 +1,91 @@
+"""Files and folders as a run and a comparison leave them: whole or not there, in a folder that is theirs alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from app.errors import UserError
+
+RUNS = Path("runs")
+
+
+def create_folder(asked: str | None, parent: Path) -> Path:
+    """The folder asked for, which must be new or empty, else a new one under `parent` with `parent/latest` on it.
+
+    Raises:
+        UserError: the folder is not empty, is a file, or can't be written.
+    """
+    folder = Path(asked) if asked is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    try:
+        if asked is None:
+            folder = _unused(folder)
+        else:
+            refuse_used(asked)
+            folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+        if asked is None:
+            _point(parent / "latest", folder.name)
+    except OSError as problem:
+        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
+    return folder
+
+
+def refuse_used(asked: str | None) -> None:
+    """What `create_folder` would refuse, found out before anything has been done.
+
+    Raises:
+        UserError: the folder is not empty, or is a file.
+    """
+    if asked is not None and Path(asked).exists() and (not Path(asked).is_dir() or any(Path(asked).iterdir())):
+        raise UserError(f"--output_dir {asked}: exists and is not an empty folder: name a new one")
+
+
+def _unused(folder: Path) -> Path:
+    """`folder`, or with a number behind it where runs started in the same second; made here, so it is this run's
+    alone."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    candidate, number = folder, 1
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")
+
+
+def _point(link: Path, target: str) -> None:
+    aside = link.with_name(f".{link.name}.{os.getpid()}")
+    aside.symlink_to(target)
+    os.replace(aside, link)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a whole file or none of it."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """JSON with every float as `repr` gives it: what is read back is equal to the bit."""
+    write_text(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
+
+
+def plain_cell(text: str) -> str:
+    """A cell that a spreadsheet shows and doesn't run (OWASP, CSV injection): a quote before what begins a formula."""
+    if text.lstrip()[:1] in tuple("=+-@＝＋－＠") or text[:1] in ("\t", "\r", "\n"):
+        try:
+            float(text)
+        except ValueError:
+            return "'" + text
+    return text

@@ -1,0 +1,184 @@
+"""comparison.json: the contract's keys, and each figure against its definition."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+from run_folders import edit_json, edit_step, write_run
+from sklearn.metrics import confusion_matrix
+
+from app.errors import UserError
+from app.report.comparison import compare_runs, compare_seeds
+from app.report.runs import read_run
+from app.report.write import write_comparison
+
+CONTRACT = {
+    *("runs", "split_fingerprint", "first_differing_step", "max_loss_difference", "disagreements", "same_predictions"),
+    *("statistics", "verdict", "floors", "calibration", "accuracy_by_length", "confusion_matrices"),
+}
+PER_RUN = {"path", "folder", "accuracy", "f1", "loss", "train_seconds", "train_examples_per_second", "world_size"}
+
+
+@pytest.fixture
+def pair(review_csv, tmp_path):
+    """Makes two runs: `pair(chances=(0, 1))` are different, equal chances give equal runs."""
+
+    def make(chances=(0, 1), reviews=None, names=("a", "b"), **settings):
+        reviews = reviews or review_csv()
+        roads = ("ddp_loop", "trainer_run")
+        return tuple(
+            read_run(write_run(tmp_path / name, reviews, path=road, chance=chance, **settings))
+            for name, road, chance in zip(names, roads, chances, strict=True)
+        )
+
+    return make
+
+
+def test_equal_runs(pair):
+    comparison = compare_runs(*pair((0, 0)))
+    assert comparison.keys() >= CONTRACT
+    assert all(run.keys() >= PER_RUN for run in comparison["runs"])
+    assert comparison["verdict"] == "the same training, bit for bit"
+    assert comparison["first_difference"] is None
+    assert comparison["first_differing_step"] is None
+    assert comparison["max_loss_difference"] == 0
+    assert comparison["same_predictions"]
+    assert comparison["disagreements"] == []
+    assert comparison["statistics"]["p_value"] == 1
+
+
+def test_equal_steps_are_not_enough_for_the_verdict(pair):
+    a, b = pair((0, 0))
+    file = b.folder / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    comparison = compare_runs(a, b)
+    assert comparison["first_differing_step"] is None
+    assert comparison["first_difference"].startswith("weights: ")
+    assert comparison["verdict"].startswith("indistinguishable at n = 15")
+
+
+def test_different_runs_figure_by_figure(pair):
+    runs = pair()
+    comparison = compare_runs(*runs)
+    assert comparison["first_differing_step"] == 1
+    gaps = [abs(x["loss"] - y["loss"]) for x, y in zip(runs[0].steps, runs[1].steps, strict=True)]
+    assert comparison["max_loss_difference"] == max(gaps) > 0
+    tables = [run.predictions for run in runs]
+    other = tables[0]["predicted"] != tables[1]["predicted"]
+    assert other.any()
+    assert [item["row"] for item in comparison["disagreements"]] == tables[0]["row"][other].to_list()
+    right = [table["label"] == table["predicted"] for table in tables]
+    statistics = comparison["statistics"]
+    assert statistics["a_only"] == (right[0] & ~right[1]).sum()
+    assert statistics["b_only"] == (right[1] & ~right[0]).sum()
+    for side, table in enumerate(tables):
+        expected = confusion_matrix(table["label"], table["predicted"], labels=["0", "1"]).tolist()
+        assert comparison["confusion_matrices"][side] == expected
+        assert sum(group["n"] for group in comparison["accuracy_by_length"][side]) == len(table)
+        assert sum(row["n"] for row in comparison["calibration"][side]["bins"]) == len(table)
+        assert 0 <= comparison["calibration"][side]["ece"] <= 1
+    assert [floor["name"] for floor in comparison["floors"]] == ["majority class", "TF-IDF + logistic regression"]
+
+
+def test_it_is_json_and_says_the_same_twice(pair, tmp_path):
+    runs = pair()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_comparison(compare_runs(*runs), tmp_path / name)
+    for file in ("comparison.json", "comparison.md", "comparison.html"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+    assert json.loads((tmp_path / "first" / "comparison.json").read_text("utf-8")) == compare_runs(*runs)
+
+
+def test_a_gradient_norm_alone_is_a_difference(pair):
+    a, b = pair((0, 0))
+    edit_step(b.folder, 6, grad_norm=9.0)
+    comparison = compare_runs(a, read_run(b.folder))
+    assert comparison["first_differing_step"] == 6
+    assert comparison["max_loss_difference"] == 0
+
+
+def test_a_loss_that_is_no_number_gives_no_largest_difference(pair):
+    a, b = pair((0, 0))
+    edit_step(b.folder, 6, loss=math.nan)
+    comparison = compare_runs(a, read_run(b.folder))
+    assert comparison["first_differing_step"] == 6
+    assert comparison["max_loss_difference"] is None
+
+
+def test_other_splits_are_refused(pair, review_csv):
+    a, b = pair()
+    edit_json(b.folder / "split.json", fingerprint="0" * 64)
+    with pytest.raises(UserError, match="different splits"):
+        compare_runs(a, read_run(b.folder))
+
+
+def test_without_the_csv_there_are_no_floors_and_a_reason(pair):
+    a, b = pair()
+    (a.folder.parent / "reviews.csv").unlink()
+    comparison = compare_runs(a, b)
+    assert comparison["floors"] is None
+    assert "reviews.csv: no such file" in comparison["why_no_floors"]
+
+
+def test_an_unknown_class_names_the_file(pair):
+    a, b = pair((0, 0))
+    for run in (a, b):
+        edit_json(run.folder / "split.json", classes=["0", "2"])
+        file = run.folder / "predictions.csv"
+        file.write_text(file.read_text("utf-8").replace("probability_1", "probability_2"), "utf-8")
+    with pytest.raises(UserError, match=r"predictions\.csv: label '1' is no class"):
+        compare_runs(read_run(a.folder), read_run(b.folder))
+
+
+def test_over_seeds(pair, review_csv):
+    reviews = review_csv()
+    pairs = [
+        pair((seed, seed + (seed != 2)), reviews, (f"a{seed}", f"b{seed}"), seed=seed, world_size=1)
+        for seed in (1, 2, 3)
+    ]
+    comparison = compare_seeds(pairs)
+    assert comparison.keys() >= CONTRACT
+    assert comparison["runs"][0]["folder"] == str(pairs[0][0].folder)
+    lines, found = comparison["seeds"]["pairs"], comparison["seeds"]["paired_seeds"]
+    assert [line["seed"] for line in lines] == [1, 2, 3]
+    assert [line["first_differing_step"] for line in lines] == [1, None, 1]
+    assert lines[1]["verdict"] == "the same training, bit for bit"
+    assert found["n"] == 3
+    assert found["mean_a"] == pytest.approx(sum(a.metrics["accuracy"] for a, _ in pairs) / 3)
+    assert comparison["verdict"] == comparison["seeds"]["verdict"] != lines[1]["verdict"]
+    assert lines[2]["runs"][1] == {
+        "accuracy": pairs[2][1].metrics["accuracy"],
+        "loss": pairs[2][1].metrics["loss"],
+        "folder": str(pairs[2][1].folder),
+    }
+
+
+def test_only_equality_at_every_seed_is_the_same_training(pair, review_csv):
+    reviews = review_csv()
+    pairs = [pair((s, s), reviews, (f"a{s}", f"b{s}"), seed=s) for s in (1, 2)]
+    assert compare_seeds(pairs)["verdict"] == "the same training, bit for bit"
+    edit_step(pairs[1][1].folder, 12, loss=0.5)
+    assert compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])["verdict"].startswith("indist")
+
+
+def test_seeds_must_pair(pair, review_csv):
+    a, b = pair((1, 1))
+    with pytest.raises(UserError, match="share a seed"):
+        compare_seeds([(a, b), (a, b)])
+    with pytest.raises(UserError, match="no pair"):
+        compare_seeds([])
+
+
+def test_real_reviews_are_compared_in_seconds(pair, real_csv, tmp_path):
+    """Without the imports, which take as long again; the whole is bounded by the launched tests."""
+    runs = pair(reviews=real_csv, test_size=0.1)
+    start = time.process_time()
+    (tmp_path / "out").mkdir()
+    write_comparison(compare_runs(*runs), tmp_path / "out")
+    assert time.process_time() - start < 10

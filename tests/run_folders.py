@@ -1,0 +1,93 @@
+"""Folders as finished runs leave them, written without training: for tests of what reads them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from app.reviews.split import split_reviews
+from app.reviews.table import read_reviews
+
+
+def write_run(
+    folder: Path, reviews: Path, *, path: str = "ddp_loop", chance: int = 0, steps: int = 12, **settings: Any
+) -> Path:
+    """A run over the CSV `reviews`. What it learned hangs on `chance` alone: equal chances, equal runs."""
+    draw = np.random.default_rng(chance)
+    settings = {
+        "csv": str(reviews),
+        "text_column": "review",
+        "label_column": "label",
+        "test_size": 0.25,
+        "validation_size": 0.0,
+        "cache_dir": str(folder.parent / "cache"),
+        "learning_rate": 1e-3,
+        "seed": 42,
+        "path": path,
+        "world_size": 2,
+        "devices": ["cpu", "cpu"],
+        "versions": {"python": "3.11"},
+    } | settings
+    table = read_reviews(reviews, settings["text_column"], settings["label_column"])
+    split = split_reviews(table, settings["test_size"], settings["validation_size"], settings["seed"])
+    names, labels = list(table.class_names), table.labels[split.test]
+    n = len(labels)
+    logits = draw.normal(size=(n, len(names))) + 1.5 * np.eye(len(names))[labels]
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    predicted = probabilities.argmax(axis=1)
+
+    (folder / "model").mkdir(parents=True)
+    write_json(folder / "settings.json", settings)
+    write_json(
+        folder / "split.json",
+        {
+            "csv": reviews.name,
+            "classes": names,
+            "n_test": n,
+            "seed": settings["seed"],
+            "fingerprint": split.fingerprint,
+        },
+    )
+    losses, norms = 0.7 * draw.uniform(0.5, 1, steps), draw.uniform(1, 2, steps)
+    lines = [
+        {"step": step, "epoch": step / steps, "loss": loss, "grad_norm": norm, "learning_rate": 1e-3}
+        | {"examples": 32, "tokens": 900, "padded_tokens": 1000, "seconds": 0.1}
+        for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), start=1)
+    ]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
+    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | figures
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    speed = {"train_seconds": 2.0, "train_examples_per_second": 160.0, "peak_memory_bytes": [2**28, 2**28]}
+    write_json(folder / "metrics.json", figures | {"n_test": n} | speed)
+    with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["row", "label", "predicted", *(f"probability_{name}" for name in names), "review"])
+        for i, position in enumerate(split.test):
+            chances = map(repr, probabilities[i].tolist())
+            text = table.texts.iloc[position]
+            writer.writerow([table.rows[position], names[labels[i]], names[predicted[i]], *chances, text])
+    weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    write_json(file, json.loads(file.read_text("utf-8")) | changes)
+
+
+def edit_step(folder: Path, number: int, **changes: Any) -> None:
+    """Changes values of one line of steps.jsonl."""
+    file = folder / "steps.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[number - 1] |= changes
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
