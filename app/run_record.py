@@ -124,11 +124,12 @@ class RunRecord:
         if world.is_main and folder is None:
             try:
                 folder = create_folder(settings.output_dir, RUNS / path_name)
-                remember(RUN_FOLDER, str(folder.resolve()))
             except UserError as error:
                 problem = str(error)
         agree(problem)
         self.folder: Path = from_main(folder)  # type: ignore[assignment]
+        if world.is_main:
+            remember(RUN_FOLDER, str(self.folder.resolve()))  # for the processes that torchrun starts if these die
         self.model_folder = self.folder / "model"
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", settings.save_total_limit, settings.on_save_failure, world
