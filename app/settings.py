@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
@@ -213,10 +213,25 @@ GROUPS = (
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The module's docstring as it stands, and each flag with its default."""
+    """The module's docstring as it stands, then each flag in a line of its own with its default where it has one."""
+
+    VALUES: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(120, int(os.environ.get("COLUMNS", "100"))))
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """`--flag VALUE`: the spelling with hyphens works too and needn't be told of each flag."""
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        if action.nargs in (0, "?"):  # a switch
+            return action.option_strings[0]
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
+        value = choices or action.metavar or self.VALUES.get(action.type, "TEXT")
+        return f"{action.option_strings[0]} {value}"
 
 
 class SettingsParser(HfArgumentParser):
@@ -276,6 +291,7 @@ def settings_parser(description: str | None) -> SettingsParser:
     parser = SettingsParser(
         GROUPS,  # type: ignore[arg-type]
         prog=f"python -m app.{program}",
+        usage="%(prog)s [--flag VALUE …]",
         description=description,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
