@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.distributed.checkpoints import PREFIX, newest, problem_of
-from app.distributed.processes import World, from_main, recall, together
+from app.distributed.processes import World, from_main, recall, restarted, together
 from app.errors import UserError
 from app.files import RUNS
 from app.settings import ModelSettings, Settings, TrainingSettings
@@ -63,9 +63,11 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
         AgreedError: no such checkpoint, or it is damaged, or not all ranks can see it.
     """
     found: tuple[Path | None, Path | None] = (None, None)
+    # Where torchrun's store died with its node nothing is remembered, but a folder that was asked for says as much.
+    asked = "auto" if restarted() and settings.output_dir else settings.resume_from_checkpoint
     with together():
         if world.is_main:
-            found = _find(path_name, settings, world.say)
+            found = _find(path_name, settings, asked, world.say)
     folder, checkpoint = from_main(found)
     if checkpoint is None:
         return Resume(folder)
@@ -77,9 +79,11 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     return Resume(folder, checkpoint, state)
 
 
-def _find(path_name: str, settings: Settings, say: Callable[[str], None]) -> tuple[Path | None, Path | None]:
+def _find(
+    path_name: str, settings: Settings, asked: str | None, say: Callable[[str], None]
+) -> tuple[Path | None, Path | None]:
     """(folder to go on in, checkpoint to go on from), each None where there is none."""
-    remembered, asked = recall(RUN_FOLDER), settings.resume_from_checkpoint
+    remembered = recall(RUN_FOLDER)
     if remembered is not None:
         return Path(remembered), newest(Path(remembered) / "checkpoints", say)
     if asked is None:

@@ -7,6 +7,8 @@
 # MASTER_ADDR is node 0's address, MASTER_PORT a free port there, NPROC_PER_NODE (default 1) the ranks on this node.
 #   static   ranks follow NODE_RANK, so that node 0 holds rank 0, which writes the run
 #   c10d     the nodes agree on their ranks, anew after each restart; NODE_RANK 0 only hosts the meeting
+# MAX_RESTARTS (default 0): how often all ranks are started anew where one dies; they go on from the last checkpoint. With c10d
+# a whole node may die: call this there again, and the others take it in. Give --output_dir, on a disk that all nodes share.
 # LOCAL_ADDR and GLOO_SOCKET_IFNAME: this node's own address and interface, where the ones found are not the right ones.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -39,4 +41,7 @@ case $1 in
   c10d) meet=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --local_addr="${LOCAL_ADDR:-$address}"
     --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)") ;;
 esac
-exec torchrun --nnodes="$NNODES" --nproc_per_node="${NPROC_PER_NODE:-1}" "${meet[@]}" -m "${@:2}"
+# Else a node that comes back waits in vain for what node 0 has told only once (torch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun --nnodes="$NNODES" --nproc_per_node="${NPROC_PER_NODE:-1}" --max-restarts="${MAX_RESTARTS:-0}" "${meet[@]}" \
+  -m "${@:2}"

@@ -259,6 +259,11 @@ def remember(name: str, value: str) -> None:
     _base_store.set(f"remember/{name}", value)
 
 
+def restarted() -> bool:
+    """Whether torchrun has started this job's processes before. Collective: its count may differ between nodes."""
+    return max(gather_objects(_env("TORCHELASTIC_RESTART_COUNT", 0))) > 0
+
+
 def recall(name: str) -> str | None:
     """What an earlier generation of processes has remembered; None in the first one."""
     assert _base_store is not None

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,19 +60,27 @@ def nodes() -> Iterator[list[str]]:
     assert not set(names) & set(ip("netns", "list").stdout.split())
 
 
+def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
+    """Starts multi_node.sh with `arguments` on a node; what it prints goes to `log`."""
+    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"} | more
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
+    command = ["ip", "netns", "exec", nodes[rank], "bash", str(SCRIPT), *arguments]
+    with log.open("w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+    """Returns when it has happened or the time is up: before pytest's own limit, so that a failure shows the logs."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not happened():
+        time.sleep(0.1)
+
+
 def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str]:
     """Runs multi_node.sh with `arguments` on both nodes, asserts that both exit 0, and returns what they printed."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, (node, log) in enumerate(zip(nodes, logs, strict=True)):
-        place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
-        environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
-        command = ["ip", "netns", "exec", node, "bash", str(SCRIPT), *arguments]
-        with log.open("w") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + 200  # before pytest's own time limit, so that a failure shows what the nodes printed
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(0.1)
+    processes = [start(nodes, rank, *arguments, log=log) for rank, log in enumerate(logs)]
+    wait_until(lambda: all(process.poll() is not None for process in processes), 200)
     printed = [log.read_text() for log in logs]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     return printed
@@ -89,6 +97,27 @@ def test_two_nodes_train_together(nodes: list[str], form: str, tmp_path: Path) -
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert (run / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.launched
+def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_path: Path) -> None:
+    dying = 1  # node 0 hosts the meeting: where it dies the job ends, to be started anew with `auto`
+    run = tmp_path / "run"
+    flags = ["--csv", str(SAMPLE), "--max_steps", "40", "--save_strategy", "steps", "--save_steps", "5"]
+    arguments = ["c10d", "app.ddp_loop", *flags, "--output_dir", str(run), "--eval_strategy", "no"]
+    logs = [tmp_path / f"{name}.log" for name in ("node0", "node1", "node1-again")]
+    first, second = (start(nodes, rank, *arguments, log=logs[rank], MAX_RESTARTS="3") for rank in range(2))
+    wait_until(lambda: (run / "checkpoints" / "checkpoint-10" / "COMPLETE").exists(), 60)
+    pids = ip("netns", "pids", nodes[dying]).stdout.split()
+    subprocess.run(["kill", "-KILL", *pids], check=True)
+    second.wait(20)
+    again = start(nodes, dying, *arguments, log=logs[2], MAX_RESTARTS="3")
+    wait_until(lambda: first.poll() is not None and again.poll() is not None, 150)
+    printed = "\n".join(log.read_text() for log in logs)
+    assert [first.returncode, again.returncode] == [0, 0], printed
+    assert "resumed from" in printed
+    steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
 
 
 @pytest.mark.launched
