@@ -26,7 +26,7 @@ def create_folder(asked: str | None, parent: Path) -> Path:
         else:
             refuse_used(asked)
             folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
+        probe = folder / ".probe.tmp"
         probe.touch()
         probe.unlink()
         if asked is None:
@@ -42,8 +42,17 @@ def refuse_used(asked: str | None) -> None:
     Raises:
         UserError: the folder is not empty, or is a file.
     """
-    if asked is not None and Path(asked).exists() and (not Path(asked).is_dir() or any(Path(asked).iterdir())):
+    if (
+        asked is not None
+        and Path(asked).exists()
+        and (not Path(asked).is_dir() or any(map(_is_file_of_use, Path(asked).iterdir())))
+    ):
         raise UserError(f"--output_dir {asked}: exists and is not an empty folder: name a new one")
+
+
+def _is_file_of_use(path: Path) -> bool:
+    """Not what a run that was killed as it started has left of a file that it wrote aside."""
+    return not (path.name.startswith(".") and path.name.endswith(".tmp"))
 
 
 def _unused(folder: Path) -> Path:

@@ -109,8 +109,6 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
             refuse_used(settings.output_dir)
         table, split, plan = read_and_split(settings, world.size)
     check_fingerprints(split.fingerprint)
-    with together():
-        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps)
     with local_main_first(world):
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
     rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
@@ -118,6 +116,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         classifier = load_classifier(settings, table.class_names, tokenizer)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     settings.learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
+    with together():
+        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps)
 
     collator = DataCollatorWithPadding(tokenizer)
     lengths = lengths_of(rows)

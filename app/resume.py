@@ -85,7 +85,9 @@ def _find(
     """(folder to go on in, checkpoint to go on from), each None where there is none."""
     remembered = recall(RUN_FOLDER)
     if remembered is not None:
-        return Path(remembered), newest(Path(remembered) / "checkpoints", say)
+        own = newest(Path(remembered) / "checkpoints", say)
+        if own is not None or asked in (None, "auto"):
+            return Path(remembered), own
     if asked is None:
         return None, None
     if asked == "auto":
@@ -105,12 +107,14 @@ def _find(
     if problem is not None:
         raise UserError(f"--resume_from_checkpoint {asked}: {problem}")
     checkpoint = checkpoint.resolve()
+    if remembered is not None:
+        return Path(remembered), checkpoint
     return (None if settings.output_dir else checkpoint.parent.parent), checkpoint
 
 
 def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: str, total_steps: int) -> None:
     """A checkpoint goes on with the same road, rows, model and schedule, else its equality with an undisturbed run is
-    lost.
+    lost. `settings` has its learning rate filled in.
 
     Raises:
         UserError: it doesn't; names all that differs.
@@ -124,7 +128,7 @@ def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: 
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
     pairs += [("road", resume.state["path"], path_name)]
     pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
-    differing = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new and new is not None]
+    differing = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
     if differing:
         raise UserError(f"can't go on from {resume.checkpoint}: {'; '.join(differing)}")
 

@@ -13,6 +13,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,8 @@ class RunRecord:
         self.checkpoints.last_good = resume.checkpoint
         self.last_loss = float("nan")
         if world.is_main:
+            remember(RUN_FOLDER, str(self.folder.resolve()))
+            self._take_best_along(resume)
             for later in newest_first(self.checkpoints.folder):
                 if step_of(later) > resume.step:  # damaged, or of steps that are now done again
                     remove(later)
@@ -268,10 +271,8 @@ class RunRecord:
 
         if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state):
             progress.checkpoint = self.checkpoints.last_good
-            if self.world.is_main:  # the checkpoint that knew an older best is no longer the newest
-                for old in self.checkpoints.folder.glob("best-*"):
-                    if old.name != f"best-{self.best.step}":
-                        remove(old)
+            if self.world.is_main:
+                self._drop_forgotten_bests()
         self.start_clock()
 
     def keep_best(self, step: int, model: torch.nn.Module, figures: Mapping[str, float]) -> None:
@@ -299,6 +300,23 @@ class RunRecord:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
             self.world.say(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
+
+    def _take_best_along(self, resume: Resume) -> None:
+        """A run that goes on in another folder than its checkpoint's needs the best weights there."""
+        if self.best.step and resume.checkpoint is not None:
+            source, target = (f / f"best-{self.best.step}" for f in (resume.checkpoint.parent, self.checkpoints.folder))
+            if source.is_dir() and source.resolve() != target.resolve():
+                shutil.copytree(source, target, dirs_exist_ok=True)
+
+    def _drop_forgotten_bests(self) -> None:
+        """Removes the best weights that no checkpoint knows of: each one that is kept may have to be gone on from."""
+        known = set()
+        for checkpoint in newest_first(self.checkpoints.folder):
+            with suppress(OSError, ValueError, KeyError):  # a damaged one knows of none
+                known.add(f"best-{json.loads((checkpoint / STATE).read_text(encoding='utf-8'))['best']['step']}")
+        for old in self.checkpoints.folder.glob("best-*"):
+            if old.name not in known:
+                remove(old)
 
     @property
     def how_to_resume(self) -> str:

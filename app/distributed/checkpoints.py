@@ -143,14 +143,20 @@ class Checkpoints:
 
     def _make(self, aside: Path) -> None:
         shutil.rmtree(aside.parent, ignore_errors=True)  # of a run that was killed while it wrote
-        aside.mkdir(parents=True)
+        for folder in (self.folder, aside.parent):  # not their parents: a run's folder that is gone is gone
+            folder.mkdir(exist_ok=True)
+        aside.mkdir()
 
     def _seal(self, aside: Path, folder: Path) -> None:
-        seal(aside, folder)
-        problem = problem_of(folder)
-        if problem is not None:
-            remove(folder)
-            raise OSError(f"{folder}: {problem}")
+        try:
+            seal(aside, folder)
+            problem = problem_of(folder)
+            if problem is not None:
+                raise OSError(problem)
+        except WRITE_ERRORS:
+            if problem_of(folder) is not None:
+                remove(folder)
+            raise
         for old in newest_first(self.folder)[self.limit :]:  # only now that a newer one is known to be good
             remove(old)
 
