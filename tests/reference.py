@@ -1,0 +1,54 @@
+"""The training that every number of ranks has to agree with: one process, plain PyTorch, nothing distributed.
+
+It takes rows, tokens and initial weights from `app`, but has a permutation, a padding, an AdamW, a schedule and a loop
+of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from app.model.load import load_classifier, load_tokenizer
+from app.reviews.split import split_reviews
+from app.reviews.table import read_reviews
+from app.settings import Settings
+
+
+def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
+    """Loss of each of `settings.max_steps` steps, and the class id predicted for each test row in file order."""
+    table = read_reviews(settings.csv_path, "review", "label")
+    split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed)
+    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
+    model = load_classifier(settings, table.class_names, tokenizer).model
+
+    def logits_of(rows):
+        ids = tokenizer(table.texts.iloc[rows].tolist(), truncation=True, max_length=settings.max_length)["input_ids"]
+        padded = pad_sequence([torch.tensor(row) for row in ids], True, tokenizer.pad_token_id)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in ids], True)
+        return model(input_ids=padded, attention_mask=mask).logits
+
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+    size, steps, warmup = settings.train_batch_size, settings.max_steps, settings.max_steps // 10
+    steps_per_epoch = len(split.train) // size
+    losses = []
+    model.train()
+    for step in range(steps):
+        epoch, place = divmod(step, steps_per_epoch)
+        order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(settings.seed + epoch))
+        rows = split.train[order[place * size : (place + 1) * size].numpy()]
+        share = step / warmup if step < warmup else (steps - step) / (steps - warmup)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3 * share
+        loss = torch.nn.functional.cross_entropy(logits_of(rows), torch.from_numpy(table.labels[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        predicted = [logits_of(part).argmax(dim=1) for part in torch.from_numpy(split.test).split(64)]
+    return losses, torch.cat(predicted).tolist()
