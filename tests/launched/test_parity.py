@@ -1,0 +1,77 @@
+"""The two roads are the same training to the bit: cells of the table that run_scripts/parity_table.py fills."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from jobs import PROJECT, read_steps
+from run_folders import write_run
+
+from app.report.runs import read_run
+
+SCRIPT = PROJECT / "run_scripts" / "parity_table.py"
+# Each value of each factor at least once, each sampling with each precision, several ranks with both of either.
+COVERING = [
+    "1,4,group_by_length,bf16",
+    "2,1,random,bf16",
+    "2,4,group_by_length,fp32",
+    "3,2,random,fp32",
+    "3,1,group_by_length,bf16",
+]
+
+
+@pytest.fixture(scope="module")
+def table():
+    spec = importlib.util.spec_from_file_location("parity_table", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("cell", COVERING)
+def test_a_cell_is_equal_to_the_bit(launch, real_csv, tmp_path, cell):
+    done = launch(str(SCRIPT), "--csv", real_csv, "--only", cell, "--output_dir", "table", limit=280)
+    assert done.status == 0, done.out + done.err
+    assert "1 of 1 cells equal to the bit" in (tmp_path / "table" / "parity.md").read_text()
+    ranks, accumulation, sampling, precision = cell.split(",")
+    for road in ("ddp_loop", "trainer_run"):
+        folder = tmp_path / "table" / cell.replace(",", "-") / road
+        settings = json.loads((folder / "settings.json").read_text())
+        assert (settings["path"], settings["world_size"], settings["dropout"]) == (road, int(ranks), 0.1)
+        assert settings["gradient_accumulation_steps"] == int(accumulation)
+        assert (settings["train_sampling_strategy"], settings["precision"]) == (sampling, precision)
+        steps = read_steps(folder)
+        evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+        assert len(steps) >= 200
+        assert steps[-1]["epoch"] == 2
+        assert next((line["step"], line["rows"]) for line in evaluations) == (75, "validation")
+        assert len(evaluations) > 1
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_cell_that_differs_fails_the_table(table, review_csv, tmp_path, monkeypatch, capsys, apart):
+    def train(road, settings, ranks, place):
+        odd = apart and (road, ranks, settings.precision) == ("trainer_run", 3, "bf16")
+        return read_run(write_run(place / road, review_csv(), path=road, chance=int(odd)))
+
+    monkeypatch.setattr(table, "train", train)
+    cells = ["1,1,random,fp32", "3,2,random,bf16"]
+    flags = [f"--only={cell}" for cell in cells] + [f"--output_dir={tmp_path / 'table'}"]
+    monkeypatch.setattr(sys, "argv", ["parity_table", *flags])
+    assert table.main() == int(apart)
+    out = capsys.readouterr().out
+    assert f"{2 - apart} of 2 cells equal to the bit" in out
+    assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == apart
+
+
+def test_the_table_has_every_combination_and_no_other_cell(table, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["parity_table"])
+    cells, settings = table.parse()
+    assert len(cells) == len(set(cells)) == 3 * 3 * 2 * 2
+    assert all(settings.train_batch_size % (ranks * accumulation) == 0 for ranks, accumulation, *_ in cells)
+    monkeypatch.setattr(sys, "argv", ["parity_table", "--only", "4,1,random,fp32"])
+    assert table.main() == 2
