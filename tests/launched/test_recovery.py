@@ -262,7 +262,9 @@ def test_a_full_disk_during_a_save(undisturbed, shared, mount, road, then):
     else:
         told = done.error_lines
         assert len(told) == 1, done.err
-    assert all("No space left" in line and "checkpoint-5" in line for line in told), told
+    for line in told:
+        assert "No space left" in line or re.search(r"\d+ MiB are free there", line)
+        assert "checkpoint-5" in line
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_s_step(shared, tmp_path):
