@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,3 +61,57 @@ def end_processes(mark: str) -> list[str]:
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+class Job:
+    """A torchrun job that runs while a test does something to it; as a context manager, so that nothing of it stays."""
+
+    def __init__(self, road: str, *flags: Any, cwd: Path, ranks: int = 2, restarts: int = 0) -> None:
+        self.mark = uuid.uuid4().hex
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        restart = [f"--max-restarts={restarts}"] if restarts else []
+        command = [sys.executable, *torchrun, *restart, "-m", f"app.{road}", *map(str, flags)]
+        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        variables |= {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": self.mark, "HF_HUB_OFFLINE": "1"}
+        self.logs = [cwd / f"{self.mark}.{name}" for name in ("out", "err")]
+        with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
+            self.torchrun = subprocess.Popen(
+                command, cwd=cwd, env=variables, stdout=out, stderr=err, start_new_session=True
+            )
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process that is this rank."""
+        return next(p for p in processes_of(self.mark) if p.environ().get("RANK") == str(rank))
+
+    def wait_for(self, holds: Callable[[], bool], limit: float = 90) -> None:
+        """Waits until something holds while the job runs."""
+        deadline = time.monotonic() + limit
+        while not holds():
+            assert self.torchrun.poll() is None, f"ended too early:\n{self.text}"
+            assert time.monotonic() < deadline, f"nothing happened in {limit} s:\n{self.text}"
+            time.sleep(0.01)
+
+    def finish(self, limit: float = 120) -> Finished:
+        """Waits for the end; fails where it does not come, or leaves a process."""
+        try:
+            self.torchrun.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"took more than {limit} s:\n{self.text}") from None
+        left = end_processes(self.mark)
+        assert not left, f"left processes behind: {left}"
+        return Finished(self.torchrun.returncode, *(log.read_text() for log in self.logs))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.torchrun.poll() is None:
+            self.torchrun.kill()
+        for process in processes_of(self.mark):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.torchrun.wait()

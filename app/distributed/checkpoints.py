@@ -139,6 +139,8 @@ class Checkpoints:
                 work()
             except WRITE_ERRORS as error:
                 problem = " ".join(str(error).split()) or type(error).__name__
+                if not isinstance(error, OSError):  # words of the library's own: what the disk says helps more
+                    problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
         return first_problem(problem)
 
     def _make(self, aside: Path) -> None:

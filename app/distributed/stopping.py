@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
+import threading
+import time
 
 import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun passes it on to them
 
 
 class StopRequest:
@@ -22,11 +24,17 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Collective. From here on a signal is a request; a second one ends the process at once."""
-        self.received: int | None = None
+        """Collective. From here on a signal is a request; a second one, a second later, ends the process at once."""
+        self.received = False
         self.group = dist.new_group(backend="gloo")
-        self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         self.asked: tuple[torch.Tensor, dist.Work] | None = None
+        # Python runs a signal's handler in the main thread only, which may wait long in a collective for a rank that
+        # hangs. A byte with the signal's number comes down this pipe at once.
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def agreed(self) -> bool:
         """Whether some rank had been told to stop when this was called last. To be called by every rank after each
@@ -36,7 +44,7 @@ class StopRequest:
             flag, work = self.asked
             work.wait()
             answer = bool(flag)
-        flag = torch.tensor(int(self.received is not None))
+        flag = torch.tensor(int(self.received))
         self.asked = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return answer
 
@@ -47,8 +55,14 @@ class StopRequest:
             self.asked = None
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self.writer)  # ends the thread
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            os._exit(128 + number)
-        self.received = number
+    def _listen(self) -> None:
+        first = None
+        while number := os.read(self.reader, 1):
+            first = first or time.monotonic()
+            self.received = True
+            if time.monotonic() - first > SAME_REQUEST_SECONDS:
+                os._exit(128 + number[0])
+        os.close(self.reader)
