@@ -12,7 +12,13 @@ gradient norm, prediction and weight is equal to the bit, and else names the fir
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest --assert_equal
 
-The figures are printed and written as comparison.json, comparison.md and comparison.html into --output_dir.
+What does each silent difference of the usual pair of scripts do? One at a time, in one process, over 3 seeds:
+
+    python -m app.compare --ablate
+    python -m app.compare --ablate --seeds 2 --num_train_epochs 1 --csv reviews.csv
+
+The figures are printed and written as comparison.json, comparison.md and comparison.html (ablation.json and
+ablation.md) into --output_dir.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from app.errors import RunError, UserError
-from app.files import RUNS, create_folder
+from app.files import RUNS, create_folder, write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds
 from app.report.runs import Run, read_run
 from app.report.write import write_comparison
@@ -36,12 +42,14 @@ ROADS = ("ddp_loop", "trainer_run")
 def main() -> int:
     try:
         asked, settings = parse()
+        if asked.ablate:
+            return ablate_recipe(settings, asked.nproc_per_node, asked.seeds or 3)
         if asked.runs:
             a, b = (read_run(Path(run)) for run in asked.runs)
             comparison = compare_runs(a, b)
             folder = create_folder(settings.output_dir, RUNS / "comparisons")
         else:
-            folder, pairs = train_pairs(settings, asked.nproc_per_node, asked.seeds)
+            folder, pairs = train_pairs(settings, asked.nproc_per_node, asked.seeds or 1)
             comparison = compare_seeds(pairs) if len(pairs) > 1 else compare_runs(*pairs[0])
         print()
         print(write_comparison(comparison, folder))
@@ -71,18 +79,41 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     own = parser.add_argument_group("comparison")
     own.add_argument("runs", nargs="*", metavar="RUN", help="folders of two finished runs; without them both are made")
     own.add_argument("--nproc_per_node", type=int, default=2, help="processes that train together")
-    own.add_argument("--seeds", type=int, default=1, help="pairs of runs to train, with seeds counted up from --seed")
+    own.add_argument(
+        "--seeds", type=int, help="seeds to train with, counted up from --seed; by default 1, or 3 to ablate"
+    )
     own.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are equal to the bit")
+    own.add_argument("--ablate", action="store_true", help="measure what the usual scripts' silent differences do")
     values = parser.values(sys.argv[1:])
     asked = argparse.Namespace(
-        **{name: values.pop(name) for name in ("runs", "nproc_per_node", "seeds", "assert_equal")}
+        **{name: values.pop(name) for name in ("runs", "nproc_per_node", "seeds", "assert_equal", "ablate")}
     )
     if len(asked.runs) not in (0, 2):
         raise UserError(f"{len(asked.runs)} run folder(s) given: name two, or none to train both")
     for name in ("nproc_per_node", "seeds"):
-        if getattr(asked, name) < 1:
+        if getattr(asked, name) is not None and getattr(asked, name) < 1:
             raise UserError(f"--{name} {getattr(asked, name)}: must be 1 or more")
+    if asked.ablate and (asked.runs or asked.assert_equal):
+        raise UserError("--ablate trains runs of its own: leave the folders and --assert_equal out")
     return asked, Settings(**values)
+
+
+def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
+    """Trains with each silent difference in turn; prints and writes the table.
+
+    Raises:
+        UserError: a mistake in data, batch, model or folder.
+    """
+    from app.ablation import ablate, as_markdown
+    from app.preparation import read_and_split
+
+    read_and_split(settings, ranks)
+    folder = create_folder(settings.output_dir, RUNS / "ablations")
+    ablation = ablate(settings, ranks, seeds)
+    write_json(folder / "ablation.json", ablation)
+    write_text(folder / "ablation.md", as_markdown(ablation))
+    print(f"\n{as_markdown(ablation)}\nwritten to {folder}/: ablation.md, ablation.json")
+    return 0
 
 
 def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:

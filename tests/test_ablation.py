@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.ablation import Outcome, Recipe, as_markdown, counted, differences, effect
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (3, 4)])
+def test_each_difference_is_one_change_and_no_two_are_the_same(ranks, accumulation):
+    ours = asdict(Recipe())
+    changes = [
+        {name for name, value in asdict(recipe).items() if value != ours[name]}
+        for recipe in differences(ranks, accumulation).values()
+    ]
+    assert all(len(change) == 1 for change in changes)
+    assert set.union(*changes) == set(ours)
+
+
+@given(st.integers(8, 99), st.integers(1, 8))
+def test_the_padded_shares_hold_each_row_once_and_the_first_ones_again(n, ranks):
+    rows = np.arange(n)
+    padded = counted(rows, ranks)
+    extra = -n % ranks
+    assert sorted(padded) == sorted([*rows, *rows[:extra]])
+
+
+def outcome(losses, correct):
+    return Outcome(losses, np.array(correct, dtype=bool))
+
+
+def test_an_effect_is_that_of_theirs_less_ours_over_the_seeds():
+    ours = [outcome([0.7, 0.5, 0.4], [1, 1, 0, 0]), outcome([0.7, 0.6, 0.5], [1, 0, 0, 0])]
+    theirs = [outcome([0.7, 0.5], [1, 1, 1, 0]), outcome([0.7, 0.9], [0, 1, 1, 1])]
+    found = effect(list(zip(ours, theirs, strict=True)), Recipe(batch_factor=2))
+    assert found["first_differing_steps"] == [None, 2]
+    assert found["max_loss_difference"] == pytest.approx(0.3)
+    assert found["mean_loss_difference"] == pytest.approx(0.3 / 4)
+    assert found["accuracies"] == [0.75, 0.75]
+    assert found["accuracy_difference"] == pytest.approx((0.25 + 0.5) / 2)
+    assert found["interval"][0] < 0.375 < found["interval"][1]
+    assert found["changed_rows"] == (1 + 4) / 2
+
+
+def test_hits_of_repeated_rows_count_over_the_rows_that_there_are():
+    ours = outcome([0.7], [1, 1, 1, 1, 1, 1, 1, 1, 1])
+    theirs = Outcome([0.7], counted(ours.correct, 8))
+    found = effect([(ours, theirs)], Recipe(counted_ranks=8))
+    assert (found["counted_rows"], found["accuracies"]) == (16, [16 / 9]), "more than all rows are right"
+    assert (found["first_differing_steps"], found["interval"], found["changed_rows"]) == ([None], None, None)
+
+
+def test_a_loss_that_is_no_number_is_left_blank_in_the_table():
+    pair = (outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0]))
+    found = effect([pair], Recipe(optimizer="Adam"))
+    assert found["first_differing_steps"] == [2]
+    assert found["max_loss_difference"] is None
+    ablation = {
+        "settings": {"train_batch_size": 32, "max_steps": 2, "num_train_epochs": 3.0},
+        "ranks": 2,
+        "seeds": [42],
+        "n_test": 2,
+        "baseline": {"accuracies": [0.5]},
+        "differences": [{"name": "Adam"} | found],
+    }
+    (row,) = (line for line in as_markdown(ablation).splitlines() if line.startswith("| Adam"))
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["Adam", "2", "–", "–", "0.00%", "−50.00", "1.0"]
