@@ -85,6 +85,13 @@ def write_text(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+def flush(path: Path) -> None:
+    """Brings what is in a file, where there is one, to the disk: it outlives a power cut."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def write_json(path: Path, content: Any) -> None:
     """JSON with every float as `repr` gives it: what is read back is equal to the bit."""
     write_text(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False) + "\n")

@@ -40,7 +40,7 @@ from app.distributed.processes import (
 )
 from app.distributed.training_state import read_weights, write_weights
 from app.errors import RunError, UserError
-from app.files import RUNS, create_folder, plain_cell, write_json, write_text
+from app.files import RUNS, create_folder, flush, plain_cell, write_json, write_text
 from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
 from app.report.model_card import write_model_card
@@ -142,7 +142,6 @@ class RunRecord:
         self.checkpoints.last_good = resume.checkpoint
         self.last_loss = float("nan")
         if world.is_main:
-            remember(RUN_FOLDER, str(self.folder.resolve()))
             self._take_best_along(resume)
             for later in newest_first(self.checkpoints.folder):
                 if step_of(later) > resume.step:  # damaged, or of steps that are now done again
@@ -268,6 +267,8 @@ class RunRecord:
             fill(folder)
             if self.world.is_main:
                 write_json(folder / STATE, self._state(step, plan))
+                for name in LOGS:  # a resumed run goes on with their lines: they must be as safe as the checkpoint
+                    flush(self.folder / name)
 
         if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state):
             progress.checkpoint = self.checkpoints.last_good

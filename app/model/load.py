@@ -108,8 +108,17 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     # Classification heads take **kwargs but don't normalise by num_items_in_batch, as Trainer believes of models that
     # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
+    model.register_forward_hook(_spread_what_is_not_finite)
     model.to(torch.float64 if settings.precision == "fp64" else torch.float32)
     return Classifier(model, pretrained, origin)
+
+
+def _spread_what_is_not_finite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    """A loss that isn't finite makes every gradient NaN, so that all ranks see it in the norm, without a message of
+    their own. Else it wouldn't always: a cross-entropy over logits that are far apart can be infinite with finite
+    gradients. A finite loss is multiplied by 1.0, which changes no bit of it."""
+    if outputs.get("loss") is not None:
+        outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
 
 
 def override_dropout(config: PretrainedConfig, probability: float) -> None:

@@ -165,3 +165,15 @@ def test_weights_are_stored_and_read_as_safetensors(folder, tmp_path):
     path = folder("bert", weights=True)
     assert (tmp_path / "bert" / "model.safetensors").exists()
     assert isinstance(AutoModelForSequenceClassification.from_pretrained(path), BertForSequenceClassification)
+
+
+@pytest.mark.parametrize("spread", [6e38, 1.0])
+def test_an_infinite_loss_is_in_the_gradients_norm_and_a_finite_one_is_not_changed(folder, tokenizer, spread):
+    model = load_classifier(Settings(model=folder(), dropout=0.0), ["bad", "good"], tokenizer).model
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([spread / 2, -spread / 2]))
+    outputs = model(**tokenizer("差", return_tensors="pt"), labels=torch.tensor([1]))
+    assert outputs.loss.equal(torch.nn.functional.cross_entropy(outputs.logits, torch.tensor([1]))) == (spread == 1.0)
+    outputs.loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.isfinite(norm) == (spread == 1.0)
