@@ -9,6 +9,8 @@
 #   c10d     the nodes agree on their ranks, anew after each restart; NODE_RANK 0 only hosts the meeting
 # MAX_RESTARTS (default 0): how often all ranks are started anew where one dies; they go on from the last checkpoint. With c10d
 # a whole node may die: call this there again, and the others take it in. Give --output_dir, on a disk that all nodes share.
+# A node that is cut off ends its ranks after --ddp_timeout. With c10d torchrun itself stays on until TCP gives up, by default
+# a quarter of an hour: `sysctl -w net.ipv4.tcp_retries2=8` makes that two minutes.
 # LOCAL_ADDR and GLOO_SOCKET_IFNAME: this node's own address and interface, where the ones found are not the right ones.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,28 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_pat
     assert "resumed from" in printed
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("form", ["static", "c10d"])
+def test_where_the_cable_is_cut_each_side_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
+    for name in nodes:  # with c10d torchrun itself waits until TCP gives a silent peer up: here after seconds
+        ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=5")
+    run = tmp_path / "run"
+    flags = ["--csv", str(SAMPLE), "--max_steps", "5000", "--ddp_timeout", "8", "--output_dir", str(run)]
+    logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
+    jobs = [start(nodes, rank, form, "app.ddp_loop", *flags, log=log) for rank, log in enumerate(logs)]
+    wait_until(lambda: (run / "steps.jsonl").exists(), 90)
+    ip("-n", nodes[0], "link", "set", "cable", "down")
+    wait_until(lambda: all(job.poll() is not None for job in jobs), 120)
+    printed = [log.read_text() for log in logs]
+    assert all(job.poll() not in (None, 0) for job in jobs), "\n".join(printed)
+    for text in printed:
+        mine = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(mine) == 1, text
+        here, there = re.search(r"rank (\d) lost contact with rank\(s\) (\d), after step \d+", mine[0]).groups()
+        assert {here, there} == {"0", "1"}
+    assert not [pid for name in nodes for pid in ip("netns", "pids", name).stdout.split()]
 
 
 @pytest.mark.launched
