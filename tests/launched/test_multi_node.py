@@ -101,6 +101,7 @@ def test_two_nodes_train_together(nodes: list[str], form: str, tmp_path: Path) -
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_path: Path) -> None:
     dying = 1  # node 0 hosts the meeting: where it dies the job ends, to be started anew with `auto`
     run = tmp_path / "run"
@@ -122,7 +123,7 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_pat
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", ["static", "c10d"])
+@pytest.mark.parametrize("form", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_where_the_cable_is_cut_each_side_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
     for name in nodes:  # with c10d torchrun itself waits until TCP gives a silent peer up: here after seconds
         ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=5")

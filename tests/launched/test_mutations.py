@@ -69,6 +69,7 @@ def test_a_change_that_no_setting_tells_of_is_caught(
     assert bool(line) == (mutation != "nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "status", "shows"),
     [

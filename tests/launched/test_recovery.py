@@ -165,10 +165,9 @@ def test_two_damaged_checkpoints_are_passed_over_and_said(undisturbed, shared, t
     [
         ("ddp_loop", signal.SIGTERM, "rank 1"),
         ("trainer_run", signal.SIGUSR1, "rank 0"),
-        ("trainer_run", signal.SIGTERM, "torchrun"),
         ("ddp_loop", signal.SIGINT, "torchrun"),
-        ("ddp_loop", signal.SIGTERM, "all"),
-        ("ddp_loop", signal.SIGUSR1, "torchrun"),
+        pytest.param("trainer_run", signal.SIGTERM, "all", marks=pytest.mark.slow),
+        pytest.param("ddp_loop", signal.SIGUSR1, "torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_told_to_stop_all_ranks_save_the_same_step_and_the_run_goes_on_from_there(
@@ -286,6 +285,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_s_step(sha
     assert lines[0] == lines[1]
 
 
+@pytest.mark.slow  # torchrun gives it 30 s before it kills it
 def test_a_frozen_rank_is_named_and_no_process_stays(shared, tmp_path):
     with start("ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000, "--ddp_timeout", 8, ranks=3) as job:
         job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
@@ -317,6 +317,7 @@ def test_a_folder_that_can_only_be_read_is_one_line(shared, mount):
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_ranks_come_back_and_nothing_is_lost(shared):
     """The torture script, for a few kills."""
     script = PROJECT / "run_scripts" / "torture.py"
