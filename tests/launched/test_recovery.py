@@ -105,21 +105,12 @@ def test_best_without_validation_rows_is_a_mistake(launch):
     assert "--validation_size" in done.error_lines[0]
 
 
-def test_at_another_number_of_ranks_the_same_batches_go_on(shared, tmp_path):
+@pytest.mark.parametrize("road", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+def test_at_another_number_of_ranks_the_same_batches_go_on(shared, tmp_path, road):
     flags = [*SMALL, "--dropout", 0, "--eval_strategy", "no"]
-    assert run("ddp_loop", tmp_path / "2", shared, *flags, ranks=2).status == 0
-    source = tmp_path / "2"
-    for road, ranks, step in (("ddp_loop", 3, 5), ("trainer_run", 3, 5), ("ddp_loop", 1, 10), ("trainer_run", 1, 10)):
-        if ranks == 1:
-            source = tmp_path / f"{road}-3"
-        else:
-            source = tmp_path / f"source-{road}"
-            if road == "trainer_run":
-                assert run(road, source, shared, *flags, ranks=2).status == 0
-            else:
-                shutil.copytree(tmp_path / "2", source)
-        checkpoint = source / "checkpoints" / f"checkpoint-{step}"
-        folder = tmp_path / f"{road}-{ranks}"
+    assert run(road, tmp_path / "2", shared, *flags, ranks=2).status == 0
+    for before, ranks, step in ((2, 3, 5), (3, 1, 10)):
+        checkpoint, folder = tmp_path / str(before) / "checkpoints" / f"checkpoint-{step}", tmp_path / str(ranks)
         done = run(road, folder, shared, *flags, "--resume_from_checkpoint", checkpoint, ranks=ranks)
         assert done.status == 0, done.err
         assert "other dropout masks" in done.out
