@@ -31,7 +31,7 @@ from pathlib import Path
 
 from app.errors import RunError, UserError
 from app.files import RUNS, create_folder, write_json, write_text
-from app.report.comparison import compare_runs, compare_seeds
+from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.runs import Run, read_run
 from app.report.write import write_comparison
 from app.settings import Settings, as_flags, settings_parser
@@ -54,8 +54,8 @@ def main() -> int:
         print()
         print(write_comparison(comparison, folder))
         print(f"written to {folder}/: comparison.html, comparison.md, comparison.json")
-        if asked.assert_equal and comparison["first_difference"] is not None:
-            print(f"not equal: {comparison['first_difference']}", file=sys.stderr)
+        if asked.assert_equal and (difference := first_difference_of(comparison)) is not None:
+            print(f"not equal: {difference}", file=sys.stderr)
             return 1
         return 0
     except UserError as problem:

@@ -98,6 +98,13 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
     return first | {"verdict": words, "seeds": over_seeds}
 
 
+def first_difference_of(comparison: dict[str, Any]) -> str | None:
+    """The first difference that `compare_runs` or `compare_seeds` has found, of any seed."""
+    pairs = comparison["seeds"]["pairs"] if "seeds" in comparison else []
+    over_seeds = [f"seed {pair['seed']}: {pair['first_difference']}" for pair in pairs if pair["first_difference"]]
+    return over_seeds[0] if over_seeds else comparison["first_difference"]
+
+
 def check_same_rows(a: Run, b: Run) -> None:
     """
     Raises:
@@ -134,7 +141,7 @@ def find_disagreements(a: Run, b: Run) -> list[dict[str, Any]]:
 
 def calibration(run: Run) -> dict[str, Any]:
     """Expected calibration error and the table of the reliability diagram."""
-    probabilities, labels = run.probabilities.to_numpy(), class_ids(run, "label")
+    probabilities, labels = run.probabilities.to_numpy(), run.class_ids("label")
     try:
         bins = [dataclasses.asdict(row) for row in calibration_bins(probabilities, labels)]
         return {"ece": expected_calibration_error(probabilities, labels), "bins": bins}
@@ -151,25 +158,9 @@ def by_length(run: Run) -> list[dict[str, Any]]:
 def confusion_matrix(run: Run) -> list[list[int]]:
     """`matrix[i][j]`: the test rows of class i that were predicted as class j."""
     size = len(run.split["classes"])
-    cells = class_ids(run, "label") * size + class_ids(run, "predicted")
+    cells = run.class_ids("label") * size + run.class_ids("predicted")
     matrix: list[list[int]] = np.bincount(cells, minlength=size * size).reshape(size, size).tolist()
     return matrix
-
-
-def class_ids(run: Run, column: str) -> NDArray[np.int64]:
-    """`label` or `predicted` as positions in the list of classes, int64 (n_test,).
-
-    predictions.csv writes a class that begins like a formula behind a quote, for spreadsheets' sake.
-
-    Raises:
-        UserError: a class that the split doesn't know.
-    """
-    ids = {"'" + name: position for position, name in enumerate(run.split["classes"])}
-    ids |= {name: position for position, name in enumerate(run.split["classes"])}
-    try:
-        return np.array([ids[name] for name in run.predictions[column]], dtype=np.int64)
-    except KeyError as unknown:
-        raise UserError(f"{run.folder / 'predictions.csv'}: {column} {unknown} is no class of split.json") from None
 
 
 def _seed_line(a: Run, b: Run) -> dict[str, Any]:

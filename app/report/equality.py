@@ -33,7 +33,8 @@ def first_difference(a: Run, b: Run) -> str | None:
     """None only where every step's loss and gradient norm, every prediction and every weight are equal to the bit.
 
     Else one sentence that names the first difference: of the steps in order, then of their number, then of the
-    predictions in file order, then of the weights in a's order. NaN equals the same NaN; 0.0 and -0.0 differ.
+    predictions in file order, then of the weights in a's order, then of the figures that follow from these. 0.0 and
+    -0.0 differ.
 
     Raises:
         UserError: the weights are missing, damaged or half-written.
@@ -43,6 +44,7 @@ def first_difference(a: Run, b: Run) -> str | None:
         _steps_difference(a, b)
         or _predictions_difference(a, b)
         or _weights_difference(ours, theirs, a.folder, b.folder)
+        or _figures_difference(a, b)
     )
 
 
@@ -73,7 +75,7 @@ def _steps_difference(a: Run, b: Run) -> str | None:
 def _predictions_difference(a: Run, b: Run) -> str | None:
     if a.split["classes"] != b.split["classes"] or list(a.predictions["row"]) != list(b.predictions["row"]):
         return f"predictions: {a.folder} and {b.folder} predict other rows or classes"
-    columns = {"class": "predicted"} | {
+    columns = {"review": "review", "label": "label", "class": "predicted"} | {
         f"probability of {name!r}": f"probability_{name}" for name in a.split["classes"]
     }
     differs = {quantity: _unlike(a.predictions[name], b.predictions[name]) for quantity, name in columns.items()}
@@ -108,6 +110,14 @@ def _weights_difference(ours: Weights, theirs: Weights, a: Path, b: Path) -> str
     return None
 
 
+def _figures_difference(a: Run, b: Run) -> str | None:
+    for name in ("accuracy", "f1", "loss"):
+        x, y = (run.metrics[name] for run in (a, b))
+        if not same_bits(x, y):
+            return f"test {name}: {x!r} in {a.folder} and {y!r} in {b.folder}"
+    return None
+
+
 def read_weights(folder: Path) -> Weights:
     """The tensors of model.safetensors, or of the files that model.safetensors.index.json names.
 
@@ -123,7 +133,10 @@ def read_weights(folder: Path) -> Weights:
             names = {Path(name).name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
         raise UserError(f"{index}: damaged or half-written: {problem}") from None
-    return {name: tensor for file in sorted(names) for name, tensor in _read_tensors(folder / file).items()}
+    weights = {name: tensor for file in sorted(names) for name, tensor in _read_tensors(folder / file).items()}
+    if not weights:
+        raise UserError(f"{folder}: its files hold no weight")
+    return weights
 
 
 def _read_tensors(path: Path) -> Weights:

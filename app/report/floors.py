@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 
 from app.errors import UserError
 from app.report.runs import Run
-from app.report.statistics import wilson_interval
+from app.report.statistics import Interval, wilson_interval
 from app.reviews.split import Split, split_reviews
 from app.reviews.table import ReviewTable, read_reviews
 
@@ -34,11 +34,15 @@ def measure_floors(run: Run) -> list[dict[str, Any]]:
     Raises:
         UserError: the run's CSV is gone, or gives other rows now.
     """
-    cache = Path(run.settings.get("cache_dir", "")) / f"floors-{run.split['fingerprint'][:32]}.json"
+    cache = Path(run.settings.get("cache_dir") or "") / f"floors-{run.split['fingerprint'][:32]}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads(cache.read_text("utf-8"))
         if kept["recipe"] == RECIPE and kept["fingerprint"] == run.split["fingerprint"]:
-            return list(kept["floors"])
+            return [
+                {"name": str(floor["name"]), "accuracy": float(floor["accuracy"]), "f1": float(floor["f1"])}
+                | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in floor["interval"].items()}))}
+                for floor in kept["floors"]
+            ]
     floors = _measure(*read_rows_again(run))
     if cache.parent.is_dir():
         from app.files import write_json

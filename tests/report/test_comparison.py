@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from run_folders import edit_json, edit_step, write_run
 from sklearn.metrics import confusion_matrix
 
 from app.errors import UserError
-from app.report.comparison import compare_runs, compare_seeds
+from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.runs import read_run
 from app.report.write import write_comparison
 
@@ -103,10 +102,11 @@ def test_a_gradient_norm_alone_is_a_difference(pair):
     assert comparison["max_loss_difference"] == 0
 
 
-def test_a_loss_that_is_no_number_gives_no_largest_difference(pair):
+def test_losses_that_are_too_far_apart_for_a_number_give_no_largest_difference(pair):
     a, b = pair((0, 0))
-    edit_step(b.folder, 6, loss=math.nan)
-    comparison = compare_runs(a, read_run(b.folder))
+    edit_step(a.folder, 6, loss=1e308)
+    edit_step(b.folder, 6, loss=-1e308)
+    comparison = compare_runs(read_run(a.folder), read_run(b.folder))
     assert comparison["first_differing_step"] == 6
     assert comparison["max_loss_difference"] is None
 
@@ -164,7 +164,9 @@ def test_only_equality_at_every_seed_is_the_same_training(pair, review_csv):
     pairs = [pair((s, s), reviews, (f"a{s}", f"b{s}"), seed=s) for s in (1, 2)]
     assert compare_seeds(pairs)["verdict"] == "the same training, bit for bit"
     edit_step(pairs[1][1].folder, 12, loss=0.5)
-    assert compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])["verdict"].startswith("indist")
+    comparison = compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])
+    assert comparison["verdict"].startswith("indist")
+    assert first_difference_of(comparison).startswith("seed 2: step 12: the loss is ")
 
 
 def test_seeds_must_pair(pair, review_csv):
