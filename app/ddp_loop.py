@@ -36,7 +36,6 @@ from transformers import set_seed
 from app.distributed.processes import World, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, write_training_state
-from app.errors import Preempted
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -52,15 +51,16 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     # The same on every rank: rows, split, tokens, and weights drawn from the seed.
     prepared = prepare("ddp_loop", settings, world)
-    ddp = train(prepared, settings, world)
+    with StopRequest() as stop:
+        ddp = train(prepared, settings, world, stop)
 
-    # 7. THE RESULT, on the test rows, which nothing has been selected on.
-    scores, logits = evaluate(ddp, prepared.test_loader, prepared.test_labels, settings, world)
-    prepared.record.finish(ddp.module, prepared.tokenizer, logits, scores)
+        # 7. THE RESULT, on the test rows, which nothing has been selected on.
+        scores, logits = evaluate(ddp, prepared.test_loader, prepared.test_labels, settings, world)
+        prepared.record.finish(ddp.module, prepared.tokenizer, logits, scores)
     world.say(closing_block(scores, prepared.record))
 
 
-def train(prepared: Preparation, settings: Settings, world: World) -> DistributedDataParallel:
+def train(prepared: Preparation, settings: Settings, world: World, stop: StopRequest) -> DistributedDataParallel:
     plan, record, loader = prepared.plan, prepared.record, prepared.train_loader
 
     # 2. THE MODEL. Every rank holds a whole copy. DDP sends rank 0's weights to all, then hooks into backward(): as
@@ -83,7 +83,6 @@ def train(prepared: Preparation, settings: Settings, world: World) -> Distribute
     if prepared.resume.checkpoint is not None:
         build_buckets(ddp, to_device(next(iter(loader)), world))
         read_training_state(prepared.resume, ddp.module, optimizer, scheduler, world)
-    stop = StopRequest()
     bar = tqdm(total=plan.total_steps, initial=step, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
     record.start_clock()
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
@@ -138,10 +137,7 @@ def train(prepared: Preparation, settings: Settings, world: World) -> Distribute
                     step, plan, partial(write_training_state, ddp.module, optimizer, scheduler, world)
                 )
             if told_to_stop and step < plan.total_steps:
-                raise Preempted(
-                    f"after step {step} of {plan.total_steps}, on request; go on with {record.how_to_resume}"
-                )
-    stop.close()
+                raise record.preempted(step, plan.total_steps)
     bar.close()
     record.load_best(ddp.module)
     return ddp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from datetime import datetime
@@ -48,6 +49,26 @@ def refuse_used(asked: str | None) -> None:
         and (not Path(asked).is_dir() or any(map(_is_file_of_use, Path(asked).iterdir())))
     ):
         raise UserError(f"--output_dir {asked}: exists and is not an empty folder: name a new one")
+
+
+def lock(folder: Path) -> int:
+    """Keeps other jobs out of a folder until the descriptor that this returns is closed, or its process ends.
+
+    Raises:
+        UserError: another job has it, or it can't be opened.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as problem:
+        raise UserError(f"{folder}: can't be opened: {problem.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{folder}: a run that has not ended is writing there: wait for it or end it first") from None
+    except OSError:
+        pass  # a file system that knows no locks
+    return descriptor
 
 
 def _is_file_of_use(path: Path) -> bool:

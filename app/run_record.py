@@ -39,8 +39,8 @@ from app.distributed.processes import (
     remember,
 )
 from app.distributed.training_state import read_weights, write_weights
-from app.errors import RunError, UserError
-from app.files import RUNS, create_folder, flush, plain_cell, write_json, write_text
+from app.errors import Preempted, RunError, UserError
+from app.files import RUNS, create_folder, flush, lock, plain_cell, write_json, write_text
 from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
 from app.report.model_card import write_model_card
@@ -117,14 +117,15 @@ class RunRecord:
         """Creates the folder with settings.json and split.json, or goes on with one that is there.
 
         Raises:
-            AgreedError: the folder can't be had.
+            AgreedError: the folder can't be had, or another job has it.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
         devices = gather_objects(device_name(world.device))
-        problem, folder = None, resume.folder
-        if world.is_main and folder is None:
+        problem, folder, self.lock = None, resume.folder, None
+        if world.is_main:
             try:
-                folder = create_folder(settings.output_dir, RUNS / path_name)
+                folder = folder or create_folder(settings.output_dir, RUNS / path_name)
+                self.lock = lock(folder)
             except UserError as error:
                 problem = str(error)
         agree(problem)
@@ -147,8 +148,10 @@ class RunRecord:
                 if step_of(later) > resume.step:  # damaged, or of steps that are now done again
                     remove(later)
             for name in LOGS:
-                log = resume.lines_of(name)
-                write_text(self.folder / name, log) if log else (self.folder / name).unlink(missing_ok=True)
+                if lines := resume.lines_of(name):
+                    write_text(self.folder / name, "".join(lines))
+                else:
+                    (self.folder / name).unlink(missing_ok=True)
             for name in RESULTS:
                 (self.folder / name).unlink(missing_ok=True)
             write_json(self.folder / "settings.json", self._settings(devices))
@@ -255,6 +258,8 @@ class RunRecord:
         os.replace(aside, self.model_folder)
         self._write_predictions(logits)
         write_json(self.folder / "metrics.json", metrics)
+        assert self.lock is not None
+        os.close(self.lock)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -304,10 +309,10 @@ class RunRecord:
 
     def _take_best_along(self, resume: Resume) -> None:
         """A run that goes on in another folder than its checkpoint's needs the best weights there."""
-        if self.best.step and resume.checkpoint is not None:
-            source, target = (f / f"best-{self.best.step}" for f in (resume.checkpoint.parent, self.checkpoints.folder))
-            if source.is_dir() and source.resolve() != target.resolve():
-                shutil.copytree(source, target, dirs_exist_ok=True)
+        if resume.best is not None:
+            target = self.checkpoints.folder / resume.best.name
+            if resume.best.is_dir() and resume.best.resolve() != target.resolve():
+                shutil.copytree(resume.best, target, dirs_exist_ok=True)
 
     def _drop_forgotten_bests(self) -> None:
         """Removes the best weights that no checkpoint knows of: each one that is kept may have to be gone on from."""
@@ -319,10 +324,12 @@ class RunRecord:
             if old.name not in known:
                 remove(old)
 
-    @property
-    def how_to_resume(self) -> str:
-        """The flag with which this run goes on where it is."""
-        return f"--resume_from_checkpoint {self.folder}"
+    def preempted(self, step: int, total_steps: int) -> Exception:
+        """What ends a run that was told to stop behind a step."""
+        told = f"after step {step} of {total_steps}, on request"
+        if progress.checkpoint is None or step_of(progress.checkpoint) != step:
+            return RunError(f"stopped {told}, but its checkpoint could not be written")
+        return Preempted(f"{told}; go on with --resume_from_checkpoint {self.folder}")
 
     def _best_figure(self) -> str:
         return f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"

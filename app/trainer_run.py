@@ -32,9 +32,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from app.distributed.processes import World, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
-from app.distributed.training_state import build_buckets
-from app.errors import Preempted
-from app.metrics.score import score
+from app.distributed.training_state import build_buckets, read_weights
+from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
 from app.settings import Settings
@@ -47,6 +46,12 @@ def main(settings: Settings) -> None:
 
 def fine_tune(settings: Settings, world: World) -> None:
     prepared = prepare("trainer_run", settings, world)
+    with StopRequest() as stop:
+        scores = train_and_test(prepared, settings, world, stop)
+    world.say(closing_block(scores, prepared.record))
+
+
+def train_and_test(prepared: Preparation, settings: Settings, world: World, stop: StopRequest) -> Scores:
     optimizer = build_optimizer(prepared.model, settings, prepared.learning_rate)
     trainer = ReviewTrainer(
         prepared,
@@ -59,7 +64,7 @@ def fine_tune(settings: Settings, world: World) -> None:
         processing_class=prepared.tokenizer,
         compute_metrics=compute_metrics,
         optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
-        callbacks=[Randomness(settings.seed + world.rank), Pace(prepared, settings)],
+        callbacks=[Randomness(settings.seed + world.rank), Pace(prepared, settings, stop)],
     )
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
@@ -68,19 +73,25 @@ def fine_tune(settings: Settings, world: World) -> None:
         trainer.remove_callback(default)
     if not settings.disable_tqdm:
         trainer.add_callback(Bar)
-    trainer.train(resume_from_checkpoint=str(prepared.resume.checkpoint) if prepared.resume.checkpoint else None)
-    assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to train with DDP"
-
-    if trainer.state.global_step < prepared.plan.total_steps:
-        step, total = trainer.state.global_step, prepared.plan.total_steps
-        raise Preempted(f"after step {step} of {total}, on request; go on with {prepared.record.how_to_resume}")
-
-    prepared.record.load_best(prepared.model)
+    train(trainer, prepared, world)
     prediction = trainer.predict(prepared.test_loader.dataset)
     logits = np.asarray(prediction.predictions)
     scores = score(logits, prepared.test_labels)
     prepared.record.finish(prepared.model, prepared.tokenizer, logits, scores)
-    world.say(closing_block(scores, prepared.record))
+    return scores
+
+
+def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
+    checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
+    if prepared.resume.step < total_steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to use DDP"
+        if trainer.state.global_step < total_steps:
+            raise prepared.record.preempted(trainer.state.global_step, total_steps)
+    elif checkpoint is not None:  # nothing but the evaluation is left, and Trainer would make a step too many
+        read_weights(checkpoint, prepared.model)
+        trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
+    prepared.record.load_best(prepared.model)
 
 
 def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArguments:
@@ -141,11 +152,10 @@ class Bar(ProgressCallback):
 class Pace(TrainerCallback):
     """When Trainer evaluates, writes a checkpoint, and stops because some rank was told to."""
 
-    def __init__(self, prepared: Preparation, settings: Settings) -> None:
-        self.plan, self.record, self.settings = prepared.plan, prepared.record, settings
+    def __init__(self, prepared: Preparation, settings: Settings, stop: StopRequest) -> None:
+        self.plan, self.record, self.settings, self.stop = prepared.plan, prepared.record, settings, stop
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.stop = StopRequest()
         self.record.start_clock()  # here the training begins
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -154,9 +164,6 @@ class Pace(TrainerCallback):
         control.should_evaluate = self.plan.due(settings.eval_strategy, settings.eval_steps, step)
         control.should_save = told_to_stop or self.plan.due(settings.save_strategy, settings.save_steps, step)
         control.should_training_stop = control.should_training_stop or told_to_stop
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.stop.close()
 
 
 class ReviewTrainer(Trainer):

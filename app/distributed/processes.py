@@ -129,7 +129,9 @@ def _fail(problem: Exception) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
     cause = " ".join(str(problem).split()) or type(problem).__name__
     lost_contact = isinstance(problem, dist.DistError) or "gloo" in cause.lower() or "nccl" in cause.lower()
-    if not lost_contact:
+    if lost_contact and _living_store is None:
+        print(f"error: rank {_rank()} did not meet the other ranks: {cause}", file=sys.stderr, flush=True)
+    elif not lost_contact:
         if not isinstance(problem, OSError):
             traceback.print_exc()
         _last_words("own cause", wait=False)
@@ -148,14 +150,16 @@ def _last_words(word: str, wait: bool) -> list[str | None]:
     heard."""
     words: list[str | None] = [None] * _env("WORLD_SIZE", 1)
     words[_rank()] = word
+    store = _living_store
+    if store is None:
+        return words
 
     def exchange() -> None:
-        assert _living_store is not None
-        _living_store.set(f"last words/{_rank()}", word)
+        store.set(f"last words/{_rank()}", word)
         for rank in range(len(words)) if wait else ():
             with suppress(RuntimeError):
-                _living_store.wait([f"last words/{rank}"], timedelta(seconds=LAST_WORDS_SECONDS))
-                words[rank] = _living_store.get(f"last words/{rank}").decode()
+                store.wait([f"last words/{rank}"], timedelta(seconds=LAST_WORDS_SECONDS))
+                words[rank] = store.get(f"last words/{rank}").decode()
 
     talk = threading.Thread(target=exchange, daemon=True)  # the store's host may be the one that is gone
     talk.start()
@@ -251,6 +255,9 @@ def _end_with_torchrun() -> None:
     SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        init = 1  # takes in whose parent died before; in a container it may be torchrun itself
+        if os.getppid() == init and b"python" not in Path(f"/proc/{init}/cmdline").read_bytes():
+            raise RunError(f"rank {_rank()} was left alone: torchrun has ended before the ranks had met")
 
 
 def remember(name: str, value: str) -> None:

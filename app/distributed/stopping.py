@@ -20,7 +20,7 @@ class StopRequest:
 
     The question travels while the next step is computed: an asynchronous all-reduce of one integer over gloo, so that
     it delays neither CPU nor GPU. Its answer, and with it the stop, comes a step later, after the same step on every
-    rank.
+    rank. A context: whoever is told to stop behind the last step comes to the end of the block, which is near.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,13 @@ class StopRequest:
         self.asked = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return answer
 
-    def close(self) -> None:
-        """Collective. Signals do again what they did before."""
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Signals do again what they did before; but not for a rank that fails, whose line has to come out first."""
+        if failure is not None:
+            return
         if self.asked is not None:
             self.asked[1].wait()
             self.asked = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
+
+from app.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ def _metric(name: str) -> Any:
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
-    """Scores the rows' logits, float (n, classes), against their class ids, int64 (n,)."""
+    """Scores the rows' logits, float (n, classes), against their class ids, int64 (n,).
+
+    Raises:
+        RunError: the loss is not finite: the weights are beyond saving.
+    """
     n, n_classes = logits.shape
     predicted = logits.argmax(axis=1)
     log_probabilities = torch.from_numpy(logits).double().log_softmax(dim=1).numpy()
@@ -46,9 +53,12 @@ def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Score
     figures: dict[str, float] = _metric("accuracy").compute(predictions=predicted, references=labels)
     for name in ("f1", "precision", "recall"):
         figures |= _metric(name).compute(predictions=predicted, references=labels, average=average)
+    loss = float(-log_probabilities[np.arange(n), labels].mean())
+    if not math.isfinite(loss):
+        raise RunError(f"the loss of the {n} rows that were evaluated is {loss}")
     return Scores(
         **figures,
-        loss=float(-log_probabilities[np.arange(n), labels].mean()),
+        loss=loss,
         confusion_matrix=confusion_matrix(labels, predicted, labels=range(n_classes)).tolist(),
         n=n,
     )

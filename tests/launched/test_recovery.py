@@ -85,6 +85,32 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(undisturbed, shared, tmp_p
     assert_same(whole, tmp_path / "on")
 
 
+def test_behind_its_last_step_a_run_is_only_evaluated(shared, tmp_path):
+    """At a learning rate that isn't zero in the end, where a step too many would show."""
+    flags = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--bf16", "--eval_strategy", "no"]
+    for road in ROADS:
+        folder = tmp_path / road
+        assert run(road, folder, shared, *flags, ranks=1).status == 0
+        for name in ("metrics.json", "predictions.csv"):
+            (folder / name).rename(tmp_path / f"{road}-{name}")
+        done = run(road, folder, shared, *flags, "--resume_from_checkpoint", "auto", ranks=1)
+        assert done.status == 0, done.err
+        assert len(read_steps(folder)) == 5
+        for other in ROADS[: ROADS.index(road) + 1]:
+            assert (folder / "predictions.csv").read_bytes() == (tmp_path / f"{other}-predictions.csv").read_bytes()
+
+
+def test_a_folder_where_another_job_writes_is_left_alone(shared, tmp_path):
+    with start("ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000) as job:
+        job.wait_for(lambda: (tmp_path / "run" / "checkpoints" / "checkpoint-5" / "COMPLETE").exists())
+        done = run(
+            "ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000, "--resume_from_checkpoint", "auto"
+        )
+        assert job.torchrun.poll() is None
+    assert len(done.error_lines) == 1, done.err
+    assert "a run that has not ended is writing there" in done.error_lines[0]
+
+
 def test_the_best_weights_are_the_same_on_both_roads_and_not_the_last(undisturbed):
     a, b = (undisturbed(road) for road in ROADS)
     assert_same(a, b)
@@ -188,6 +214,30 @@ def test_told_to_stop_all_ranks_save_the_same_step_and_the_run_goes_on_from_ther
     assert done.status == 0, done.err
     assert f"(step {step})" in done.out
     assert_same(whole, folder)
+
+
+LATE = """
+import os, signal
+from app import ddp_loop
+from app.distributed.processes import launch
+
+evaluate = ddp_loop.evaluate
+
+def evaluate_late(*arguments):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return evaluate(*arguments)
+
+ddp_loop.evaluate = evaluate_late
+launch(ddp_loop.main, None)
+"""
+
+
+def test_a_signal_in_the_last_evaluation_lets_it_finish(launch, review_csv, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    flags = ["--csv", review_csv(), "--train_batch_size", 8, "--max_steps", 1, "--eval_strategy", "no"]
+    done = launch(str(tmp_path / "late.py"), *flags, "--output_dir", "run")
+    assert done.status == 0, done.err
+    assert (tmp_path / "run" / "metrics.json").is_file()
 
 
 def test_a_second_signal_ends_a_rank_at_once_even_where_it_waits_for_another(shared, tmp_path):

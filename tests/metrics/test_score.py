@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 
+from app.errors import RunError
 from app.metrics.score import score
 
 
@@ -28,3 +29,10 @@ def test_figures_are_scikit_learn_s(n, classes, seed):
 
 def test_huge_logits_give_a_finite_loss():
     assert score(np.array([[1e4, -1e4], [-1e4, 1e4]]), np.array([0, 0])).loss == 1e4
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_fails_the_run(value):
+    logits = np.array([[0.0, 1.0], [0.0, value]])
+    with pytest.raises(RunError, match="the loss of the 2 rows that were evaluated is nan"):
+        score(logits, np.array([0, 1]))
