@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,8 +132,6 @@ def test_processes_that_torchrun_starts_anew_go_on_from_what_was_asked_for_until
 
 
 def test_a_folder_is_one_job_s_until_that_has_ended(tmp_path):
-    import os
-
     held = lock(tmp_path)
     with pytest.raises(UserError, match="has not ended"):
         lock(tmp_path)
