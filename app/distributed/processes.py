@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -40,6 +41,7 @@ from app.settings import ProcessSettings, Settings, parse_settings
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LAST_WORDS_SECONDS = 3.0
+LOST_CONTACT = "gloo|nccl|pair closure|connection (closed|reset)"  # gloo's errors have no class of their own
 
 
 class AgreedError(UserError):
@@ -128,7 +130,7 @@ def _fail(problem: Exception) -> NoReturn:
     living."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
     cause = " ".join(str(problem).split()) or type(problem).__name__
-    lost_contact = isinstance(problem, dist.DistError) or "gloo" in cause.lower() or "nccl" in cause.lower()
+    lost_contact = isinstance(problem, dist.DistError) or re.search(LOST_CONTACT, cause, re.IGNORECASE) is not None
     if lost_contact and _living_store is None:
         print(f"error: rank {_rank()} did not meet the other ranks: {cause}", file=sys.stderr, flush=True)
     elif not lost_contact:
