@@ -126,7 +126,7 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_pat
 @pytest.mark.parametrize("form", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_where_the_cable_is_cut_each_side_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
     for name in nodes:  # with c10d torchrun itself waits until TCP gives a silent peer up: here after seconds
-        ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=5")
+        ip("netns", "exec", name, "sh", "-c", "echo 5 >/proc/sys/net/ipv4/tcp_retries2")
     run = tmp_path / "run"
     flags = ["--csv", str(SAMPLE), "--max_steps", "5000", "--ddp_timeout", "8", "--output_dir", str(run)]
     logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
