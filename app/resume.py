@@ -22,7 +22,6 @@ RESULTS = ("metrics.json", "predictions.csv")
 RUN_FOLDER = "run folder"
 # What may change without making another training of it: the batch is global, so how it is divided is only rounding.
 FREE = {"gradient_accumulation_steps", "trust_remote_code", "num_train_epochs", "max_steps", "bf16", "model"}
-
 BEST = ("metric_for_best_model", "eval_strategy", "eval_steps")  # decide which weights are the best
 
 
@@ -68,7 +67,7 @@ class Resume:
         steps: list[int] = []
         for line in text.splitlines(keepends=True):
             try:
-                step = json.loads(line)["step"]
+                step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError):
                 if not line.endswith("\n"):
                     break  # the last one, which a killed run had not written to its end

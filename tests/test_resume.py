@@ -64,6 +64,7 @@ def test_the_lines_behind_the_checkpoint_are_dropped(folder):
     [
         ("steps.jsonl", lambda text: text.replace('"step": 2', '"step: 2'), r"steps\.jsonl, line 2: damaged"),
         ("steps.jsonl", lambda text: text.replace('{"step": 2}', "[]"), r"steps\.jsonl, line 2: damaged"),
+        ("steps.jsonl", lambda text: text.replace('{"step": 2}', '{"step": "x"}'), r"steps\.jsonl, line 2: damaged"),
         ("steps.jsonl", lambda text: text.replace('{"step": 2}\n', ""), r"steps\.jsonl: lacks steps"),
         ("steps.jsonl", lambda text: "", r"steps\.jsonl: lacks steps"),
         ("evaluations.jsonl", lambda text: "\0" + text, r"evaluations\.jsonl, line 1: damaged"),
