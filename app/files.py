@@ -107,10 +107,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Brings what is in a file, where there is one, to the disk: it outlives a power cut."""
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """Brings a file's content, or the names in a folder, to the disk: it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -272,8 +272,8 @@ class RunRecord:
             fill(folder)
             if self.world.is_main:
                 write_json(folder / STATE, self._state(step, plan))
-                for name in LOGS:  # a resumed run goes on with their lines: they must be as safe as the checkpoint
-                    flush(self.folder / name)
+                for log in filter(Path.exists, (self.folder / name for name in LOGS)):
+                    flush(log)  # a resumed run goes on with its lines: they must be as safe as the checkpoint
 
         if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state):
             progress.checkpoint = self.checkpoints.last_good

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from app.distributed.processes import World, first_problem
 from app.errors import RunError
+from app.files import flush
 
 PREFIX = "checkpoint-"
 ASIDE = ".writing"
@@ -70,19 +71,20 @@ def newest_first(folder: Path) -> list[Path]:
 
 def seal(aside: Path, folder: Path) -> None:
     """Makes a checkpoint of the files in `aside`, under the name `folder`."""
-    manifest = {
-        path.relative_to(aside).as_posix(): (path.stat().st_size, _sha256(path, flush=True)) for path in _files(aside)
-    }
+    manifest = {}
+    for path in _files(aside):
+        flush(path)
+        manifest[path.relative_to(aside).as_posix()] = (path.stat().st_size, _sha256(path))
     content = json.dumps(manifest, indent=1, sort_keys=True).encode()
     _write(aside / MANIFEST, content)
     for directory in {path.parent for path in _files(aside)}:
-        _flush_directory(directory)
+        flush(directory)
     remove(folder)  # one of the same step from before a resume, or a damaged one
     os.rename(aside, folder)
     aside.parent.rmdir()
-    _flush_directory(folder.parent)
+    flush(folder.parent)
     _write(folder / MARK, hashlib.sha256(content).hexdigest().encode())
-    _flush_directory(folder)
+    flush(folder)
 
 
 def remove(folder: Path) -> None:
@@ -167,10 +169,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _sha256(path: Path, flush: bool = False) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -179,11 +179,3 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _flush_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
