@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from transformers import DataCollatorWithPadding
+from benchmark import set_up, timed, train_steps
 
 from app.distributed.checkpoints import PREFIX, Checkpoints
-from app.distributed.processes import World, from_main, join, launch, reduce_mean
+from app.distributed.processes import World, from_main, join, launch
 from app.distributed.training_state import write_training_state
-from app.model.load import load_classifier, load_tokenizer
 from app.optimization import build_optimizer, build_scheduler
-from app.preparation import quieten, read_and_split
-from app.reviews.batches import train_loader
-from app.reviews.tokens import lengths_of, tokenise
 from app.settings import Settings
 
 ROUNDS, STEPS = 7, 50
@@ -37,42 +31,22 @@ def main(settings: Settings) -> None:
 
 
 def benchmark(settings: Settings, world: World, folder: Path) -> None:
-    quieten(world)
-    table, split, plan = read_and_split(settings, world.size)
-    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
-    rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world)
-    model = load_classifier(settings, table.class_names, tokenizer).model.to(device=world.device)
-    ddp = DistributedDataParallel(model)
-    optimizer = build_optimizer(ddp, settings, 1e-4)
+    bench = set_up(settings, world)
+    optimizer = build_optimizer(bench.ddp, settings, 1e-4)
     scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
-    train = rows.remove_columns("length").select(split.train)
-    loader = train_loader(
-        train, lengths_of(rows)[split.train], DataCollatorWithPadding(tokenizer), plan, world, settings
-    )
     checkpoints = Checkpoints(folder / "checkpoints", settings.save_total_limit, "stop", world)
-    ddp.train()
+    fill = partial(write_training_state, bench.ddp.module, optimizer, scheduler, world)
 
-    def train_steps(step: int, save: bool) -> float:
-        """Seconds, the mean over the ranks."""
-        started = time.perf_counter()
-        for _, batch in zip(range(STEPS), loader, strict=False):
-            ddp(**{name: tensor.to(world.device) for name, tensor in batch.items()}).loss.backward()
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    def train_and_save(number: int, save: bool) -> None:
+        train_steps(bench.ddp, bench.loader, optimizer, scheduler, world, STEPS)
         if save:
-            checkpoints.save(f"{PREFIX}{step}", partial(write_training_state, ddp.module, optimizer, scheduler, world))
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=world.device)
-        return float(reduce_mean(taken))
+            checkpoints.save(f"{PREFIX}{STEPS * number}", fill)
 
     ratios = []
     for number in range(ROUNDS + 1):  # the first one warms up
-        loader.sampler.set_epoch(number)  # type: ignore[attr-defined]
+        bench.loader.sampler.set_epoch(number)  # type: ignore[attr-defined]
         order = (True, False) if number % 2 else (False, True)
-        seconds = {save: train_steps(STEPS * (number + 1), save) for save in order}
+        seconds = {save: timed(partial(train_and_save, number + 1, save), world) for save in order}
         if number:
             ratios.append(seconds[True] / seconds[False])
             world.say(f"{seconds[False]:8.2f} s without, {seconds[True]:8.2f} s with: {ratios[-1]:.3f}")
