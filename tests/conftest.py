@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import hypothesis
 import pandas as pd
 import pytest
-from jobs import PROJECT, Finished, end_processes
+from jobs import PROJECT, Finished, command_of, end_processes, environment_of
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -49,17 +48,14 @@ def review_csv(tmp_path: Path) -> Callable[..., Path]:
 def launch(tmp_path: Path) -> Callable[..., Finished]:
     """Runs a program of ours in real processes: `launch("app.ddp_loop", "--max_steps", 3, ranks=2)`.
 
-    `ranks` processes under torchrun with a free port of its own, or none: plain python. `module` may be a script's
-    path. Fails where a process of the job is left over; ends all of them where the time limit is passed.
+    Module and ranks as for `jobs.command_of`. Fails where a process of the job is left over; ends all of them where the
+    time limit is passed.
     """
 
     def run(module: str, *flags: Any, ranks: int = 0, limit: float = 150, **environment: str) -> Finished:
-        program = [module] if module.endswith(".py") else ["-m", module]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-        command = [sys.executable, *torchrun, *program, *(str(flag) for flag in flags)]
+        command = command_of(module, flags, ranks)
         mark = f"{os.getpid()}-{id(flags)}-{len(list(tmp_path.iterdir()))}"
-        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        variables |= {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"} | environment
+        variables = environment_of(mark) | environment
         with subprocess.Popen(
             command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as job:

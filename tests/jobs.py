@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,16 +63,26 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
+def command_of(module: str, flags: Sequence[Any], ranks: int) -> list[str]:
+    """`ranks` processes under torchrun with a free port of its own, or none: plain python. `module` may be a script's
+    path."""
+    program = [module] if module.endswith(".py") else ["-m", module]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    return [sys.executable, *torchrun, *program, *map(str, flags)]
+
+
+def environment_of(mark: str) -> dict[str, str]:
+    """What a job's processes are started with, and found by."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return variables | {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"}
+
+
 class Job:
     """A torchrun job that runs while a test does something to it; as a context manager, so that nothing of it stays."""
 
-    def __init__(self, road: str, *flags: Any, cwd: Path, ranks: int = 2, restarts: int = 0) -> None:
+    def __init__(self, road: str, *flags: Any, cwd: Path, ranks: int = 2) -> None:
         self.mark = uuid.uuid4().hex
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        restart = [f"--max-restarts={restarts}"] if restarts else []
-        command = [sys.executable, *torchrun, *restart, "-m", f"app.{road}", *map(str, flags)]
-        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        variables |= {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": self.mark, "HF_HUB_OFFLINE": "1"}
+        command, variables = command_of(f"app.{road}", flags, ranks), environment_of(self.mark)
         self.logs = [cwd / f"{self.mark}.{name}" for name in ("out", "err")]
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.torchrun = subprocess.Popen(
