@@ -33,9 +33,10 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import set_seed
 
-from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, write_training_state
+from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -79,12 +80,13 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
     # 3. RANDOMNESS. Until here the ranks had to be equal; their dropout must not be: other rows, other masks.
     set_seed(settings.seed + world.rank)
 
-    step = prepared.resume.step  # 0, unless a checkpoint is there to go on from
+    step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
         build_buckets(ddp, to_device(next(iter(loader)), world))
         read_training_state(prepared.resume, ddp.module, optimizer, scheduler, world)
+    if record.begin(plan):  # a resumed run first repeats the evaluation that follows its checkpoint
+        watch(ddp, step, prepared, settings, world)
     bar = tqdm(total=plan.total_steps, initial=step, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
-    record.start_clock()
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         # 4. THE DATA. The sampler deals each rank its rows of the epoch's permutation, which is the same on every rank.
         #    Without set_epoch every epoch would have the order of the first.
@@ -112,7 +114,7 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
 
             # All ranks clip by the same norm: it is that of the averaged gradients. 0 stands for "never clip".
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), settings.max_grad_norm or float("inf"))
-            prepared.check_finite(step + 1, norm, loss)  # before the weights are touched
+            skip_step_if_nonfinite(optimizer, norm)  # on the device: the loop never waits for the norm
             optimizer.step()
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
@@ -127,17 +129,17 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
             bar.update()
 
-            if plan.due(settings.eval_strategy, settings.eval_steps, step):
-                watch(ddp, step, prepared, settings, world)
-            # Whoever was told to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks stop, behind the same step and a
-            # checkpoint.
-            told_to_stop = stop.agreed()
-            if told_to_stop or plan.due(settings.save_strategy, settings.save_steps, step):
+            # If any rank is asked to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks stop after the same step, with a
+            # checkpoint. It is written before the evaluation, which may take longer than the time that is left.
+            stop_requested = stop.agreed()
+            if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
                 record.save_checkpoint(
                     step, plan, partial(write_training_state, ddp.module, optimizer, scheduler, world)
                 )
-            if told_to_stop and step < plan.total_steps:
+            if stop_requested and step < plan.total_steps:
                 raise record.preempted(step, plan.total_steps)
+            if plan.due(settings.eval_strategy, settings.eval_steps, step):
+                watch(ddp, step, prepared, settings, world)
     bar.close()
     record.load_best(ddp.module)
     return ddp
@@ -155,6 +157,7 @@ def evaluate(
     the DDP wrapper would begin a collective (it broadcasts buffers) that a rank with nothing left to do never joins.
     """
     ddp.eval()
+    broadcast_buffers(ddp.module)
     shard: list[torch.Tensor] = []
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # rows that were right, rows
     for batch in loader:

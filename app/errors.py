@@ -15,3 +15,7 @@ class RunError(RuntimeError):
 
 class Preempted(Exception):
     """The run was asked to stop, has saved a checkpoint on every rank's behalf and can be resumed. Exit status 75."""
+
+
+class AlreadyFinished(Exception):
+    """A restarted job finds that its run is complete: nothing is left to do. Exit status 0."""

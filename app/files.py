@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,50 @@ def create_folder(asked: str | None, parent: Path) -> Path:
     Raises:
         UserError: the folder is not empty, is a file, or can't be written.
     """
+    folder = _create(asked, parent)
+    if asked is None:
+        point_latest(folder)
+    return folder
+
+
+def claim_folder(asked: str | None, parent: Path) -> tuple[Path, int]:
+    """Create a run's folder, as `create_folder` does, and keep other jobs out of it.
+
+    Returns:
+        The folder, to which `latest` does not point yet, and the descriptor that `lock` returns.
+
+    Raises:
+        UserError: the folder is not empty or can't be written, or another job has it.
+    """
+    folder = _create(asked, parent)
+    descriptor = lock(folder)
+    if asked is not None:
+        refuse_used(asked)  # another job may have run here, and ended, between the first check and the lock
+    return folder, descriptor
+
+
+def _create(asked: str | None, parent: Path) -> Path:
     folder = Path(asked) if asked is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     try:
         if asked is None:
             folder = _unused(folder)
         else:
             refuse_used(asked)
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
         probe = folder / ".probe.tmp"
         probe.touch()
-        probe.unlink()
-        if asked is None:
-            _point(parent / "latest", folder.name)
+        probe.unlink(missing_ok=True)  # another job may be trying the same folder
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
     return folder
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest`, beside the folder, point to it."""
+    link = folder.with_name("latest")
+    staging = link.with_name(f".{link.name}.{os.getpid()}")
+    staging.symlink_to(folder.name)
+    os.replace(staging, link)
 
 
 def refuse_used(asked: str | None) -> None:
@@ -79,31 +109,46 @@ def _is_file_of_use(path: Path) -> bool:
 def _unused(folder: Path) -> Path:
     """`folder`, or with a number behind it where runs started in the same second; made here, so it is this run's
     alone."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    _make(folder.parent)
     candidate, number = folder, 1
     while True:
         try:
             candidate.mkdir()
+            flush(candidate.parent)
             return candidate
         except FileExistsError:
             number += 1
             candidate = folder.with_name(f"{folder.name}-{number}")
 
 
-def _point(link: Path, target: str) -> None:
-    aside = link.with_name(f".{link.name}.{os.getpid()}")
-    aside.symlink_to(target)
-    os.replace(aside, link)
+def _make(folder: Path) -> None:
+    """Create a folder and its parents so that their names survive a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a whole file or none of it."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8", newline="") as file:
+    staging = path.with_name(f".{path.name}.tmp")
+    with staging.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    commit(staging, path)
+
+
+def commit(staging: Path, path: Path) -> None:
+    """Give a finished file or folder its name, replacing what was there.
+
+    Everything is on disk before the name is, and the name is on disk when this returns. Otherwise a power failure could
+    leave a file that is named but empty, or keep a later file and lose an earlier one.
+    """
+    for entry in (*staging.rglob("*"), staging):
+        flush(entry)
+    if staging.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # a folder can't replace one that is not empty
+    os.replace(staging, path)
+    flush(path.parent)
 
 
 def flush(path: Path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from app.distributed.processes import World, gather_objects, local_main_first, together
-from app.errors import RunError, UserError
+from app.errors import UserError
 from app.files import refuse_used
-from app.metrics.score import Scores
+from app.metrics.score import Scores, load_metrics
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.optimization import default_learning_rate, warmup_steps
 from app.resume import Resume, check_fits, find_resume
@@ -54,28 +54,6 @@ class Preparation:
     def watched_labels(self) -> NDArray[np.int64]:
         """Class ids, int64, of the rows that are evaluated during training: the validation rows, else the test rows."""
         return self.table.labels[self.split.validation if self.watched == "validation" else self.split.test]
-
-    def check_finite(self, step: int, grad_norm: torch.Tensor, loss: torch.Tensor) -> None:
-        """To be called before each optimizer step, by every rank.
-
-        Args:
-            grad_norm: the norm of the averaged gradients: one rank's NaN is in it on every rank.
-            loss: this rank's.
-
-        Raises:
-            RunError: the norm is not finite; names the ranks it comes from and their rows.
-        """
-        if torch.isfinite(grad_norm):
-            return
-        self.record.write_steps()
-        positions = self.train_loader.sampler.rows_of_step((step - 1) % self.plan.steps_per_epoch)  # type: ignore[attr-defined]
-        rows = ", ".join(str(row) for row in self.table.rows[self.split.train[positions]])
-        told = gather_objects((bool(torch.isfinite(loss)), rows))
-        guilty = [f"rank {rank}, rows {its}" for rank, (finite, its) in enumerate(told) if not finite]
-        what = (
-            "the loss is not finite on " + " and ".join(guilty) if guilty else f"the gradients are {float(grad_norm)}"
-        )
-        raise RunError(f"step {step}: {what}; the optimizer has not made this step")
 
     @property
     def test_labels(self) -> NDArray[np.int64]:
@@ -118,6 +96,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     settings.learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     with together():
         check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps)
+    with local_main_first(world):
+        load_metrics()  # now: an evaluation that fails after hours of training would be too late
 
     collator = DataCollatorWithPadding(tokenizer)
     lengths = lengths_of(rows)
@@ -127,8 +107,14 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         return shard_loader(inputs.select(part), lengths[part], collator, world, settings)
 
     train_rows = inputs.select(split.train)
+    loader = train_loader(train_rows, lengths[split.train], collator, plan, world, settings)
+
+    def rows_of_step(step: int) -> list[int]:
+        positions = loader.sampler.rows_of_step((step - 1) % plan.steps_per_epoch)  # type: ignore[attr-defined]
+        return [int(row) for row in table.rows[split.train[positions]]]
+
     watched = "validation" if len(split.validation) else "test"
-    record = RunRecord(path_name, settings, table, split, world, resume)
+    record = RunRecord(path_name, settings, table, split, world, resume, rows_of_step)
     world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world, resume))
     return Preparation(
         table,
@@ -139,7 +125,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         classifier.model,
         settings.learning_rate,
         train_rows,
-        train_loader(train_rows, lengths[split.train], collator, plan, world, settings),
+        loader,
         watched,
         evaluation_loader(split.validation if watched == "validation" else split.test),
         evaluation_loader(split.test),
@@ -235,9 +221,14 @@ def start_up_block(
     ]
     if resume.checkpoint is not None:
         lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
-        if resume.state["world_size"] != world.size:
-            before = resume.state["world_size"]
-            lines += [("ranks", f"{world.size}, were {before}: the same batches, but other dropout masks from here on")]
+        if resume.changes:
+            changes = "; ".join(resume.changes)
+            lines += [("changed", f"{changes}: the same batches, but other dropout masks from here on")]
+        threads, before = torch.get_num_threads(), resume.state.get("threads")
+        if before not in (None, threads):
+            lines += [
+                ("changed", f"threads per rank: {threads}, was {before}: sums are rounded differently from here on")
+            ]
     return "\n".join(f"{name:>14}  {text}" for name, text in lines)
 
 

@@ -1,41 +1,53 @@
-"""Going on from a checkpoint: which one, in which folder, and whether it fits what is asked for."""
+"""Resuming: from which checkpoint, in which run folder, and whether it fits the requested training."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.distributed.checkpoints import PREFIX, newest, problem_of
-from app.distributed.processes import World, from_main, recall, restarted, together
-from app.errors import UserError
-from app.files import RUNS
+from app.distributed.processes import World, from_main, launcher_ids, restarted, together
+from app.errors import AlreadyFinished, UserError
+from app.files import RUNS, lock
 from app.settings import ModelSettings, Settings, TrainingSettings
 
 STATE = "run_state.json"
-STEPS = "steps.jsonl"
-LOGS = (STEPS, "evaluations.jsonl")
-RESULTS = ("metrics.json", "predictions.csv")
-RUN_FOLDER = "run folder"
-# What may change without making another training of it: the batch is global, so how it is divided is only rounding.
+STEPS, EVALUATIONS = "steps.jsonl", "evaluations.jsonl"
+LOGS = (STEPS, EVALUATIONS)
+RESULTS = ("metrics.json", "predictions.csv")  # metrics.json first: a folder that has it holds a finished run
+MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "schedule.json"
+CHECKPOINT_FILES = (MODEL, OPTIMIZER, RANDOM, SCHEDULE, STATE)
+# These may change: the training stays the same except for rounding and, where random streams can't be continued,
+# dropout masks, which `Resume.changes` announces. The model and its length are compared in other ways.
 FREE = {"gradient_accumulation_steps", "trust_remote_code", "num_train_epochs", "max_steps", "bf16", "model"}
 BEST = ("metric_for_best_model", "eval_strategy", "eval_steps")  # decide which weights are the best
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on. Nothing set: it begins, in a new folder.
+    """Where a run continues. With nothing set, it starts from the beginning in a new folder.
 
-    `folder` is the run's own, where there is one already; `checkpoint` is whole, and `state` is what its run_state.json
-    says.
+    Attributes:
+        folder: the run's own folder, if it exists already.
+        checkpoint: a complete checkpoint, in `folder` or in another run's.
+        state: the content of the checkpoint's run_state.json.
+        lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
+        launchers: identify this job, see `launcher_ids`.
+        changes: what differs from the processes that wrote the checkpoint and makes its random streams unusable; empty
+            where the resumed run is bitwise identical to an undisturbed one.
     """
 
     folder: Path | None = None
     checkpoint: Path | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    lock: int | None = None
+    launchers: Collection[str] = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -50,11 +62,15 @@ class Resume:
 
     @property
     def other_seed(self) -> int:
-        """For random streams that can't be gone on with: not that of the beginning, whose masks would come again."""
+        """Seed for resuming where the saved random streams do not apply. It differs from the initial seed so that
+        dropout masks do not repeat."""
         return int(self.state["settings"]["seed"]) + 1_000_003 * self.step
 
-    def lines_of(self, log: str) -> list[str]:
-        """The lines of a log of the run that are not after the checkpoint: what came later is done again.
+    def lines_of(self, log: str, before: int | None = None) -> list[str]:
+        """The lines of a log of the run up to the checkpoint's step: later steps are run again.
+
+        Args:
+            before: leave out this step too; an evaluation that follows the checkpoint of its own step is repeated.
 
         Raises:
             UserError: the log is damaged, or does not hold a line of every step.
@@ -71,94 +87,175 @@ class Resume:
             except (ValueError, KeyError, TypeError):
                 if not line.endswith("\n"):
                     break  # the last one, which a killed run had not written to its end
-                raise UserError(f"{path}, line {len(kept) + 1}: damaged, so the run can't go on") from None
-            if step > self.step:
+                raise UserError(f"{path}, line {len(kept) + 1}: damaged, so the run can't be resumed") from None
+            if step > self.step or step == before:
                 break
             kept.append(line)
             steps.append(step)
         if log == STEPS and steps != list(range(1, self.step + 1)):
-            raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run can't go on from there")
+            raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run can't be resumed from it")
         return kept
 
 
 def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
-    """What `--resume_from_checkpoint` asks for, or what a generation of processes that torchrun has restarted goes on
-    from.
+    """Find what `--resume_from_checkpoint` names, or what this job wrote before torchrun restarted it. Collective.
+
+    An existing run folder is locked before anything in it is looked up, so that no other job can add or remove
+    checkpoints after that.
 
     Raises:
-        AgreedError: no such checkpoint, or it is damaged, or not all ranks can see it.
+        AgreedError: there is no such checkpoint, it is damaged or not visible on every rank, or another job is writing
+            in its folder.
+        AlreadyFinished: torchrun has restarted a job whose run was complete.
     """
-    found: tuple[Path | None, Path | None] = (None, None)
-    own = recall(RUN_FOLDER)
-    if restarted() and own is None and settings.output_dir and (Path(settings.output_dir) / "settings.json").is_file():
-        own = settings.output_dir  # torchrun's store died with its node, but the folder that was asked for says as much
+    launchers, is_restart = launcher_ids(), restarted()
+    found = Found()
     with together():
         if world.is_main:
-            found = _find(path_name, settings, own, world.say)
-    folder, checkpoint = from_main(found)
-    if checkpoint is None:
-        return Resume(folder)
-    with together():
+            own = own_folder(path_name, settings.output_dir, launchers) if is_restart else None
+            found = find(path_name, settings, own, world.say)
+    folder, checkpoint, finished = from_main((found.folder, found.checkpoint, found.finished))
+    if finished:
+        raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
+    state: dict[str, Any] = {}
+    if checkpoint is not None:
+        with together():
+            state = _read_state(checkpoint)
+    return Resume(folder, checkpoint, state, found.lock, launchers, changes_since(state, settings, world))
+
+
+def changes_since(state: Mapping[str, Any], settings: Settings, world: World) -> tuple[str, ...]:
+    """List what makes a checkpoint's random streams unusable: each rank draws other dropout masks from here on."""
+    pairs = [
+        ("ranks", state.get("world_size"), world.size),
+        ("device", state.get("device"), world.device.type),
+        (
+            "accumulation steps",
+            state.get("settings", {}).get("gradient_accumulation_steps"),
+            settings.gradient_accumulation_steps,
+        ),
+    ]
+    return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{checkpoint}: every rank must be able to read it: {problem}") from None
+    missing = [name for name in CHECKPOINT_FILES if not (checkpoint / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{checkpoint}: has no {missing[0]}: an earlier version of this program wrote it; resume it with that one, "
+            "or start again in another --output_dir"
+        )
+    return state
+
+
+def own_folder(path_name: str, output_dir: str | None, launchers: Collection[str]) -> Path | None:
+    """The run folder that earlier processes of this job created.
+
+    A folder is this job's own only if one of the torchrun processes recorded in its settings.json still takes part: any
+    other run, and any other program's folder that happens to hold a settings.json, is somebody else's.
+    """
+    candidates = [Path(output_dir)] if output_dir is not None else sorted((RUNS / path_name).glob("*"), reverse=True)
+    for folder in candidates:
         try:
-            state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise UserError(f"{checkpoint}: every rank must be able to read it: {problem}") from None
-    return Resume(folder, checkpoint, state)
+            content = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        recorded = content.get("launchers") if isinstance(content, dict) else None
+        if isinstance(recorded, list) and set(launchers) & {one for one in recorded if isinstance(one, str)}:
+            return folder.resolve()
+    return None
 
 
-def _find(
-    path_name: str, settings: Settings, own: str | None, say: Callable[[str], None]
-) -> tuple[Path | None, Path | None]:
-    """(folder to go on in, checkpoint to go on from), each None where there is none. `own`: the folder that this job's
-    earlier processes had, before torchrun started it anew."""
-    asked = settings.resume_from_checkpoint
+@dataclass(frozen=True)
+class Found:
+    """What `find` found. `folder` is locked if it is set; `finished`: it holds this job's complete run."""
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    lock: int | None = None
+    finished: bool = False
+
+
+def find(path_name: str, settings: Settings, own: Path | None, say: Callable[[str], None]) -> Found:
+    """Choose the folder and the checkpoint to resume from, on one rank.
+
+    Args:
+        own: the folder that this job created before torchrun restarted it.
+        say: reports each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or another job is writing in its folder.
+    """
+    requested = settings.resume_from_checkpoint
     if own is not None:
-        checkpoint = newest(Path(own) / "checkpoints", say)
-        if checkpoint is not None or asked in (None, "auto"):
-            return Path(own), checkpoint
-    if asked is None:
-        return None, None
-    if asked == "auto":
+        held = lock(own)
+        if (own / RESULTS[0]).is_file():
+            return Found(own, None, held, finished=True)
+        checkpoint = newest(own / "checkpoints", say)
+        if checkpoint is None and requested not in (None, "auto"):
+            checkpoint = _requested_checkpoint(str(requested), say)
+        return Found(own, checkpoint, held)
+    if requested is None:
+        return Found()
+    if requested == "auto":
         return _find_latest(path_name, settings.output_dir, say)
-    path = Path(asked)
+    if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
+        return Found(None, _requested_checkpoint(requested, say))
+    path = Path(requested).resolve()
+    run = path.parent.parent if path.name.startswith(PREFIX) else path
+    if not (run / "settings.json").is_file():  # not a run folder: leave it unlocked, and report what is wrong
+        _requested_checkpoint(requested, say)
+    held = lock(run)
+    return Found(run, _requested_checkpoint(requested, say), held)
+
+
+def _requested_checkpoint(requested: str, say: Callable[[str], None]) -> Path:
+    path = Path(requested)
     if not path.is_dir():
-        raise UserError(f"--resume_from_checkpoint {asked}: no such folder")
+        raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
     if path.name.startswith(PREFIX):
         problem, checkpoint = problem_of(path), path
     else:
         checkpoint = newest(path / "checkpoints", say) or path
-        problem = "holds no checkpoint that is whole" if checkpoint == path else None
+        problem = "has no complete checkpoint" if checkpoint == path else None
     checkpoint = checkpoint.resolve()
     run = checkpoint.parent.parent
     if problem is None and (checkpoint.parent.name != "checkpoints" or not (run / "settings.json").is_file()):
-        problem = "lies in no run's folder, whose logs a run goes on with: copy the whole folder"
+        problem = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
     if problem is not None:
-        raise UserError(f"--resume_from_checkpoint {asked}: {problem}")
-    if own is not None:
-        return Path(own), checkpoint
-    return (None if settings.output_dir else run), checkpoint
+        raise UserError(f"--resume_from_checkpoint {requested}: {problem}")
+    return checkpoint
 
 
-def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], None]) -> tuple[Path | None, Path | None]:
-    """`auto`: the road's latest run, if that has not finished, or the run in the folder that was asked for."""
-    folder = Path(output_dir) if output_dir else RUNS / path_name / "latest"
+def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], None]) -> Found:
+    """`auto`: the training path's latest run if it has not finished, or the run in the requested folder."""
+    folder = Path(output_dir) if output_dir else (RUNS / path_name / "latest").resolve()
     if not (folder / "settings.json").is_file():
-        return None, None  # nothing to go on with
-    finished = (folder / "metrics.json").is_file()
+        return Found()  # nothing to resume
+    held = lock(folder)
+    finished = (folder / RESULTS[0]).is_file()
     if finished and output_dir is None:
-        return None, None
+        os.close(held)
+        return Found()
     checkpoint = newest(folder / "checkpoints", say)
     if finished and checkpoint is None:
-        raise UserError(f"--output_dir {folder}: holds a finished run, and no checkpoint to go on from: name a new one")
-    return folder.resolve(), checkpoint
+        raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
+    return Found(folder.resolve(), checkpoint, held)
 
 
 def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: str, total_steps: int) -> None:
-    """A checkpoint goes on with the same road, rows, model and schedule, else its equality with an undisturbed run is
-    lost. `settings` has its learning rate filled in.
+    """Check that a checkpoint is of the same training path, rows, model and schedule. Otherwise the resumed run would
+    not be bitwise identical to an undisturbed one.
+
+    Args:
+        settings: with the learning rate resolved.
 
     Raises:
-        UserError: it doesn't; names all that differs.
+        UserError: it is not; names everything that differs.
     """
     if resume.checkpoint is None:
         return
@@ -168,15 +265,15 @@ def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: 
     pairs = [(name, before.get(name), getattr(settings, name)) for name in names if name not in FREE]
     pairs += [("total steps", resume.state["total_steps"], total_steps)]
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
-    pairs += [("road", resume.state["path"], path_name)]
+    pairs += [("path", resume.state["path"], path_name)]
     pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
     differing = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
     if differing:
-        raise UserError(f"can't go on from {resume.checkpoint}: {'; '.join(differing)}")
+        raise UserError(f"can't resume from {resume.checkpoint}: {'; '.join(differing)}")
     for log in LOGS:
-        resume.lines_of(log)
+        resume.lines_of(log)  # raises if a log is damaged
     if settings.load_best_model_at_end and resume.best is not None and (problem := problem_of(resume.best)):
-        raise UserError(f"can't go on from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
+        raise UserError(f"can't resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
 
 
 def _model_name(model: str) -> str:

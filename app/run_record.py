@@ -8,11 +8,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +30,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from app.distributed.checkpoints import PREFIX, Checkpoints, newest_first, problem_of, remove, step_of
 from app.distributed.processes import (
     World,
-    agree,
     first_problem,
     from_main,
     gather_objects,
@@ -36,15 +37,17 @@ from app.distributed.processes import (
     progress,
     reduce_mean,
     reduce_sum,
-    remember,
+    together,
 )
 from app.distributed.training_state import read_weights, write_weights
 from app.errors import Preempted, RunError, UserError
-from app.files import RUNS, create_folder, flush, lock, plain_cell, write_json, write_text
+from app.files import RUNS, claim_folder, commit, flush, plain_cell, point_latest, write_json, write_text
+from app.loss_guard import nonfinite_error
 from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
+from app.metrics_log import MetricsLog
 from app.report.model_card import write_model_card
-from app.resume import LOGS, RESULTS, RUN_FOLDER, STATE, Resume
+from app.resume import CHECKPOINT_FILES, EVALUATIONS, LOGS, MODEL, RESULTS, STATE, STEPS, Resume
 from app.reviews.batches import BatchPlan
 from app.reviews.split import Split
 from app.reviews.table import ReviewTable
@@ -112,51 +115,106 @@ class RunRecord:
     collective."""
 
     def __init__(
-        self, path_name: str, settings: Settings, table: ReviewTable, split: Split, world: World, resume: Resume
+        self,
+        path_name: str,
+        settings: Settings,
+        table: ReviewTable,
+        split: Split,
+        world: World,
+        resume: Resume,
+        rows_of_step: Callable[[int], Sequence[int]],
     ) -> None:
-        """Creates the folder with settings.json and split.json, or goes on with one that is there.
+        """Claim the run's folder. Nothing in it changes before `begin`.
+
+        Args:
+            rows_of_step: this rank's data rows of an optimizer step, counted from 1.
 
         Raises:
-            AgreedError: the folder can't be had, or another job has it.
+            AgreedError: the folder can't be created or written, another job uses it, or not all ranks see it.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
-        devices = gather_objects(device_name(world.device))
-        problem, folder, self.lock = None, resume.folder, None
-        if world.is_main:
-            try:
-                folder = folder or create_folder(settings.output_dir, RUNS / path_name)
-                self.lock = lock(folder)
-            except UserError as error:
-                problem = str(error)
-        agree(problem)
+        self.resume, self.rows_of_step = resume, rows_of_step
+        self.devices = gather_objects(device_name(world.device))
+        folder, self.lock = resume.folder, resume.lock
+        with together():
+            if world.is_main and folder is None:
+                folder, self.lock = claim_folder(settings.output_dir, RUNS / path_name)
         self.folder: Path = from_main(folder)  # type: ignore[assignment]
-        if world.is_main:
-            remember(RUN_FOLDER, str(self.folder.resolve()))  # for the processes that torchrun starts if these die
+        if settings.save_strategy != "no" or settings.load_best_model_at_end:
+            self._check_shared()
+        if world.is_main and settings.output_dir is None and resume.folder is None:
+            point_latest(self.folder)
         self.model_folder = self.folder / "model"
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", settings.save_total_limit, settings.on_save_failure, world
         )
+        self.logs = {name: MetricsLog(self.folder / name) for name in LOGS}
         self.pending: list[Step] = []
         self.totals = Totals(**resume.state.get("totals", {}))
         self.best = Best(**resume.state.get("best", {}))
         progress.step, progress.checkpoint = resume.step, resume.checkpoint
         self.checkpoints.last_good = resume.checkpoint
         self.last_loss = float("nan")
-        if world.is_main:
-            self._take_best_along(resume)
-            for later in newest_first(self.checkpoints.folder):
-                if step_of(later) > resume.step:  # damaged, or of steps that are now done again
-                    remove(later)
-            for name in LOGS:
-                if lines := resume.lines_of(name):
-                    write_text(self.folder / name, "".join(lines))
-                else:
-                    (self.folder / name).unlink(missing_ok=True)
-            for name in RESULTS:
-                (self.folder / name).unlink(missing_ok=True)
-            write_json(self.folder / "settings.json", self._settings(devices))
-            write_json(self.folder / "split.json", self._split())
+
+    def begin(self, plan: BatchPlan) -> bool:
+        """Bring the folder to the state of the checkpoint, once the training state has been loaded from it. Collective.
+
+        Only here does a resumed run remove what came after its checkpoint: a checkpoint that can't be loaded after all
+        has cost nothing.
+
+        Returns:
+            Whether the checkpoint's own step is still to be evaluated. A checkpoint is written before the evaluation of
+            the same step, so it never knows the outcome.
+
+        Raises:
+            AgreedError: the folder can't be written.
+        """
+        evaluate = self.resume.step > 0 and plan.due(
+            self.settings.eval_strategy, self.settings.eval_steps, self.resume.step
+        )
+        with together():
+            if self.world.is_main:
+                try:
+                    self._reset_folder(self.resume.step if evaluate else None)
+                except OSError as problem:
+                    raise UserError(f"--output_dir {self.folder}: can't be written: {problem.strerror}") from None
         self.start_clock()
+        return evaluate
+
+    def _reset_folder(self, evaluate_again: int | None) -> None:
+        for name in RESULTS:
+            (self.folder / name).unlink(missing_ok=True)
+        self._copy_best_weights()
+        for later in newest_first(self.checkpoints.folder):
+            if step_of(later) > self.resume.step:  # damaged, or of steps that are run again
+                remove(later)
+        for name in LOGS:
+            if lines := self.resume.lines_of(name, before=evaluate_again if name == EVALUATIONS else None):
+                write_text(self.folder / name, "".join(lines))
+            else:
+                (self.folder / name).unlink(missing_ok=True)
+        write_json(self.folder / "settings.json", self._settings())
+        write_json(self.folder / "split.json", self._split())
+
+    def _check_shared(self) -> None:
+        """Refuse a folder that only some nodes see: their checkpoints could not be resumed. Collective."""
+        name = from_main(f".shared-{uuid.uuid4().hex}.tmp")
+        if self.world.is_main:
+            (self.folder / name).touch()
+        dist.barrier()
+        seen = gather_objects((self.folder / name).exists())
+        if self.world.is_main:
+            (self.folder / name).unlink()
+        with together():
+            if not all(seen):
+                if self.world.is_main and self.resume.folder is None:
+                    with suppress(OSError):
+                        self.folder.rmdir()  # created a moment ago, and empty
+                ranks = ", ".join(str(rank) for rank, here in enumerate(seen) if not here)
+                raise UserError(
+                    f"--output_dir {self.folder}: rank(s) {ranks} can't see it: name a folder on a file system that "
+                    "all nodes share, or turn checkpoints off with --save_strategy no"
+                )
 
     def start_clock(self) -> None:
         """Training time runs from here: to be called after anything that is no training, such as an evaluation."""
@@ -192,7 +250,12 @@ class RunRecord:
         self._clock = now
 
     def write_steps(self) -> None:
-        """Reduces the pending steps over the ranks, all in two collectives, and appends them to steps.jsonl."""
+        """Reduce the pending steps over the ranks, all in two collectives, and append them to steps.jsonl.
+
+        Raises:
+            RunError: a gradient norm is not finite. Steps before it are written; the optimizer skipped that step (see
+                `skip_step_if_nonfinite`), and what followed it is discarded.
+        """
         if not self.pending:
             return
         device = self.world.device
@@ -200,9 +263,14 @@ class RunRecord:
         tokens = torch.stack([step.tokens for step in self.pending]).to(device)
         others = torch.tensor([[step.examples, step.padded_tokens] for step in self.pending], device=device)
         counts = reduce_sum(torch.cat([tokens.unsqueeze(1), others], dim=1)).tolist()
+        # The one place that waits for the device: all norms of the interval at once. They are equal on every rank.
+        norms = torch.stack([step.grad_norm.double() for step in self.pending]).tolist()
+        failed = next((i for i, norm in enumerate(norms) if not math.isfinite(norm)), None)
         lines = []
-        for step, loss, (tokens_, examples, padded) in zip(self.pending, losses, counts, strict=True):
-            line = dataclasses.asdict(step) | {"loss": loss, "grad_norm": float(step.grad_norm)}
+        for step, loss, norm, (tokens_, examples, padded) in list(
+            zip(self.pending, losses, norms, counts, strict=True)
+        )[:failed]:
+            line = dataclasses.asdict(step) | {"loss": loss, "grad_norm": norm}
             line |= {"tokens": tokens_, "examples": examples, "padded_tokens": padded}
             lines.append(json.dumps(line, allow_nan=False) + "\n")
             self.totals.train_seconds += step.seconds
@@ -210,15 +278,19 @@ class RunRecord:
             self.totals.examples += examples
             self.totals.padded_tokens += padded
         self.last_loss = losses[-1]
+        self._append(STEPS, "".join(lines))
+        if failed is not None:
+            step = self.pending[failed]
+            progress.step = step.step - 1
+            raise nonfinite_error(step.step, step.loss, step.grad_norm, self.rows_of_step(step.step))
         self.pending.clear()
-        self._append("steps.jsonl", "".join(lines))
 
     def write_evaluation(self, step: int, epoch: float, rows: str, n: int, figures: Mapping[str, float]) -> None:
         """Appends a line to evaluations.jsonl and shows it: accuracy, f1 and loss of the n rows that are `validation`
         or `test`."""
         line = {"step": step, "epoch": epoch, "rows": rows, "n": n}
         line |= {name: figures[name] for name in ("accuracy", "f1", "loss")}
-        self._append("evaluations.jsonl", json.dumps(line, allow_nan=False) + "\n")
+        self._append(EVALUATIONS, json.dumps(line, allow_nan=False) + "\n")
         if self.world.is_main:
             tqdm.write(f"epoch {epoch:.2f}: {rows} accuracy {line['accuracy']:.4f}, loss {line['loss']:.4f}")
 
@@ -248,14 +320,19 @@ class RunRecord:
             "mfu": self._mfu(model),
             "peak_memory_bytes": peak_memory,
         }
-        aside = self.folder / ".model.tmp"
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        for log in self.logs.values():
+            log.append("")  # a run is finished only with complete logs
+            if log.path.exists():
+                flush(log.path)
+        staging = self.folder / ".model.tmp"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()  # save_pretrained would also create a run folder that is gone
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
         write_model_card(
-            aside / "README.md", self.path_name, self.settings, self._split(), self.table.class_names, metrics
+            staging / "README.md", self.path_name, self.settings, self._split(), self.table.class_names, metrics
         )
-        shutil.rmtree(self.model_folder, ignore_errors=True)
-        os.replace(aside, self.model_folder)
+        commit(staging, self.model_folder)
         self._write_predictions(logits)
         write_json(self.folder / "metrics.json", metrics)
         assert self.lock is not None
@@ -272,17 +349,20 @@ class RunRecord:
             fill(folder)
             if self.world.is_main:
                 write_json(folder / STATE, self._state(step, plan))
-                for log in filter(Path.exists, (self.folder / name for name in LOGS)):
-                    flush(log)  # a resumed run goes on with its lines: they must be as safe as the checkpoint
+                for log in self.logs.values():  # resuming needs their lines: they must be as safe as the checkpoint
+                    log.append("")
+                    if log.path.exists():
+                        flush(log.path)
+                flush(self.folder)
 
-        if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state):
+        if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state, CHECKPOINT_FILES):
             progress.checkpoint = self.checkpoints.last_good
             if self.world.is_main:
-                self._drop_forgotten_bests()
+                self._remove_unused_best_weights()
         self.start_clock()
 
     def keep_best(self, step: int, model: torch.nn.Module, figures: Mapping[str, float]) -> None:
-        """Keeps the weights aside if no earlier ones were better on the validation rows. Collective."""
+        """Keep the weights if no earlier ones were better on the validation rows. Collective."""
         metric = self.settings.metric_for_best_model
         if not self.settings.load_best_model_at_end or self.best.beats(figures[metric], metric):
             return
@@ -291,8 +371,10 @@ class RunRecord:
             if self.world.is_main:
                 write_weights(folder, model)
 
-        if self.checkpoints.save(f"best-{step}", fill):
+        if self.checkpoints.save(f"best-{step}", fill, (MODEL,)):
             self.best = Best(step, figures[metric])
+            if self.world.is_main:
+                self._remove_unused_best_weights()
 
     def load_best(self, model: torch.nn.Module) -> None:
         """Gives the model the best weights back, on every rank. Collective."""
@@ -307,29 +389,30 @@ class RunRecord:
                 dist.broadcast(tensor, src=0)
             self.world.say(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
 
-    def _take_best_along(self, resume: Resume) -> None:
-        """A run that goes on in another folder than its checkpoint's needs the best weights there."""
-        if resume.best is not None:
-            target = self.checkpoints.folder / resume.best.name
-            if resume.best.is_dir() and resume.best.resolve() != target.resolve():
-                shutil.copytree(resume.best, target, dirs_exist_ok=True)
+    def _copy_best_weights(self) -> None:
+        """A run that resumes in another folder than its checkpoint's needs the best weights there."""
+        best = self.resume.best
+        if best is not None and best.is_dir():
+            target = self.checkpoints.folder / best.name
+            if best.resolve() != target.resolve():
+                shutil.copytree(best, target, dirs_exist_ok=True)
 
-    def _drop_forgotten_bests(self) -> None:
-        """Removes the best weights that no checkpoint knows of: each one that is kept may have to be gone on from."""
-        known = set()
+    def _remove_unused_best_weights(self) -> None:
+        """Keep the best weights so far, and those that a resume from one of the checkpoints would need."""
+        used = {f"best-{self.best.step}"}
         for checkpoint in newest_first(self.checkpoints.folder):
-            with suppress(OSError, ValueError, KeyError):  # a damaged one knows of none
-                known.add(f"best-{json.loads((checkpoint / STATE).read_text(encoding='utf-8'))['best']['step']}")
+            with suppress(OSError, ValueError, KeyError):  # a damaged checkpoint names none
+                used.add(f"best-{json.loads((checkpoint / STATE).read_text(encoding='utf-8'))['best']['step']}")
         for old in self.checkpoints.folder.glob("best-*"):
-            if old.name not in known:
+            if old.name not in used:
                 remove(old)
 
     def preempted(self, step: int, total_steps: int) -> Exception:
-        """What ends a run that was told to stop behind a step."""
-        told = f"after step {step} of {total_steps}, on request"
+        """The exception that ends a run that was asked to stop."""
+        where = f"after step {step} of {total_steps}, on request"
         if progress.checkpoint is None or step_of(progress.checkpoint) != step:
-            return RunError(f"stopped {told}, but its checkpoint could not be written")
-        return Preempted(f"{told}; go on with --resume_from_checkpoint {self.folder}")
+            return RunError(f"stopped {where}, but its checkpoint could not be written")
+        return Preempted(f"{where}; resume with --resume_from_checkpoint {self.folder}")
 
     def _best_figure(self) -> str:
         return f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"
@@ -342,6 +425,8 @@ class RunRecord:
             "samples_seen": step * plan.global_size,
             "total_steps": plan.total_steps,
             "world_size": self.world.size,
+            "device": self.world.device.type,
+            "threads": torch.get_num_threads(),
             "fingerprint": self.split.fingerprint,
             "settings": self.settings.as_dict(),
             "totals": dataclasses.asdict(self.totals),
@@ -350,17 +435,31 @@ class RunRecord:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _append(self, name: str, text: str) -> None:
-        if self.world.is_main:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(text)
+    def _append(self, name: str, lines: str) -> None:
+        """Append to a log. If that fails, such as on a full disk, `--on_save_failure` decides, as for a checkpoint."""
+        if not self.world.is_main:
+            return
+        log = self.logs[name]
+        had_failed = bool(log.pending)
+        try:
+            log.append(lines)
+        except OSError as problem:
+            if self.settings.on_save_failure == "stop" or not self.folder.is_dir():
+                raise
+            if not had_failed:
+                print(
+                    f"warning: {log.path} could not be written: {problem.strerror}; training continues, and its "
+                    "lines are kept in memory until they can be (--on_save_failure continue)",
+                    flush=True,
+                )
 
-    def _settings(self, devices: list[str]) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return self.settings.as_dict() | {
             "path": self.path_name,
             "csv": str(self.table.path),
             "world_size": self.world.size,
-            "devices": devices,
+            "devices": self.devices,
+            "launchers": list(self.resume.launchers),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             "git_commit": git_commit(),
@@ -385,8 +484,8 @@ class RunRecord:
     def _write_predictions(self, logits: NDArray[np.floating[Any]]) -> None:
         probabilities = torch.from_numpy(logits).double().softmax(dim=1).numpy()
         names, test = self.table.class_names, self.split.test
-        aside = self.folder / ".predictions.csv.tmp"
-        with aside.open("w", encoding="utf-8", newline="") as file:
+        staging = self.folder / ".predictions.csv.tmp"
+        with staging.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
             writer.writerow(["row", "label", "predicted", *(f"probability_{name}" for name in names), "review"])
             for position, chances, best in zip(test, probabilities, logits.argmax(axis=1), strict=True):
@@ -394,7 +493,7 @@ class RunRecord:
                 text = self.table.texts.iloc[position]
                 cells = [plain_cell(label), plain_cell(predicted), *chances.tolist(), plain_cell(text)]
                 writer.writerow([int(self.table.rows[position]), *cells])
-        os.replace(aside, self.folder / "predictions.csv")
+        commit(staging, self.folder / "predictions.csv")
 
     def _mfu(self, model: PreTrainedModel) -> float | None:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B, without the attention term): 6 FLOPs a parameter

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import (
@@ -28,11 +29,13 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
-from app.distributed.training_state import build_buckets, read_weights
+from app.distributed.training_state import build_buckets, read_training_state, read_weights, write_training_state
+from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -64,8 +67,8 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
         processing_class=prepared.tokenizer,
         compute_metrics=compute_metrics,
         optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
-        callbacks=[Randomness(settings.seed + world.rank), Pace(prepared, settings, stop)],
     )
+    trainer.add_callback(Schedule(trainer, prepared, settings, stop))
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
@@ -88,9 +91,12 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to use DDP"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step, total_steps)
-    elif checkpoint is not None:  # nothing but the evaluation is left, and Trainer would make a step too many
+    elif checkpoint is not None:  # only evaluations are left, and Trainer would make a step too many
         read_weights(checkpoint, prepared.model)
         trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
+        trainer.state.global_step = total_steps
+        if prepared.record.begin(prepared.plan):
+            trainer.evaluate()
     prepared.record.load_best(prepared.model)
 
 
@@ -106,7 +112,7 @@ def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArg
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         bf16=settings.bf16,
-        eval_strategy="no",  # Pace decides, for both are to fall behind the same step as in app.ddp_loop
+        eval_strategy="no",  # Schedule decides on both, so that they follow the same steps as in app.ddp_loop
         save_strategy="no",
         logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it once more
         logging_nan_inf_filter=False,  # a loss that is not finite should be seen, and the filter synchronises each step
@@ -127,21 +133,6 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
 
 
-class Randomness(TrainerCallback):
-    """The two places where chance comes in, as in app.ddp_loop."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Right before the first step: Trainer has seeded all ranks alike, which gives them the same dropout masks."""
-        set_seed(self.seed)
-
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Trainer tells the epoch to samplers that accelerate has wrapped; ours isn't."""
-        kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
-
-
 class Bar(ProgressCallback):
     """Trainer's progress bar without its dictionaries of figures: the record shows each evaluation in a line."""
 
@@ -149,21 +140,50 @@ class Bar(ProgressCallback):
         pass
 
 
-class Pace(TrainerCallback):
-    """When Trainer evaluates, writes a checkpoint, and stops because some rank was told to."""
+class Schedule(TrainerCallback):
+    """What happens between Trainer's steps, in the same order as in app.ddp_loop: seeds, checkpoints, evaluations, and
+    stopping on request."""
 
-    def __init__(self, prepared: Preparation, settings: Settings, stop: StopRequest) -> None:
-        self.plan, self.record, self.settings, self.stop = prepared.plan, prepared.record, settings, stop
+    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, settings: Settings, stop: StopRequest) -> None:
+        self.trainer, self.prepared, self.settings, self.stop = trainer, prepared, settings, stop
+        self.plan, self.record, self.world = prepared.plan, prepared.record, prepared.record.world
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.record.start_clock()  # here the training begins
+        """Seed this rank, or restore what a checkpoint holds, right before the first step.
+
+        Trainer has seeded all ranks alike, which would give them the same dropout masks. From a checkpoint it has read
+        the weights and its own counters; optimizer, schedule and random streams are read here.
+        """
+        set_seed(self.settings.seed + self.world.rank)
+        if self.prepared.resume.checkpoint is not None:
+            batch = {name: x.to(self.world.device) for name, x in next(iter(self.prepared.train_loader)).items()}
+            build_buckets(self.trainer.model_wrapped, batch)
+            optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+            read_training_state(self.prepared.resume, self.prepared.model, optimizer, scheduler, self.world)
+        if self.record.begin(self.plan):
+            self.trainer.evaluate()
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Trainer passes the epoch on to samplers that accelerate has wrapped; ours is not wrapped."""
+        kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write a due checkpoint now: Trainer's own would follow the evaluation, be written in place, and be resumed
+        from when it is incomplete (huggingface/transformers#35782)."""
         settings, step = self.settings, state.global_step
-        told_to_stop = self.stop.agreed()
-        control.should_evaluate = self.plan.due(settings.eval_strategy, settings.eval_steps, step)
-        control.should_save = told_to_stop or self.plan.due(settings.save_strategy, settings.save_steps, step)
-        control.should_training_stop = control.should_training_stop or told_to_stop
+        stop_requested = self.stop.agreed()
+        if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
+
+            def fill(staging: Path) -> None:
+                optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+                write_training_state(self.prepared.model, optimizer, scheduler, self.world, staging)
+                if self.world.is_main:
+                    state.save_to_json(str(staging / TRAINER_STATE_NAME))
+
+            self.record.save_checkpoint(step, self.plan, fill)
+        stopping = stop_requested and step < self.plan.total_steps
+        control.should_training_stop = control.should_training_stop or stopping
+        control.should_evaluate = not stopping and self.plan.due(settings.eval_strategy, settings.eval_steps, step)
 
 
 class ReviewTrainer(Trainer):
@@ -205,44 +225,13 @@ class ReviewTrainer(Trainer):
         step = self.state.global_step + 1
         epoch = step / self.prepared.plan.steps_per_epoch
         loss = sum(self.micro_losses, start=torch.zeros((), device=self.world.device))
-        self.prepared.check_finite(step, norm, loss)
+        assert isinstance(self.optimizer, AcceleratedOptimizer)
+        skip_step_if_nonfinite(self.optimizer.optimizer, norm)
         self.record.add_step(step, epoch, loss, norm, self._get_learning_rate(), self.micro_batches)
         self.micro_losses, self.micro_batches = [], []
         if step % self.record.settings.logging_steps == 0 or step == self.state.max_steps:
             self.record.write_steps()
         return norm
-
-    # ---- the checkpoints ------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Trainer's own checkpoint, but written aside and sealed: Trainer writes in place and would resume from half of
-        one (huggingface/transformers#35782)."""
-
-        def fill(aside: Path) -> None:
-            before, self.args.output_dir = (
-                self.args.output_dir,
-                str(aside.parent),
-            )  # it adds checkpoint-<step>, as we do
-            try:
-                super(ReviewTrainer, self)._save_checkpoint(model, trial)
-            finally:
-                self.args.output_dir = before
-
-        self.record.save_checkpoint(self.state.global_step, self.prepared.plan, fill)
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As app.ddp_loop does where it goes on from a checkpoint."""
-        model, loader = super()._prepare_for_training(*args, **kwargs)
-        if self.prepared.resume.checkpoint is not None:
-            build_buckets(model, self._prepare_inputs(next(iter(loader))))
-        return model, loader
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """At another number of ranks there are no random streams to go on with."""
-        if self.prepared.resume.state.get("world_size", self.world.size) == self.world.size:
-            super()._load_rng_state(checkpoint)
-        else:
-            set_seed(self.prepared.resume.other_seed + self.world.rank)
 
     # ---- the evaluation -------------------------------------------------------------------------------------------
 
@@ -268,6 +257,7 @@ class ReviewTrainer(Trainer):
         """Each row once: Trainer's own loop repeats rows to make the ranks' shares equal and averages batch means, so
         that its `eval_loss` counts the last batch's duplicates."""
         model = self.prepared.model.eval()
+        broadcast_buffers(model)
         shard: list[torch.Tensor] = []
         for batch in dataloader:
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)

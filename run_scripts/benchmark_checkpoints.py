@@ -20,6 +20,7 @@ from app.distributed.checkpoints import PREFIX, Checkpoints
 from app.distributed.processes import World, from_main, join, launch
 from app.distributed.training_state import write_training_state
 from app.optimization import build_optimizer, build_scheduler
+from app.resume import MODEL, OPTIMIZER
 from app.settings import Settings
 
 ROUNDS, STEPS = 7, 50
@@ -40,7 +41,7 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
     def train_and_save(number: int, save: bool) -> None:
         train_steps(bench.ddp, bench.loader, optimizer, scheduler, world, STEPS)
         if save:
-            checkpoints.save(f"{PREFIX}{STEPS * number}", fill)
+            checkpoints.save(f"{PREFIX}{STEPS * number}", fill, [MODEL, OPTIMIZER])
 
     ratios = []
     for number in range(ROUNDS + 1):  # the first one warms up

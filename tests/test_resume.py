@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from app import resume as resume_module
 from app import run_record
 from app.distributed.checkpoints import seal
 from app.errors import Preempted, RunError, UserError
 from app.files import lock
-from app.resume import STATE, Resume, _find, check_fits
+from app.resume import STATE, Resume, _read_state, check_fits, find, own_folder
 from app.settings import Settings
 
 STEP, TOTAL, FINGERPRINT = 4, 9, "f" * 64
@@ -56,6 +57,9 @@ def check(folder: Path, **settings) -> None:
 def test_the_lines_behind_the_checkpoint_are_dropped(folder):
     assert resume(folder).lines_of("steps.jsonl") == [f'{{"step": {step}}}\n' for step in range(1, 5)]
     assert resume(folder).lines_of("evaluations.jsonl") == ['{"step": 2}\n']
+    (folder / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"step": 5}\n')
+    assert resume(folder).lines_of("evaluations.jsonl") == ['{"step": 2}\n', '{"step": 4}\n']
+    assert resume(folder).lines_of("evaluations.jsonl", before=4) == ['{"step": 2}\n']  # it is evaluated again
     check(folder)
 
 
@@ -101,35 +105,131 @@ def test_the_best_weights_so_far_must_be_there_before_the_training_goes_on(tmp_p
         check(run, **CHOOSING)
 
 
-def test_auto_goes_on_in_the_folder_asked_for_or_begins_there(folder, tmp_path):
+@pytest.fixture
+def search():
+    """Calls `find` and releases the lock that it took, as the end of the process would."""
+    locks = []
+
+    def call(settings: Settings, own: Path | None = None):
+        found = find("ddp_loop", settings, own, silent)
+        locks.append(found.lock)
+        if found.lock is not None:
+            with pytest.raises(UserError, match="has not ended"):
+                lock(found.folder)
+            os.close(found.lock)
+        return found.folder, found.checkpoint, found.finished
+
+    return call
+
+
+def test_auto_resumes_in_the_requested_folder_or_starts_there(folder, tmp_path, search):
     settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
-    assert _find("ddp_loop", settings, None, silent) == (folder, folder / "checkpoints" / "checkpoint-4")
+    assert search(settings) == (folder, folder / "checkpoints" / "checkpoint-4", False)
     settings = Settings(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto")
-    assert _find("ddp_loop", settings, None, silent) == (None, None)
+    assert search(settings) == (None, None, False)
 
 
-def test_auto_never_begins_anew_over_a_finished_run(folder):
+def test_auto_never_starts_again_over_a_finished_run(folder, search):
     (folder / "metrics.json").write_text("{}")
     (folder / "checkpoints" / "checkpoint-4" / "COMPLETE").unlink()
     settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
     with pytest.raises(UserError, match="holds a finished run"):
-        _find("ddp_loop", settings, None, silent)
+        search(settings)
 
 
-def test_a_checkpoint_outside_a_run_s_folder_is_refused(folder, tmp_path):
+def test_a_checkpoint_outside_a_run_folder_is_refused(folder, tmp_path, search):
     (tmp_path / "precious").mkdir()
     alone = (folder / "checkpoints" / "checkpoint-4").rename(tmp_path / "precious" / "checkpoint-4")
-    with pytest.raises(UserError, match="lies in no run's folder"):
-        _find("ddp_loop", Settings(resume_from_checkpoint=str(alone)), None, silent)
+    with pytest.raises(UserError, match="is not inside a run folder"):
+        search(Settings(resume_from_checkpoint=str(alone)))
+    with pytest.raises(UserError, match="no such folder"):
+        search(Settings(resume_from_checkpoint=str(tmp_path / "nowhere" / "checkpoint-4")))
 
 
-def test_processes_that_torchrun_starts_anew_go_on_from_what_was_asked_for_until_they_have_their_own(folder, tmp_path):
-    asked = folder / "checkpoints" / "checkpoint-4"
-    settings = Settings(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(asked))
+@pytest.mark.parametrize("place", ["", "checkpoints/checkpoint-4"])
+def test_a_run_is_resumed_in_its_own_folder_unless_another_is_named(folder, tmp_path, search, place):
+    checkpoint = folder / "checkpoints" / "checkpoint-4"
+    settings = Settings(resume_from_checkpoint=str(folder / place))
+    assert search(settings) == (folder, checkpoint, False)
+    settings = Settings(resume_from_checkpoint=str(folder / place), output_dir=str(tmp_path / "new"))
+    assert search(settings) == (None, checkpoint, False)
+
+
+def test_a_restarted_job_resumes_from_the_requested_checkpoint_until_it_has_its_own(folder, tmp_path, search):
+    requested = folder / "checkpoints" / "checkpoint-4"
+    settings = Settings(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(requested))
     own = tmp_path / "new"
-    assert _find("ddp_loop", settings, str(own), silent) == (own, asked)
+    own.mkdir()
+    assert search(settings, own) == (own, requested, False)
     make_run(own)
-    assert _find("ddp_loop", settings, str(own), silent) == (own, own / "checkpoints" / "checkpoint-4")
+    assert search(settings, own) == (own, own / "checkpoints" / "checkpoint-4", False)
+
+
+def test_a_restarted_job_whose_run_is_complete_has_nothing_left_to_do(folder, search):
+    (folder / "metrics.json").write_text("{}")
+    assert search(Settings(output_dir=str(folder)), folder) == (folder, None, True)
+
+
+def test_checkpoints_are_looked_up_only_under_the_lock(folder, monkeypatch):
+    """Otherwise another job could write or remove checkpoints after they were found."""
+    unlocked = []
+
+    def newest_or_complain(checkpoints, say):
+        try:
+            os.close(lock(checkpoints.parent))
+            unlocked.append(checkpoints)
+        except UserError:
+            pass
+        return checkpoints / "checkpoint-4"
+
+    monkeypatch.setattr(resume_module, "newest", newest_or_complain)
+    for settings, own in (
+        (Settings(output_dir=str(folder), resume_from_checkpoint="auto"), None),
+        (Settings(resume_from_checkpoint=str(folder)), None),
+        (Settings(output_dir=str(folder)), folder),
+    ):
+        found = find("ddp_loop", settings, own, silent)
+        os.close(found.lock)
+    assert unlocked == []
+    held = lock(folder)
+    for settings, own in (
+        (Settings(output_dir=str(folder), resume_from_checkpoint="auto"), None),
+        (Settings(resume_from_checkpoint=str(folder / "checkpoints" / "checkpoint-4")), None),
+    ):
+        with pytest.raises(UserError, match="has not ended"):
+            find("ddp_loop", settings, own, silent)
+    os.close(held)
+
+
+@pytest.mark.parametrize(
+    ("content", "owned"),
+    [
+        ('{"launchers": ["a:1:2.00", "b:7:3.00"]}', True),
+        ('{"launchers": ["c:1:2.00"]}', False),
+        ('{"launchers": []}', False),
+        ("{}", False),
+        ("[]", False),
+        ('{"launchers": "b:7:3.00"}', False),
+        ('{"launchers": [["b:7:3.00"], null]}', False),
+        ("not JSON", False),
+    ],
+)
+def test_a_restarted_job_takes_only_a_folder_that_names_one_of_its_launchers(tmp_path, monkeypatch, content, owned):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "ddp_loop" / "2026-01-01_00-00-00"
+    run.mkdir(parents=True)
+    (run.parent / "latest").symlink_to("somewhere-else")
+    (run / "settings.json").write_text(content)
+    launchers = ["b:7:3.00", "d:1:1.00"]
+    assert own_folder("ddp_loop", None, launchers) == (run if owned else None)
+    assert own_folder("ddp_loop", str(run), launchers) == (run if owned else None)
+    assert own_folder("ddp_loop", str(tmp_path / "missing"), launchers) is None
+    assert own_folder("ddp_loop", str(run), []) is None
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_line(folder):
+    with pytest.raises(UserError, match=r"checkpoint-4: has no model\.safetensors: an earlier version"):
+        _read_state(folder / "checkpoints" / "checkpoint-4")
 
 
 def test_a_folder_is_one_job_s_until_that_has_ended(tmp_path):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,8 +106,12 @@ class Checkpoints:
         self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
         self.last_good: Path | None = None
 
-    def save(self, name: str, fill: Callable[[Path], None]) -> bool:
-        """Writes a folder: `fill(aside)`, called on every rank, puts the files into it.
+    def save(self, name: str, fill: Callable[[Path], None], needed: Collection[str]) -> bool:
+        """Write a folder and mark it complete.
+
+        Args:
+            fill: `fill(staging)`, called on every rank, writes the files.
+            needed: the files without which it must not be marked complete.
 
         Returns:
             Whether it was written. Where it wasn't, nothing of it is left, and what was there before still is.
@@ -119,7 +123,7 @@ class Checkpoints:
         problem = (
             self._attempt(lambda: self._make(aside), main_only=True)
             or self._attempt(lambda: fill(aside))
-            or self._attempt(lambda: self._seal(aside, folder), main_only=True)
+            or self._attempt(lambda: self._seal(aside, folder, needed), main_only=True)
         )
         if problem is None:
             if name.startswith(PREFIX):
@@ -151,7 +155,10 @@ class Checkpoints:
             folder.mkdir(exist_ok=True)
         aside.mkdir()
 
-    def _seal(self, aside: Path, folder: Path) -> None:
+    def _seal(self, aside: Path, folder: Path, needed: Collection[str]) -> None:
+        missing = [name for name in needed if not (aside / name).is_file()]
+        if missing:
+            raise OSError(f"{', '.join(missing)} was not written")
         try:
             seal(aside, folder)
             problem = problem_of(folder)

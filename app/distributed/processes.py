@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from torch.distributed.rendezvous import rendezvous
 
 from app.distributed.generation import living_store
-from app.errors import Preempted, RunError, UserError
+from app.errors import AlreadyFinished, Preempted, RunError, UserError
 from app.settings import ProcessSettings, Settings, parse_settings
 
 T = TypeVar("T")
@@ -83,15 +84,14 @@ class Progress:
 
 
 progress = Progress()
-_base_store: Store | None = None  # outlives a generation of processes
 _living_store: Store | None = None  # this generation's own
 
 
 def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
     """Runs an entry point and exits, with one line from one rank where it did not finish.
 
-    0: finished. 2: the user's mistake. 75: asked to stop, a checkpoint was saved. 1: the run failed. 130: Ctrl-C before
-    or after the training.
+    0: finished, also where a restarted job finds it finished. 2: the user's mistake. 75: asked to stop, a checkpoint
+    was saved. 1: the run failed. 130: Ctrl-C before or after the training.
     """
     try:
         record(_parse_and_run, OneLineForUsers())(main, description)
@@ -100,6 +100,8 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
         outcome = f"error: {problem}", 2
     except Preempted as stop:
         outcome = f"stopped: {stop}", 75
+    except AlreadyFinished as message:
+        outcome = str(message), 0
     except RunError as failure:
         outcome = f"error: {failure} ({progress})", 1
     except KeyboardInterrupt:
@@ -175,7 +177,7 @@ class OneLineForUsers(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()
-        if isinstance(e, UserError | RunError | Preempted) and path:
+        if isinstance(e, UserError | RunError | Preempted | AlreadyFinished) and path:
             self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
         else:
             super().record_exception(e)
@@ -240,15 +242,15 @@ def _join(settings: ProcessSettings, problem: str | None) -> World:
 
 def _meet(timeout: timedelta) -> Store:
     """The store through which this generation's ranks find one another."""
-    global _base_store, _living_store
+    global _living_store
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone)  # accelerate looks for these
-        _base_store = HashStore()
+        store: Store = HashStore()
     else:
         _end_with_torchrun()
-        _base_store, _, _ = next(rendezvous("env://", timeout=timeout))
-    _living_store = living_store(_base_store, _rank(), _env("WORLD_SIZE", 1), timeout)
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    _living_store = living_store(store, _rank(), _env("WORLD_SIZE", 1), timeout)
     return _living_store
 
 
@@ -262,21 +264,26 @@ def _end_with_torchrun() -> None:
             raise RunError(f"rank {_rank()} was left alone: torchrun has ended before the ranks had met")
 
 
-def remember(name: str, value: str) -> None:
-    """Keeps a value for the processes that torchrun starts after this generation of processes has died."""
-    assert _base_store is not None
-    _base_store.set(f"remember/{name}", value)
-
-
 def restarted() -> bool:
     """Whether torchrun has started this job's processes before. Collective: its count may differ between nodes."""
     return max(gather_objects(_env("TORCHELASTIC_RESTART_COUNT", 0))) > 0
 
 
-def recall(name: str) -> str | None:
-    """What an earlier generation of processes has remembered; None in the first one."""
-    assert _base_store is not None
-    return _base_store.get(f"remember/{name}").decode() if _base_store.check([f"remember/{name}"]) else None
+def launcher_ids() -> list[str]:
+    """Identify the torchrun processes that started the ranks of this job, one per node. Collective.
+
+    They stay the same when torchrun restarts its workers, also where the store that the ranks meet in does not survive.
+    A run folder records them, so that a restarted job recognizes its own.
+
+    Returns:
+        Host name, process id and start time of each; empty without torchrun, which alone restarts processes.
+    """
+    mine = None
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        parent = psutil.Process(os.getppid())
+        # Not parent.create_time() by itself: it moves with the system clock.
+        mine = f"{socket.gethostname()}:{parent.pid}:{parent.create_time() - psutil.boot_time():.2f}"
+    return sorted({one for one in gather_objects(mine) if one is not None})
 
 
 def _leave() -> None:
@@ -377,6 +384,18 @@ def reduce_mean(values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
         return values
     return reduce_sum(values).div_(dist.get_world_size())
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's buffers, such as the running statistics of BatchNorm. Collective.
+
+    DDP does this before each forward pass in training, so after a step every rank has statistics of its own rows. The
+    ones that are saved are rank 0's.
+    """
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            dist.broadcast(buffer, src=0)
 
 
 def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int) -> NDArray[np.float64]:

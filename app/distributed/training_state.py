@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import set_seed
 
 from app.distributed.processes import World, gather_objects
-from app.resume import Resume
+from app.resume import MODEL, OPTIMIZER, RANDOM, SCHEDULE, Resume
 
-MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "schedule.json"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -41,10 +40,9 @@ def write_training_state(
 def read_training_state(
     resume: Resume, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, world: World
 ) -> None:
-    """Puts everything back as it was, on every rank.
+    """Restore everything on every rank.
 
-    At another number of ranks there are no random streams to go on with: they start anew, other than those of the
-    beginning.
+    Where the saved random streams do not apply (`Resume.changes`), every rank starts a new one.
     """
     folder = resume.checkpoint
     assert folder is not None
@@ -57,7 +55,7 @@ def read_training_state(
     optimizer.load_state_dict({"state": moments, "param_groups": content["param_groups"]})
     optimizer.zero_grad()
     scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": scheduler.state_dict().get("lr_lambdas")})
-    if resume.state["world_size"] == world.size:
+    if not resume.changes:
         mine = f"{world.rank}."
         streams = load_file(folder / RANDOM)
         restore_streams({n.removeprefix(mine): x for n, x in streams.items() if n.startswith(mine)}, world)
@@ -66,10 +64,13 @@ def read_training_state(
 
 
 def build_buckets(ddp: torch.nn.Module, batch: Tensors) -> None:
-    """Lets DDP settle its buckets of gradients, as it does in the first step of a run, without training.
+    """Let DDP settle its gradient buckets, as it does in the first step of a run, without training.
 
-    With three ranks or more the order in which a gradient's parts are added depends on its place in a bucket; so a
-    resumed run that took its first step with unsettled buckets would differ from an undisturbed one in the last bit.
+    With three ranks or more, the order in which a gradient's parts are added depends on its place in a bucket, so a
+    resumed run whose first step used unsettled buckets would differ from an undisturbed one in the last bit.
+
+    Call this before `read_training_state`: the forward pass draws random numbers and updates buffers such as the
+    running statistics of BatchNorm.
     """
     ddp.train()
     ddp(**batch).loss.backward()

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
 
-from app.errors import RunError
+from app.errors import RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,21 @@ class Scores:
 @cache
 def _metric(name: str) -> Any:
     return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
+
+
+def load_metrics() -> None:
+    """Load the `evaluate` modules now rather than at the first evaluation: loading writes to their cache.
+
+    Raises:
+        UserError: the cache can't be written.
+    """
+    for name in ("accuracy", "f1", "precision", "recall"):
+        try:
+            _metric(name)
+        except OSError as problem:
+            raise UserError(
+                f"the cache of the metric modules can't be written ({problem}): set HF_HOME to a folder that can be"
+            ) from None
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:

@@ -50,7 +50,7 @@ def world():
             yield world
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
-    processes._base_store = processes._living_store = None
+    processes._living_store = None
 
 
 def test_a_sealed_checkpoint_is_whole_and_nothing_is_left_aside(tmp_path):
@@ -181,7 +181,7 @@ def whole_ones(folder: Path) -> list[str]:
 def count_operations(folder: Path, world: World) -> int:
     with pytest.MonkeyPatch.context() as patch:
         done = break_at(patch, 0, OSError)
-        Checkpoints(folder, 2, "continue", world).save("checkpoint-3", fill)
+        Checkpoints(folder, 2, "continue", world).save("checkpoint-3", fill, FILES)
         return len(done)
 
 
@@ -203,7 +203,7 @@ def test_a_death_or_a_full_disk_at_any_operation_of_a_save_leaves_whole_ones_onl
         with pytest.MonkeyPatch.context() as patch:
             break_at(patch, k, what)
             with suppress(Killed):
-                written = kept.save("checkpoint-3", fill)
+                written = kept.save("checkpoint-3", fill, FILES)
         left = whole_ones(folder)
         seen.add(tuple(left))
         assert left[:1] in (["checkpoint-2"], ["checkpoint-3"])
@@ -212,7 +212,7 @@ def test_a_death_or_a_full_disk_at_any_operation_of_a_save_leaves_whole_ones_onl
         assert not written or left[0] == "checkpoint-3"
         if what is OSError and not written:
             assert [path.name for path in newest_first(folder)] == left, "half a checkpoint was left lying about"
-        assert kept.save("checkpoint-4", fill), "the next one could not be written"
+        assert kept.save("checkpoint-4", fill, FILES), "the next one could not be written"
         assert whole_ones(folder)[0] == "checkpoint-4"
     assert {left[0] for left in seen} == {"checkpoint-2", "checkpoint-3"}
 
@@ -224,7 +224,7 @@ def test_a_death_or_a_full_disk_at_any_operation_of_a_save_leaves_whole_ones_onl
 def test_the_newest_are_kept(tmp_path, world, limit):
     kept = Checkpoints(tmp_path / "checkpoints", limit, "continue", world)
     for step in range(1, 6):
-        assert kept.save(f"checkpoint-{step * 5}", fill)
+        assert kept.save(f"checkpoint-{step * 5}", fill, FILES)
         assert kept.last_good == kept.folder / f"checkpoint-{step * 5}"
         assert len(whole_ones(kept.folder)) == min(step, limit)
     assert whole_ones(kept.folder) == [f"checkpoint-{step * 5}" for step in range(5, 5 - limit, -1)]
@@ -232,7 +232,7 @@ def test_the_newest_are_kept(tmp_path, world, limit):
 
 def test_a_new_one_that_is_not_whole_never_costs_the_last_good_one(tmp_path, world, monkeypatch):
     kept = Checkpoints(tmp_path / "checkpoints", 1, "continue", world)
-    assert kept.save("checkpoint-1", fill)
+    assert kept.save("checkpoint-1", fill, FILES)
     original = checkpoints._write
 
     def damaging(path: Path, content: bytes) -> None:
@@ -241,7 +241,7 @@ def test_a_new_one_that_is_not_whole_never_costs_the_last_good_one(tmp_path, wor
             (path.parent / "model.safetensors").write_bytes(b"something else")
 
     monkeypatch.setattr(checkpoints, "_write", damaging)
-    assert not kept.save("checkpoint-2", fill)
+    assert not kept.save("checkpoint-2", fill, FILES)
     assert whole_ones(kept.folder) == ["checkpoint-1"]
     assert kept.last_good == kept.folder / "checkpoint-1"
 
@@ -252,25 +252,38 @@ def test_a_failure_is_one_line_and_stops_the_run_where_it_is_to(tmp_path, world,
         raise OSError(28, "No space left on device")
 
     kept = Checkpoints(tmp_path / "checkpoints", 2, "continue", world)
-    assert kept.save("checkpoint-1", fill)
-    assert not kept.save("checkpoint-2", full)
+    assert kept.save("checkpoint-1", fill, FILES)
+    assert not kept.save("checkpoint-2", full, FILES)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 1
     for part in ("checkpoint-2 could not be written", "No space left on device", "checkpoint-1", "training goes on"):
         assert part in told[0]
     kept.on_failure = "stop"
     with pytest.raises(RunError, match=r"No space left on device.*last good checkpoint is .*checkpoint-1"):
-        kept.save("checkpoint-2", full)
+        kept.save("checkpoint-2", full, FILES)
     assert [path.name for path in kept.folder.rglob("half")] == []
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_checkpoint_that_lacks_a_needed_file_is_not_marked_complete(tmp_path, world, capsys, missing):
+    def fill_but_one(folder: Path) -> None:
+        fill(folder)
+        (folder / missing).unlink()
+
+    kept = Checkpoints(tmp_path / "checkpoints", 2, "continue", world)
+    assert not kept.save("checkpoint-1", fill_but_one, FILES)
+    assert newest(kept.folder, silent) is None
+    assert f"{missing} was not written" in capsys.readouterr().out
+    assert kept.save("checkpoint-1", fill, FILES)
 
 
 def test_a_run_s_folder_that_is_gone_is_not_made_anew(tmp_path, world):
     run = tmp_path / "run"
     run.mkdir()
     kept = Checkpoints(run / "checkpoints", 2, "continue", world)
-    assert kept.save("checkpoint-1", fill)
+    assert kept.save("checkpoint-1", fill, FILES)
     shutil.rmtree(run)
-    assert not kept.save("checkpoint-2", fill)
+    assert not kept.save("checkpoint-2", fill, FILES)
     assert not run.exists()
 
 

@@ -22,7 +22,8 @@ from app.distributed.training_state import (
     write_training_state,
     write_weights,
 )
-from app.resume import Resume
+from app.resume import Resume, changes_since
+from app.settings import Settings
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -72,8 +73,8 @@ def alone(monkeypatch):
     monkeypatch.setattr(training_state, "gather_objects", lambda value: [value])
 
 
-def resume_at(folder, world_size=1):
-    return Resume(folder, folder, {"world_size": world_size, "step": 5, "settings": {"seed": 42}})
+def resume_at(folder, *changes):
+    return Resume(folder, folder, {"step": 5, "settings": {"seed": 42}}, changes=changes)
 
 
 def test_training_goes_on_as_if_it_had_never_stopped(tmp_path, alone):
@@ -109,7 +110,9 @@ def test_at_another_number_of_ranks_the_dropout_is_neither_that_of_the_beginning
     write_training_state(*whole, WORLD, tmp_path)
     draws = []
     for rank in range(2):
-        read_training_state(resume_at(tmp_path, 1), *training(), World(rank, 2, rank, 2, torch.device("cpu")))
+        read_training_state(
+            resume_at(tmp_path, "ranks: 2, was 1"), *training(), World(rank, 2, rank, 2, torch.device("cpu"))
+        )
         draws.append(torch.rand(3).tolist())
     torch.manual_seed(42)
     assert torch.rand(3).tolist() not in draws
@@ -130,7 +133,7 @@ def test_each_rank_gets_its_own_streams_back(tmp_path, monkeypatch):
     write_training_state(*whole, World(0, 11, 0, 11, torch.device("cpu")), tmp_path)
     for rank in range(11):
         world = World(rank, 11, rank, 11, torch.device("cpu"))
-        read_training_state(resume_at(tmp_path, 11), *training(), world)
+        read_training_state(resume_at(tmp_path), *training(), world)
         assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected[rank]
 
 
@@ -166,3 +169,23 @@ def test_weights_that_share_memory_are_written_and_read(tmp_path):
     read_weights(tmp_path, other)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_random_streams_of_another_device_are_replaced_and_not_looked_for(tmp_path, alone):
+    """A checkpoint of a CPU run has no stream of a GPU, and the other way round."""
+    before = {"world_size": 1, "settings": {"gradient_accumulation_steps": 1}}
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    same = Settings()
+    assert changes_since(before | {"device": "cpu"}, same, WORLD) == ()
+    assert changes_since(before | {"device": "cpu"}, same, gpu) == ("device: cuda, was cpu",)
+    assert changes_since(before | {"device": "cuda"}, same, WORLD) == ("device: cpu, was cuda",)
+    whole = training()
+    run(*whole, 1)
+    write_training_state(*whole, WORLD, tmp_path)
+    read_training_state(resume_at(tmp_path, "device: cuda, was cpu"), *training(), gpu)  # no KeyError
+
+
+def test_other_accumulation_steps_draw_other_masks_and_are_announced():
+    before = {"world_size": 1, "device": "cpu", "settings": {"gradient_accumulation_steps": 2}}
+    assert changes_since(before, Settings(), WORLD) == ("accumulation steps: 1, was 2",)
+    assert changes_since(before, Settings(gradient_accumulation_steps=2), WORLD) == ()
