@@ -337,6 +337,7 @@ class RunRecord:
         write_json(self.folder / "metrics.json", metrics)
         assert self.lock is not None
         os.close(self.lock)
+        self.lock = None
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

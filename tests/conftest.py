@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pandas as pd
 import pytest
+import torch
 from jobs import PROJECT, Finished, command_of, end_processes, environment_of
+
+from app.distributed import processes
+from app.distributed.processes import World, join
+from app.settings import ProcessSettings
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -70,3 +75,17 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(job.returncode, out, err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A process group of one rank, in this process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in names:
+            environment.delenv(name, raising=False)
+        with join(ProcessSettings(use_cpu=True, threads=torch.get_num_threads())) as world:
+            yield world
+        for name in names:
+            os.environ.pop(name, None)
+    processes._living_store = None

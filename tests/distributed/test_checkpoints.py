@@ -8,15 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.distributed import checkpoints, processes
+from app.distributed import checkpoints
 from app.distributed.checkpoints import MARK, Checkpoints, newest, newest_first, problem_of, remove, seal
-from app.distributed.processes import World, join
+from app.distributed.processes import World
 from app.errors import RunError
-from app.settings import ProcessSettings
 
 FILES = {"model.safetensors": b"weights" * 40, "run_state.json": b'{"step": 1}', "deeper/rng.bin": b"\x00\xff" * 30}
 
@@ -37,20 +35,6 @@ def sealed(folder: Path) -> Path:
 
 def silent(text: str) -> None:
     pass
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A group of one, in this process."""
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            environment.delenv(name, raising=False)
-        threads = torch.get_num_threads()
-        with join(ProcessSettings(use_cpu=True, threads=threads)) as world:
-            yield world
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
-    processes._living_store = None
 
 
 def test_a_sealed_checkpoint_is_whole_and_nothing_is_left_aside(tmp_path):
