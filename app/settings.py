@@ -104,7 +104,7 @@ class CheckpointSettings:
     save_steps: int = knob(500, "optimizer steps between two checkpoints with --save_strategy steps")
     save_total_limit: int = knob(2, "checkpoints to keep; the newest are kept")
     on_save_failure: Literal["continue", "stop"] = knob(
-        "continue", "whether to go on training where a checkpoint can't be written, such as on a full disk"
+        "continue", "whether to train on when a checkpoint or log can't be written, such as on a full disk"
     )
     resume_from_checkpoint: str | None = knob(
         None,
