@@ -120,7 +120,7 @@ class RunRecord:
             AgreedError: the folder can't be had, or another job has it.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
-        devices = gather_objects(device_name(world.device))
+        self.devices = gather_objects(device_name(world.device))
         problem, folder, self.lock = None, resume.folder, None
         if world.is_main:
             try:
@@ -154,7 +154,7 @@ class RunRecord:
                     (self.folder / name).unlink(missing_ok=True)
             for name in RESULTS:
                 (self.folder / name).unlink(missing_ok=True)
-            write_json(self.folder / "settings.json", self._settings(devices))
+            write_json(self.folder / "settings.json", self._settings())
             write_json(self.folder / "split.json", self._split())
         self.start_clock()
 
@@ -355,12 +355,12 @@ class RunRecord:
             with (self.folder / name).open("a", encoding="utf-8") as file:
                 file.write(text)
 
-    def _settings(self, devices: list[str]) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return self.settings.as_dict() | {
             "path": self.path_name,
             "csv": str(self.table.path),
             "world_size": self.world.size,
-            "devices": devices,
+            "devices": self.devices,
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             "git_commit": git_commit(),
@@ -399,8 +399,9 @@ class RunRecord:
     def _mfu(self, model: PreTrainedModel) -> float | None:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B, without the attention term): 6 FLOPs a parameter
         and token that was no padding, over what the devices could do; None where that isn't known."""
-        peak = peak_flops(device_name(self.world.device), self.settings.precision or "fp32")
-        if peak is None:
+        peaks = [peak_flops(name, self.settings.precision or "fp32") for name in self.devices]  # ranks may differ
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) < len(peaks):
             return None
         parameters = model.num_parameters(exclude_embeddings=True)
-        return 6.0 * parameters * self.totals.tokens / self.totals.train_seconds / (peak * self.world.size)
+        return 6.0 * parameters * self.totals.tokens / self.totals.train_seconds / sum(known)
