@@ -11,10 +11,19 @@ from typing import Any
 import hypothesis
 import pandas as pd
 import pytest
+import torch
 from jobs import PROJECT, Finished, command_of, end_processes, environment_of
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on machines without one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
 
 @pytest.fixture(scope="session")
