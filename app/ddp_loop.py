@@ -20,20 +20,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import set_seed
 
-from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
+from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch, reduce_sum
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, write_training_state
 from app.loss_guard import skip_step_if_nonfinite
@@ -52,7 +52,7 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     # The same on every rank: rows, split, tokens, and weights drawn from the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest() as stop:
+    with StopRequest(timedelta(seconds=settings.ddp_timeout)) as stop:
         ddp = train(prepared, settings, world, stop)
 
         # 7. THE RESULT, on the test rows, which nothing has been selected on.
@@ -170,8 +170,7 @@ def evaluate(
         shard.append(logits.double().cpu())
 
     # The ranks' counts add up to those of the whole: no mean of means, no row padded in to make the shares equal.
-    dist.all_reduce(counts, op=dist.ReduceOp.SUM)
-    right, n = counts.tolist()
+    right, n = reduce_sum(counts).tolist()
     assert n == len(labels), f"{n} rows were evaluated, not {len(labels)}"
 
     logits = gather_rows(list(loader.sampler), shard, n)

@@ -259,7 +259,8 @@ def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: 
     """
     if resume.checkpoint is None:
         return
-    before = resume.state["settings"]
+    # A checkpoint from before a setting existed was trained with what is now its default.
+    before = Settings().as_dict() | resume.state["settings"]
     names = [f.name for group in (ModelSettings, TrainingSettings) for f in dataclasses.fields(group)]
     names += ["max_length", "load_best_model_at_end", *(BEST if settings.load_best_model_at_end else ())]
     pairs = [(name, before.get(name), getattr(settings, name)) for name in names if name not in FREE]

@@ -198,10 +198,10 @@ class RunRecord:
 
     def _check_shared(self) -> None:
         """Refuse a folder that only some nodes see: their checkpoints could not be resumed. Collective."""
-        name = from_main(f".shared-{uuid.uuid4().hex}.tmp")
+        name = f".shared-{uuid.uuid4().hex}.tmp"
         if self.world.is_main:
             (self.folder / name).touch()
-        dist.barrier()
+        name = from_main(name)
         seen = gather_objects((self.folder / name).exists())
         if self.world.is_main:
             (self.folder / name).unlink()
@@ -499,8 +499,9 @@ class RunRecord:
     def _mfu(self, model: PreTrainedModel) -> float | None:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B, without the attention term): 6 FLOPs a parameter
         and token that was no padding, over what the devices could do; None where that isn't known."""
-        peak = peak_flops(device_name(self.world.device), self.settings.precision or "fp32")
-        if peak is None:
+        peaks = [peak_flops(name, self.settings.precision or "fp32") for name in self.devices]  # ranks may differ
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) < len(peaks):
             return None
         parameters = model.num_parameters(exclude_embeddings=True)
-        return 6.0 * parameters * self.totals.tokens / self.totals.train_seconds / (peak * self.world.size)
+        return 6.0 * parameters * self.totals.tokens / self.totals.train_seconds / sum(known)

@@ -83,6 +83,10 @@ class TrainingSettings:
         None, "fp32, bf16 (autocast; the weights stay fp32) or fp64 (for checking the mathematics); default fp32"
     )
     bf16: bool = knob(False, "the same as --precision bf16")
+    deterministic: bool = knob(
+        False,
+        "GPUs: only deterministic algorithms (slower; an error where an operation has none). CPUs: no effect",
+    )
 
 
 @dataclass

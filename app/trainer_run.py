@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def main(settings: Settings) -> None:
 
 def fine_tune(settings: Settings, world: World) -> None:
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest() as stop:
+    with StopRequest(timedelta(seconds=settings.ddp_timeout)) as stop:
         scores = train_and_test(prepared, settings, world, stop)
     world.say(closing_block(scores, prepared.record))
 

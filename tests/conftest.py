@@ -16,10 +16,18 @@ from jobs import PROJECT, Finished, command_of, end_processes, environment_of
 
 from app.distributed import processes
 from app.distributed.processes import World, join
-from app.settings import ProcessSettings
+from app.settings import Settings
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on machines without one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +92,7 @@ def world() -> Iterator[World]:
     with pytest.MonkeyPatch.context() as environment:
         for name in names:
             environment.delenv(name, raising=False)
-        with join(ProcessSettings(use_cpu=True, threads=torch.get_num_threads())) as world:
+        with join(Settings(use_cpu=True, threads=torch.get_num_threads())) as world:
             yield world
         for name in names:
             os.environ.pop(name, None)

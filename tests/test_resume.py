@@ -63,6 +63,21 @@ def test_the_lines_behind_the_checkpoint_are_dropped(folder):
     check(folder)
 
 
+def test_a_resumed_run_is_as_deterministic_as_before(folder):
+    with pytest.raises(UserError, match="deterministic was False and is True"):
+        check(folder, deterministic=True)
+
+
+def test_a_checkpoint_from_before_a_setting_existed_had_its_default(folder):
+    mine = resume(folder)
+    del mine.state["settings"]["deterministic"]
+    settings = Settings(learning_rate=1e-3)
+    check_fits(mine, "ddp_loop", settings, FINGERPRINT, TOTAL)
+    settings.deterministic = True
+    with pytest.raises(UserError, match="deterministic was False and is True"):
+        check_fits(mine, "ddp_loop", settings, FINGERPRINT, TOTAL)
+
+
 @pytest.mark.parametrize(
     ("log", "change", "told"),
     [

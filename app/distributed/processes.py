@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -37,11 +37,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from app.distributed.generation import living_store
 from app.errors import AlreadyFinished, Preempted, RunError, UserError
-from app.settings import ProcessSettings, Settings, parse_settings
+from app.machine import use_deterministic_algorithms
+from app.settings import Settings, parse_settings
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LAST_WORDS_SECONDS = 3.0
+POLL_SECONDS = 0.0005
+NCCL_GRACE = timedelta(seconds=60)
 LOST_CONTACT = "gloo|nccl|pair closure|connection (closed|reset)"  # gloo's errors have no class of their own
 
 
@@ -85,6 +88,10 @@ class Progress:
 
 progress = Progress()
 _living_store: Store | None = None  # this generation's own
+# Host-side collectives (objects, barriers) run over gloo: on a GPU this is a second group next to NCCL's, on a CPU the
+# default group (None). Waiting in gloo, a rank gets a Python exception; waiting for NCCL, it would be aborted.
+_control_group: dist.ProcessGroup | None = None
+_timeout = timedelta(seconds=Settings.ddp_timeout)
 
 
 def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
@@ -122,7 +129,7 @@ def _leave_together(line: str, status: int) -> NoReturn:
     if _rank() == 0 or not dist.is_initialized():
         print(line, file=sys.stderr, flush=True)
     if dist.is_initialized():
-        dist.barrier()
+        barrier()
         _leave()
     sys.exit(status)
 
@@ -189,13 +196,13 @@ def _parse_and_run(main: Callable[[Settings], None], description: str | None) ->
     try:
         settings = parse_settings(description)
     except UserError as problem:
-        _join(ProcessSettings(use_cpu=True), str(problem))
+        _join(Settings(use_cpu=True), str(problem))
         raise AssertionError("a problem that one rank brings along is raised by all") from problem
     main(settings)
 
 
 @contextmanager
-def join(settings: ProcessSettings) -> Iterator[World]:
+def join(settings: Settings) -> Iterator[World]:
     """The process group: entered together with all other ranks, left together.
 
     NCCL between GPUs (`cuda:LOCAL_RANK`), gloo between CPUs. Plain `python -m …` makes a group of one, so that the same
@@ -203,11 +210,12 @@ def join(settings: ProcessSettings) -> Iterator[World]:
     """
     world = _join(settings, problem=None)
     yield world
-    dist.barrier()  # a rank that failed in its last act, such as writing the results, fails the run
+    barrier()  # a rank that failed in its last act, such as writing the results, fails the run
     _leave()
 
 
-def _join(settings: ProcessSettings, problem: str | None) -> World:
+def _join(settings: Settings, problem: str | None) -> World:
+    global _control_group, _timeout
     rank, size, local_rank, local_size = (
         *(_rank(), _env("WORLD_SIZE", 1)),
         *(_env("LOCAL_RANK", 0), _env("LOCAL_WORLD_SIZE", 1)),
@@ -216,28 +224,124 @@ def _join(settings: ProcessSettings, problem: str | None) -> World:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # accelerate would count the threads anew where it is unset
     torch.set_num_threads(threads)
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not settings.use_cpu:
-        if local_size > torch.cuda.device_count():
-            problem = problem or (
-                f"--nproc_per_node={local_size}: {socket.gethostname()} has {torch.cuda.device_count()} GPU(s) and "
-                f"each rank needs one: start fewer, or add --use_cpu"
-            )
-        else:
-            device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
-    on_gpu = device.type == "cuda"
-    timeout = timedelta(seconds=settings.ddp_timeout)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=_meet(timeout),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
+    _timeout = timedelta(seconds=settings.ddp_timeout)
+    store = _meet(_timeout)
+    start = _start_of(settings, local_size, problem)
+    device_type, problem = common_device_type(_exchange_starts(store, rank, size, start), rank)
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        if settings.deterministic:
+            use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
+        torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
+        problem = _bf16_problem(settings, device)
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(_timeout), device_id=device
+        )
+        _control_group = dist.new_group(backend="gloo", timeout=_timeout)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_timeout)
     agree(problem)
     return World(rank, size, local_rank, local_size, device)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank brings to the process group: the device type it would use, and what keeps it from starting."""
+
+    device_type: str
+    host: str
+    problem: str | None = None
+
+
+def _start_of(settings: Settings, local_size: int, problem: str | None) -> Start:
+    """Describe this rank without creating a CUDA context: whether GPUs are used is decided by all ranks together."""
+    host = socket.gethostname()
+    if settings.use_cpu or not torch.cuda.is_available():
+        return Start("cpu", host, problem)
+    gpus = torch.cuda.device_count()
+    if local_size > gpus:
+        problem = problem or (
+            f"--nproc_per_node={local_size}: {host} has {gpus} GPU(s) and each rank needs one: start fewer, or add "
+            f"--use_cpu"
+        )
+    return Start("cuda", host, problem)
+
+
+def _exchange_starts(store: Store, rank: int, size: int, mine: Start) -> list[Start]:
+    """Return every rank's start, in rank order. Uses the store, because no backend has been chosen yet."""
+    store.set(f"start/{rank}", json.dumps(asdict(mine)))
+    keys = [f"start/{other}" for other in range(size)]
+    store.wait(keys, _timeout)
+    return [Start(**json.loads(store.get(key))) for key in keys]
+
+
+def common_device_type(starts: Sequence[Start], rank: int) -> tuple[str, str | None]:
+    """Choose the device type that all ranks use: ranks that start different backends would wait for each other forever.
+
+    Args:
+        starts: every rank's, in rank order.
+        rank: this process's.
+
+    Returns:
+        The device type, and this rank's problem or None. Where any rank has a problem, all meet on the CPU over gloo
+        to report it.
+    """
+    if any(start.problem is not None for start in starts):
+        return "cpu", starts[rank].problem
+    if len({start.device_type for start in starts}) == 1:
+        return starts[0].device_type, None
+    without = [f"{other} ({start.host})" for other, start in enumerate(starts) if start.device_type == "cpu"]
+    return "cpu", (
+        f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
+        f"or add --use_cpu on every node"
+    )
+
+
+def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
+    # PyTorch emulates bfloat16 on older GPUs, slower than fp32 and without tensor cores: nobody asks for that.
+    if not settings.bf16 or torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    return (
+        f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "
+        f"--precision fp32"
+    )
+
+
+def nccl_timeout(timeout: timedelta) -> timedelta:
+    """Return how long NCCL's watchdog waits before it aborts the process.
+
+    When a collective exceeds its timeout, the watchdog thread terminates the process from C++: no exception reaches
+    Python and our error line is never printed. Therefore Python has to time out first. Each wait of the host goes
+    either through gloo (stop requests, object collectives, barriers) or through `wait_for_device`, and both raise after
+    `--ddp_timeout`. They start to wait later than the watchdog, which counts from when a collective was enqueued, by at
+    most a step, an evaluation or a checkpoint; and the report of the failure takes a few seconds. Doubling covers both.
+    The watchdog remains as the backstop for a host that is blocked elsewhere inside CUDA.
+
+    The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1 raises in Python but blocks the host in every backward pass,
+    and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.
+    """
+    return timeout + max(timeout, NCCL_GRACE)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has done what was enqueued so far, but no longer than `--ddp_timeout`.
+
+    Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python can't
+    raise, until NCCL's watchdog aborts the process (see `nccl_timeout`).
+
+    Raises:
+        DistBackendError: the device hasn't finished, so some rank did not join a collective.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + _timeout.total_seconds()
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise dist.DistBackendError(f"NCCL: a collective did not finish within {_timeout.total_seconds():.0f} s")
+        time.sleep(POLL_SECONDS)
 
 
 def _meet(timeout: timedelta) -> Store:
@@ -289,10 +393,14 @@ def launcher_ids() -> list[str]:
 def _leave() -> None:
     """The one place that ends a run. A DDP module that outlives its process group can abort the interpreter at exit
     ("terminate called without an active exception", pytorch#190489): collect it first."""
+    global _control_group
     gc.collect()
-    if torch.cuda.is_available():
+    # Not is_available(): without a context, synchronizing would create one, which --use_cpu rules out and which fails
+    # where the GPU's memory is full.
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.destroy_process_group()
+    _control_group = None
 
 
 def _exit_now(status: int) -> NoReturn:
@@ -316,14 +424,19 @@ def _rank() -> int:
 def gather_objects(value: T) -> list[T]:
     """Every rank's value (anything that pickles), in rank order, on every rank."""
     values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_control_group)
     return values
+
+
+def barrier() -> None:
+    """Wait until every rank has called this."""
+    gather_objects(None)
 
 
 def from_main(value: T) -> T:
     """Rank 0's value, on every rank."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=_control_group)
     return values[0]
 
 
@@ -375,6 +488,7 @@ def local_main_first(world: World) -> Iterator[None]:
 def reduce_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape and dtype, in place, on every rank."""
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    wait_for_device(values.device)  # every caller reads the result next
     return values
 
 
@@ -382,6 +496,7 @@ def reduce_mean(values: torch.Tensor) -> torch.Tensor:
     """The mean over ranks of a floating-point tensor, in place, on every rank. gloo has no AVG: SUM over world size."""
     if dist.get_backend() == "nccl":
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
+        wait_for_device(values.device)
         return values
     return reduce_sum(values).div_(dist.get_world_size())
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,15 @@ class StopRequest:
     rank. A context: whoever is told to stop behind the last step comes to the end of the block, which is near.
     """
 
-    def __init__(self) -> None:
-        """Collective. From here on a signal is a request; a second one, a second later, ends the process at once."""
+    def __init__(self, timeout: timedelta) -> None:
+        """Collective. From here on a signal is a request; a second one, a second later, ends the process at once.
+
+        Args:
+            timeout: how long to wait for the other ranks' answers.
+        """
         self.received = False
-        self.group = dist.new_group(backend="gloo")
+        # A group of its own does not inherit the default group's timeout: unset, it would be half an hour.
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.asked: tuple[torch.Tensor, dist.Work] | None = None
         # Python runs a signal's handler in the main thread only, which may wait long in a collective for a rank that
         # hangs. A byte with the signal's number comes down this pipe at once.

@@ -1,0 +1,105 @@
+"""How jobs start and end on machines with GPUs. Without one, a script makes each rank see what its node would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import SAMPLE_CSV
+from safetensors.torch import load_file
+
+PATHS = ("ddp_loop", "trainer_run")
+SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--max_steps", 3, "--threads", 1)
+
+# argv: the entry point's name, then its flags. GPUS lists the number of GPUs that each rank's node has.
+ON_NODES = """
+import os, sys
+import torch
+gpus = int(os.environ["GPUS"].split(",")[int(os.environ.get("RANK", 0))])
+torch.cuda.is_available = lambda: gpus > 0
+torch.cuda.device_count = lambda: gpus
+def no_context():
+    raise RuntimeError("CUDA error: out of memory")
+torch.cuda._lazy_init = no_context
+if os.environ.get("UNKNOWN_FLAG_ON") == os.environ.get("RANK", "0"):
+    sys.argv += ["--lerning_rate", "1"]
+from importlib import import_module
+from app.distributed.processes import launch
+launch(import_module(sys.argv.pop(1)).main, None)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "on_nodes.py"
+    path.write_text(ON_NODES)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unknown_flag_on", "names"),
+    [
+        ("2,0", "", "rank(s) 1 ("),
+        ("0,2", "", "rank(s) 0 ("),
+        ("2,1", "", "rank 1: --nproc_per_node=2"),
+        ("2,2", "1", "rank 1: unknown argument --lerning_rate"),
+    ],
+)
+def test_nodes_that_differ_in_gpus_end_in_one_line(launch, script, gpus, unknown_flag_on, names):
+    done = launch(str(script), "app.ddp_loop", *SMALL, ranks=2, limit=60, GPUS=gpus, UNKNOWN_FLAG_ON=unknown_flag_on)
+    assert len(done.error_lines) == 1, done.err
+    assert names in done.error_lines[0]
+    assert "exitcode  : 2" in done.err
+
+
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, script, path_name):
+    flags = [*SMALL, "--use_cpu", "--bf16", "--save_strategy", "no", "--output_dir", "run"]
+    done = launch(str(script), f"app.{path_name}", *flags, GPUS="1")
+    assert done.status == 0, done.err
+
+
+def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout(launch, tmp_path):
+    """The default group's timeout stands for NCCL's, which is longer."""
+    script = tmp_path / "frozen.py"
+    script.write_text(
+        "import signal\n"
+        "from datetime import timedelta\n"
+        "from app.distributed import processes\n"
+        "from app.distributed.stopping import StopRequest\n"
+        "def main(settings):\n"
+        "    with processes.join(settings) as world, StopRequest(timedelta(seconds=2)) as stop:\n"
+        "        if world.rank == 1:\n"
+        "            signal.pause()\n"
+        "        stop.agreed()\n"
+        "        stop.agreed()\n"
+        "processes.launch(main, None)\n"
+    )
+    done = launch(str(script), "--use_cpu", "--threads", 1, "--ddp_timeout", 600, ranks=2, limit=90)
+    assert len(done.error_lines) == 1, done.err
+    assert "lost contact with rank(s) 1" in done.error_lines[0]
+
+
+def test_on_cpus_deterministic_is_recorded_and_changes_no_bit(launch, tmp_path):
+    outputs = [
+        launch("app.ddp_loop", *SMALL, "--use_cpu", *flags, "--output_dir", name)
+        for name, flags in [("plain", []), ("deterministic", ["--deterministic"])]
+    ]
+    assert [done.status for done in outputs] == [0, 0], outputs[0].err + outputs[1].err
+    a, b = (tmp_path / name for name in ("plain", "deterministic"))
+    assert (a / "model" / "model.safetensors").read_bytes() == (b / "model" / "model.safetensors").read_bytes()
+    assert (a / "predictions.csv").read_bytes() == (b / "predictions.csv").read_bytes()
+    assert '"deterministic": true' in (b / "settings.json").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_deterministic_runs_of_both_paths_have_the_same_weights(launch, tmp_path, precision):
+    runs = [("a", "ddp_loop"), ("b", "ddp_loop"), ("c", "trainer_run")]
+    for name, path_name in runs:
+        flags = [*SMALL, "--max_steps", 20, "--deterministic", "--precision", precision, "--output_dir", name]
+        done = launch(f"app.{path_name}", *flags, ranks=1)
+        assert done.status == 0, done.err
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name, _ in runs]
+    for other in weights[1:]:
+        assert all(other[name].equal(tensor) for name, tensor in weights[0].items())
