@@ -104,10 +104,11 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     Raises:
         UserError: a mistake in data, batch, model or folder.
     """
-    from app.ablation import ablate, as_markdown
+    from app.ablation import ablate, as_markdown, check_batches
     from app.preparation import read_and_split
 
-    read_and_split(settings, ranks)
+    _, split, _ = read_and_split(settings, ranks)
+    check_batches(settings, len(split.train), ranks)
     folder = create_folder(settings.output_dir, RUNS / "ablations")
     ablation = ablate(settings, ranks, seeds)
     write_json(folder / "ablation.json", ablation)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pandas as pd
 import pytest
+import torch
+import torch.distributed as dist
 from jobs import PROJECT, Finished, command_of, end_processes, environment_of
+
+from app.distributed.processes import World
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -70,3 +74,11 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(job.returncode, out, err)
 
     return run
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    """A process group of one, as plain python makes it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, 0, 1, torch.device("cpu"))
+    dist.destroy_process_group()

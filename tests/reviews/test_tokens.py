@@ -2,22 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
-from app.distributed.processes import World
 from app.errors import UserError
 from app.model.tiny_bert import learn_tokenizer
 from app.reviews.table import read_reviews
 from app.reviews.tokens import lengths_of, tokenise
-
-
-@pytest.fixture
-def alone():
-    """A process group of one, as plain python makes it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, 0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def test_rows_keep_their_order_labels_and_lengths(alone, review_csv, tmp_path):
