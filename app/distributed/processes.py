@@ -41,7 +41,12 @@ from app.settings import ProcessSettings, Settings, parse_settings
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LAST_WORDS_SECONDS = 3.0
-LOST_CONTACT = "gloo|nccl|pair closure|connection (closed|reset)"  # gloo's errors have no class of their own
+# torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
+# of these texts. Anchored, so that a path in another message can't match.
+LOST_CONTACT = re.compile(
+    r"\[[^\[\]]*\bgloo/(transport|rendezvous)/[\w/]+\.(cc|h):\d+\] |Gloo connectFullMesh failed with "
+    r"|Application timeout caused pair closure|NCCL [Ee]rror|NCCL communicator was aborted"
+)
 
 
 class AgreedError(UserError):
@@ -130,7 +135,7 @@ def _fail(problem: Exception) -> NoReturn:
     living."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
     cause = " ".join(str(problem).split()) or type(problem).__name__
-    lost_contact = isinstance(problem, dist.DistError) or re.search(LOST_CONTACT, cause, re.IGNORECASE) is not None
+    lost_contact = is_lost_contact(problem)
     if lost_contact and _living_store is None:
         print(f"error: rank {_rank()} did not meet the other ranks: {cause}", file=sys.stderr, flush=True)
     elif not lost_contact:
@@ -145,6 +150,13 @@ def _fail(problem: Exception) -> NoReturn:
             who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
             print(f"error: rank {_rank()} {who}, {progress}", file=sys.stderr, flush=True)
     _exit_now(1)
+
+
+def is_lost_contact(problem: Exception) -> bool:
+    """Tell whether an exception says that another rank can't be reached, as opposed to a cause on this rank."""
+    if isinstance(problem, dist.DistError):
+        return True
+    return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
 
 
 def _last_words(word: str, wait: bool) -> list[str | None]:
