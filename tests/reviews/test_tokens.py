@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from app.errors import UserError
@@ -46,6 +47,60 @@ def test_a_cache_that_can_not_be_written_or_read_is_one_line(alone, review_csv, 
     cache = tmp_path / "cache"
     tokenise(table, tokenizer, 16, cache, alone)
     (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="delete it"):
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"--cache_dir .*Is a directory"):
         tokenise(table, tokenizer, 16, cache, alone)
+
+
+def without_the_last_record_batch(content: bytes) -> bytes:
+    """A valid Arrow stream of fewer rows: what a write that was cut off at a record batch leaves."""
+    table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches()[:-1]:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def with_a_flipped_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        without_the_last_record_batch,
+        with_a_flipped_bit,
+    ],
+)
+def test_a_damaged_cache_is_made_again(alone, review_csv, tmp_path, capsys, monkeypatch, damage):
+    monkeypatch.setattr("app.reviews.tokens.CHUNK", 8)
+    monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    expected = tokenise(table, tokenizer, 16, tmp_path / "cache", alone).to_dict()
+    (file,) = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    assert len(pa.ipc.open_stream(pa.py_buffer(content)).read_all().to_batches()) > 1
+    file.write_bytes(damage(content))
+    assert tokenise(table, tokenizer, 16, tmp_path / "cache", alone).to_dict() == expected
+    assert file.read_bytes() == content
+    assert "tokenizing again" in capsys.readouterr().out
+    assert list((tmp_path / "cache").iterdir()) == [file]
+
+
+def test_a_cache_of_other_rows_under_this_name_is_not_used(alone, review_csv, tmp_path):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    tokenise(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, tmp_path / "cache", alone)
+    (other,) = (tmp_path / "cache").iterdir()
+    expected = tokenise(table, tokenizer, 16, tmp_path / "cache", alone).to_dict()
+    (file,) = set((tmp_path / "cache").iterdir()) - {other}
+    other.rename(file)
+    assert tokenise(table, tokenizer, 16, tmp_path / "cache", alone).to_dict() == expected
