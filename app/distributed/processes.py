@@ -34,6 +34,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 from torch.distributed.rendezvous import rendezvous
 
+from app.distributed.environment import check_environment
 from app.distributed.generation import living_store
 from app.errors import Preempted, RunError, UserError
 from app.settings import ProcessSettings, Settings, parse_settings
@@ -98,6 +99,11 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
     0: finished. 2: the user's mistake. 75: asked to stop, a checkpoint was saved. 1: the run failed. 130: Ctrl-C before
     or after the training.
     """
+    try:
+        check_environment()  # before anything asks for the rank
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
     try:
         record(_parse_and_run, OneLineForUsers())(main, description)
         outcome = None
