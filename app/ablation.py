@@ -25,13 +25,14 @@ from tqdm import tqdm
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from app.distributed.processes import World, join
+from app.errors import UserError
 from app.model.load import load_classifier, load_tokenizer
 from app.optimization import build_optimizer, build_scheduler, default_learning_rate
 from app.preparation import quieten, read_and_split
 from app.report.statistics import Interval, paired_seeds
 from app.report.templates import markdown_environment
 from app.reviews.batches import BatchPlan, plan_batches, shard_loader, train_loader
-from app.reviews.split import Split
+from app.reviews.split import Indices, Split
 from app.reviews.table import ReviewTable
 from app.reviews.tokens import lengths_of, tokenise
 from app.settings import Settings
@@ -89,6 +90,19 @@ def differences(ranks: int, accumulation_steps: int) -> dict[str, Recipe]:
     }
 
 
+def check_batches(settings: Settings, n_train: int, ranks: int) -> None:
+    """Check that every difference can be trained, before any of them is.
+
+    Raises:
+        UserError: names the difference that can't.
+    """
+    for name, recipe in differences(ranks, settings.gradient_accumulation_steps).items():
+        try:
+            scaled_plan(settings, recipe, n_train, ranks)
+        except UserError as problem:
+            raise UserError(f"{name}: {problem}") from None
+
+
 # ---- the experiment -------------------------------------------------------------------------------------------------
 
 
@@ -129,20 +143,36 @@ def read(settings: Settings, recipe: Recipe, ranks: int, world: World) -> Review
     """Rows, split and tokens, as app.preparation makes them."""
     table, split, _ = read_and_split(settings, ranks)
     if recipe.split == "datasets, not stratified":
-        rows = datasets.Dataset.from_dict({"row": range(len(table))})
-        parts = rows.train_test_split(test_size=settings.test_size, seed=settings.seed)
-        train, test = (np.sort(np.asarray(parts[name]["row"], dtype=np.int64)) for name in ("train", "test"))
-        split = replace(split, train=train, test=test)
+        train, test = _set_apart(np.arange(len(table), dtype=np.int64), settings.test_size, settings.seed)
+        validation = split.validation
+        if settings.validation_size:
+            train, validation = _set_apart(train, settings.validation_size, settings.seed)
+        split = replace(split, train=train, validation=validation, test=test)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
     tokens = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, disable_tqdm=True)
     return Reviews(table, split, tokenizer, tokens.remove_columns("length"), lengths_of(tokens))
 
 
+def _set_apart(rows: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """The rows that `datasets` keeps and those that it sets apart, each sorted."""
+    parts = datasets.Dataset.from_dict({"row": rows}).train_test_split(test_size=share, seed=seed)
+    kept, apart = (np.sort(np.asarray(parts[name]["row"], dtype=np.int64)) for name in ("train", "test"))
+    return kept, apart
+
+
+def scaled_plan(settings: Settings, recipe: Recipe, n_train: int, ranks: int) -> BatchPlan:
+    """The batches of a recipe, which may have more ranks with as many rows each.
+
+    Raises:
+        UserError: fewer training rows than one batch.
+    """
+    settings = replace(settings, train_batch_size=settings.train_batch_size * recipe.batch_factor)
+    return plan_batches(settings, n_train, ranks * recipe.batch_factor)
+
+
 def train(settings: Settings, recipe: Recipe, reviews: Reviews, ranks: int, world: World) -> Outcome:
     """One training, and its test rows."""
-    settings = replace(settings, train_batch_size=settings.train_batch_size * recipe.batch_factor)
-    ranks *= recipe.batch_factor
-    plan = plan_batches(settings, len(reviews.split.train), ranks)
+    plan = scaled_plan(settings, recipe, len(reviews.split.train), ranks)
     classifier = load_classifier(settings, reviews.table.class_names, reviews.tokenizer)
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
     rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -157,7 +187,7 @@ def train(settings: Settings, recipe: Recipe, reviews: Reviews, ranks: int, worl
         for rank in turns:
             for batch in rank.batches(step):
                 with autocast():
-                    share = model(**batch).loss / (ranks * plan.accumulation_steps) * recipe.inflation
+                    share = model(**batch).loss / (plan.ranks * plan.accumulation_steps) * recipe.inflation
                 share.backward()
                 loss += share.detach()
             rank.leave()
@@ -187,7 +217,8 @@ def optimisation(
     if recipe.optimizer == "AdamW":
         usual = build_optimizer(model, settings, rate)
         return usual, build_scheduler(usual, settings, plan.total_steps)
-    adam = torch.optim.Adam(model.parameters(), lr=rate)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    adam = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, eps=settings.adam_epsilon, fused=True)
     return adam, get_scheduler("constant", adam)
 
 

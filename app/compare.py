@@ -34,7 +34,7 @@ from app.files import RUNS, create_folder, write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.runs import Run, read_run
 from app.report.write import write_comparison
-from app.settings import Settings, as_flags, settings_parser
+from app.settings import LARGEST_COUNT, Settings, as_flags, settings_parser, shorten
 
 ROADS = ("ddp_loop", "trainer_run")
 
@@ -92,7 +92,9 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         raise UserError(f"{len(asked.runs)} run folder(s) given: name two, or none to train both")
     for name in ("nproc_per_node", "seeds"):
         if getattr(asked, name) is not None and getattr(asked, name) < 1:
-            raise UserError(f"--{name} {getattr(asked, name)}: must be 1 or more")
+            raise UserError(f"--{name} {shorten(str(getattr(asked, name)))}: must be 1 or more")
+    if (values.get("seed") or 0) + (asked.seeds or 1) - 1 > LARGEST_COUNT:
+        raise UserError(f"--seeds {shorten(str(asked.seeds))}: the last seed must be at most {LARGEST_COUNT}")
     if asked.ablate and (asked.runs or asked.assert_equal):
         raise UserError("--ablate trains runs of its own: leave the folders and --assert_equal out")
     return asked, Settings(**values)
@@ -104,10 +106,13 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     Raises:
         UserError: a mistake in data, batch, model or folder.
     """
-    from app.ablation import ablate, as_markdown
+    from app.ablation import ablate, as_markdown, check_batches
+    from app.distributed.environment import check_environment
     from app.preparation import read_and_split
 
-    read_and_split(settings, ranks)
+    check_environment()
+    _, split, _ = read_and_split(settings, ranks)
+    check_batches(settings, len(split.train), ranks)
     folder = create_folder(settings.output_dir, RUNS / "ablations")
     ablation = ablate(settings, ranks, seeds)
     write_json(folder / "ablation.json", ablation)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
-import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
 SAMPLE_CSV = REPOSITORY / "data" / "sample_reviews.csv"
 TINY = "tiny"
+LARGEST_COUNT = 2**31 - 1  # what every library below takes as a count or a seed
+MOST_THREADS = 1024  # OpenMP aborts the process where the system has no more to give
+
+
+def shorten(text: str, longest: int = 60) -> str:
+    """What a user wrote, as part of one line that can still be read."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def knob(default: Any, help: str) -> Any:
@@ -166,29 +172,32 @@ class Settings(
 
         def number(name: str, holds: Callable[[Any], bool], right: str) -> tuple[bool, str]:
             value = getattr(self, name)
-            return value is None or (math.isfinite(value) and holds(value)), f"--{name} {value}: must be {right}"
+            # Not math.isfinite, which refuses an int that is too large for a float.
+            is_right = value is None or (abs(value) <= sys.float_info.max and holds(value))
+            return is_right, f"--{name} {shorten(str(value))}: must be {right}"
 
         counts = (
             *("train_batch_size", "gradient_accumulation_steps", "eval_steps", "eval_batch_size"),
             *("ddp_bucket_cap_mb", "ddp_timeout", "logging_steps", "save_steps", "save_total_limit"),
         )
+        most = f"and at most {LARGEST_COUNT}"
         return [
             number("test_size", lambda share: 0 < share < 1, "a share of the rows between 0 and 1, such as 0.1"),
             number("validation_size", lambda share: 0 <= share < 1, "0 or a share of the training rows below 1"),
-            number("max_length", lambda n: n >= 3, "3 tokens or more"),
+            number("max_length", lambda n: 3 <= n <= LARGEST_COUNT, f"3 tokens or more {most}"),
             number("dropout", lambda p: 0 <= p < 1, "a probability: 0 or more and below 1"),
-            *(number(name, lambda n: n >= 1, "1 or more") for name in counts),
-            number("num_train_epochs", lambda n: n > 0, "more than 0"),
-            number("max_steps", lambda n: n == -1 or n >= 1, "1 or more, or -1 for no limit"),
+            *(number(name, lambda n: 1 <= n <= LARGEST_COUNT, f"1 or more {most}") for name in counts),
+            number("num_train_epochs", lambda n: 0 < n <= LARGEST_COUNT, f"more than 0 {most}"),
+            number("max_steps", lambda n: n == -1 or 1 <= n <= LARGEST_COUNT, f"1 or more {most}, or -1 for no limit"),
             number("learning_rate", lambda rate: rate > 0, "a number above 0, such as 2e-5"),
-            number("warmup_steps", lambda n: n >= 0, "0 or more"),
+            number("warmup_steps", lambda n: 0 <= n <= LARGEST_COUNT, f"0 or more {most}"),
             number("weight_decay", lambda x: x >= 0, "0 or more"),
             number("adam_beta1", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
-            number("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
-            number("threads", lambda n: n >= 0, "0 or more"),
+            number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
+            number("threads", lambda n: 0 <= n <= MOST_THREADS, f"between 0 and {MOST_THREADS}"),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must name a column"),
             (
@@ -222,7 +231,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
     VALUES: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=min(120, int(os.environ.get("COLUMNS", "100"))))
+        # get_terminal_size reads COLUMNS, and takes no notice of it where it is no number or 0.
+        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size((100, 24)).columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None or action.default is False else super()._get_help_string(action)
@@ -242,7 +252,7 @@ class SettingsParser(HfArgumentParser):
     """`HfArgumentParser` whose complaints are one-line `UserError`s instead of a usage text and an exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")
+        raise UserError(f"{shorten(message, 300)} (--help lists every flag)")
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """What was asked for: defaults, then `--config`, then the command line."""

@@ -4,10 +4,15 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.ablation import Outcome, Recipe, as_markdown, counted, differences, effect
+from app.ablation import Outcome, Recipe, as_markdown, counted, differences, effect, optimisation, read
+from app.compare import ablate_recipe
+from app.errors import UserError
+from app.reviews.batches import plan_batches
+from app.settings import Settings
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (3, 4)])
@@ -69,3 +74,36 @@ def test_a_loss_that_is_no_number_is_left_blank_in_the_table():
     }
     (row,) = (line for line in as_markdown(ablation).splitlines() if line.startswith("| Adam"))
     assert [cell.strip() for cell in row.split("|")[1:-1]] == ["Adam", "2", "–", "–", "0.00%", "−50.00", "1.0"]
+
+
+@pytest.mark.parametrize("validation_size", [0.0, 0.3])
+def test_both_split_functions_set_the_same_number_of_rows_apart(alone, review_csv, tmp_path, validation_size):
+    settings = Settings(
+        csv=str(review_csv(90)), validation_size=validation_size, max_length=16, cache_dir=str(tmp_path / "cache")
+    )
+    ours, theirs = (
+        read(settings, Recipe(split=name), 1, alone).split
+        for name in ("scikit-learn, stratified", "datasets, not stratified")
+    )
+    for part in ("train", "validation", "test"):
+        assert len(getattr(ours, part)) == len(getattr(theirs, part)), part
+    assert sorted(np.concatenate([theirs.train, theirs.validation, theirs.test])) == list(range(90))
+    assert ours.test.tolist() != theirs.test.tolist()
+
+
+def test_adam_differs_from_adamw_in_decay_and_schedule_alone():
+    settings = Settings(adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3)
+    model = torch.nn.Linear(2, 2)
+    plan = plan_batches(settings, 100, 1)
+    recipes = Recipe(), Recipe(optimizer="Adam")
+    ours, theirs = (optimisation(model, settings, recipe, plan, 1e-3)[0] for recipe in recipes)
+    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False}
+    assert type(theirs) is torch.optim.Adam
+    assert theirs.defaults == ours.defaults | of_adam
+
+
+def test_a_difference_that_can_t_be_trained_is_found_before_anything_is(review_csv, tmp_path):
+    settings = Settings(csv=str(review_csv(60)), train_batch_size=40, output_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"a batch per rank, at 4 ranks instead of 2: .*--train_batch_size 80"):
+        ablate_recipe(settings, 2, 1)
+    assert not (tmp_path / "out").exists()

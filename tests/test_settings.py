@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from app.errors import UserError
+from app.optimization import build_optimizer, build_scheduler
+from app.reviews.batches import plan_batches
 from app.settings import GROUPS, Settings, as_flags, parse_settings
 
 
@@ -98,3 +104,48 @@ def test_the_help_is_a_text_about_every_flag(capsys):
     text = capsys.readouterr().out
     assert "How to use it." in text
     assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
+
+
+NUMBERS = [field.name for field in dataclasses.fields(Settings) if {"int", "float"} & set(str(field.type).split())]
+EXTREMES = ("", "0", "-0.0", "-1", "1e308", "-1e308", "1.7976931348623157e308", "5e-324", "nan", "inf", "-inf", "1_0")
+EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 400, "9" * 5000, "1e400")
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(EXTREMES) | st.integers().map(str) | st.floats().map(repr),
+    st.sampled_from(["linear", "cosine", "constant_with_warmup"]),
+)
+@example("num_train_epochs", "1e308", "linear")
+@example("max_steps", "9" * 400, "linear")
+@example("warmup_steps", "1e308", "linear")
+@example("eval_batch_size", "9" * 400, "linear")
+@example("threads", "9" * 400, "linear")
+def test_every_number_trains_or_is_one_short_line_that_names_its_flag(name, value, schedule):
+    told = None
+    try:
+        settings = parse_settings(arguments=[f"--{name}={value}", "--lr_scheduler_type", schedule])
+        plan = plan_batches(settings, n_train=7_000, world_size=2)
+    except UserError as problem:
+        told = str(problem)
+    if told is not None:
+        assert f"--{name}" in told
+        assert len(told.splitlines()) == 1
+        assert len(told) < 400
+        return
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3)
+    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        assert all(map(math.isfinite, scheduler.get_last_lr()))
+    assert len(str(plan)) < 200
+
+
+@pytest.mark.parametrize("columns", ["", "0", "-5", "1", "wide", "9" * 5000, "1000"])
+def test_the_help_comes_whatever_columns_says(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as left:
+        parse_settings("How to use it.", ["--help"])
+    assert left.value.code == 0
+    assert "--learning_rate" in capsys.readouterr().out

@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 
+from app.interrupts import as_interrupt
 from app.settings import REPOSITORY
 
 GRACE_SECONDS = 40  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
@@ -25,7 +24,7 @@ def torchrun(module: str, flags: Sequence[str], nproc_per_node: int, threads: in
     threads = threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-    with _as_interrupt(signal.SIGTERM, signal.SIGHUP):
+    with as_interrupt(signal.SIGTERM, signal.SIGHUP):
         # A session of its own: Ctrl-C in a terminal would reach torchrun twice, and the second one cuts its clean-up
         # short.
         job = subprocess.Popen([*command, "-m", module, *flags], env=environment, start_new_session=True)
@@ -46,16 +45,3 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         job.kill()
         job.wait()
-
-
-@contextmanager
-def _as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -35,6 +35,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 from torch.distributed.rendezvous import rendezvous
 
+from app.distributed.environment import check_environment
 from app.distributed.generation import living_store
 from app.errors import AlreadyFinished, Preempted, RunError, UserError
 from app.machine import use_deterministic_algorithms
@@ -45,7 +46,12 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LAST_WORDS_SECONDS = 3.0
 POLL_SECONDS = 0.0005
 NCCL_GRACE = timedelta(seconds=60)
-LOST_CONTACT = "gloo|nccl|pair closure|connection (closed|reset)"  # gloo's errors have no class of their own
+# torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
+# of these texts. Anchored, so that a path in another message can't match.
+LOST_CONTACT = re.compile(
+    r"\[[^\[\]]*\bgloo/(transport|rendezvous)/[\w/]+\.(cc|h):\d+\] |Gloo connectFullMesh failed with "
+    r"|Application timeout caused pair closure|NCCL [Ee]rror|NCCL communicator was aborted"
+)
 
 
 class AgreedError(UserError):
@@ -101,6 +107,11 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
     was saved. 1: the run failed. 130: Ctrl-C before or after the training.
     """
     try:
+        check_environment()  # before anything asks for the rank
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    try:
         record(_parse_and_run, OneLineForUsers())(main, description)
         outcome = None
     except AgreedError as problem:
@@ -139,7 +150,7 @@ def _fail(problem: Exception) -> NoReturn:
     living."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
     cause = " ".join(str(problem).split()) or type(problem).__name__
-    lost_contact = isinstance(problem, dist.DistError) or re.search(LOST_CONTACT, cause, re.IGNORECASE) is not None
+    lost_contact = is_lost_contact(problem)
     if lost_contact and _living_store is None:
         print(f"error: rank {_rank()} did not meet the other ranks: {cause}", file=sys.stderr, flush=True)
     elif not lost_contact:
@@ -154,6 +165,13 @@ def _fail(problem: Exception) -> NoReturn:
             who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
             print(f"error: rank {_rank()} {who}, {progress}", file=sys.stderr, flush=True)
     _exit_now(1)
+
+
+def is_lost_contact(problem: Exception) -> bool:
+    """Tell whether an exception says that another rank can't be reached, as opposed to a cause on this rank."""
+    if isinstance(problem, dist.DistError):
+        return True
+    return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
 
 
 def _last_words(word: str, wait: bool) -> list[str | None]:

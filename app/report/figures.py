@@ -73,15 +73,19 @@ def _svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(
-        r' id="[A-Za-z][\w.]*_\d+"', "", svg
-    )  # groups' names, the same in every figure; nothing refers to them
-    svg = re.sub(
-        r"<svg[^>]*>", f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">', svg, count=1
-    )
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{variable})")
+    # In tags alone: between them stand names, which may look like anything.
+    svg = re.sub(r"<[^>]*>", _of_the_page, svg)
+    root = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
+    svg = root + svg[svg.index(">") + 1 :]
     return Markup(svg)
+
+
+def _of_the_page(tag: re.Match[str]) -> str:
+    """A tag with the page's colors and without the id, which every figure shares and nothing refers to."""
+    text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", tag[0])
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return text
 
 
 def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Markup:

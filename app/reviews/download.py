@@ -6,29 +6,35 @@
 
 The file is the one in the public repository SophonPlus/ChineseNlpCorpus; its SHA-256 is checked before it takes its
 name, so under that name there is never a partial file or another one. Exit status: 0 it is there, 1 the download
-failed, 2 the command line is wrong, 130 interrupted.
+failed, 2 the command line is wrong, 130 interrupted (Ctrl-C, SIGTERM or SIGHUP).
 """
 
 import argparse
+import fcntl
+import glob
 import hashlib
 import http.client
 import os
+import signal
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
 from app.errors import UserError
+from app.interrupts import as_interrupt
 
 URL = (
     "https://raw.githubusercontent.com/SophonPlus/ChineseNlpCorpus/master/"
     "datasets/ChnSentiCorp_htl_all/ChnSentiCorp_htl_all.csv"
 )
 SHA256 = "1d414b9c65caf3a836abdb4efded621968502ad3338e1a9d885ae131c86083f0"
+MAX_BYTES = 2_904_858  # the size of the file with this SHA-256: anything longer is another file
 OUTPUT = Path(__file__).parents[2] / "data" / "ChnSentiCorp_htl_all.csv"
 
 TIMEOUT_SECONDS = 30.0
@@ -44,16 +50,19 @@ def download(url: str = URL, output: Path = OUTPUT) -> bool:
     """Fetch `url` (http, https or file) into `output`; False where the right file was there already.
 
     The bytes go to a temporary file in the same folder, which takes the name `output` only once it is complete, has the
-    right SHA-256 and is on disk; whatever happens, nothing else is left behind.
+    right SHA-256 and is on disk. Every exception removes it; what a SIGKILL or a power cut leaves is removed by the
+    next call. No more than `MAX_BYTES` are ever written.
 
     Raises `UserError` for a URL or an output that can't be used and `DownloadError` for what failed on the way.
     """
     _check_url(url)
     if _is_there(output):
         return False
+    _remove_stale(output)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         file = temporary.open("wb")
+        _try_lock(file.fileno())
     except OSError as error:
         raise UserError(f"--output {output}: can't be written: {error.strerror}") from error
     try:
@@ -106,18 +115,43 @@ def _is_there(output: Path) -> bool:
     return True
 
 
+def _remove_stale(output: Path) -> None:
+    """Remove the temporary files of downloads that were killed.
+
+    A running download holds a lock on its file, so it is never mistaken for a killed one.
+    """
+    for name in glob.glob(f".{glob.escape(output.name)}.*.part", root_dir=output.parent):
+        path = output.with_name(name)
+        with suppress(OSError), path.open("rb") as file:
+            if _try_lock(file.fileno()):
+                path.unlink()
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False where another process has it or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _fetched(url: str) -> Iterator[bytes]:
     """The bytes behind the URL, chunk by chunk, with a progress bar on a terminal; `DownloadError` where they end."""
     request = urllib.request.Request(url, headers={"User-Agent": "app.reviews.download"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             length = response.headers.get("Content-Length", "")
-            total = int(length) if length.isdecimal() else None
+            total = int(length[:18]) if length.isdecimal() else None  # int() refuses a number of thousands of digits
+            if total is not None and total > MAX_BYTES:
+                raise _too_long(url)
             # disable=None: no bar where standard error is no terminal
             with tqdm(total=total, unit="B", unit_scale=True, desc=OUTPUT.name, disable=None) as progress:
                 received = 0
                 while chunk := response.read(_CHUNK_BYTES):
                     received += len(chunk)
+                    if received > MAX_BYTES:
+                        raise _too_long(url)
                     progress.update(len(chunk))
                     yield chunk
             if total is not None and received != total:  # a read of n bytes takes the end of a connection for the end
@@ -128,6 +162,10 @@ def _fetched(url: str) -> Iterator[bytes]:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise DownloadError(f"{url}: {reason}; try again, or a mirror with --url") from error
+
+
+def _too_long(url: str) -> DownloadError:
+    return DownloadError(f"{url}: another file: longer than the {MAX_BYTES:,} bytes expected; try a mirror with --url")
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -152,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
         arguments = _parsed(argv)
-        fetched = download(arguments.url, arguments.output)
+        with as_interrupt(signal.SIGTERM, signal.SIGHUP):
+            fetched = download(arguments.url, arguments.output)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

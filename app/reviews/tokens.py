@@ -9,7 +9,7 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from datasets import Dataset, Features, Sequence, Value
@@ -23,6 +23,7 @@ from app.errors import UserError
 from app.reviews.table import CLEANING_RULES, ReviewTable
 
 CHUNK = 1_000  # reviews tokenised at once
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def tokenise(
@@ -37,15 +38,18 @@ def tokenise(
     `length`.
 
     One process a node writes the file, under another name until it is whole; the rest wait and map it. A file left by
-    an earlier run with the same rows, tokenizer and length is used as it is.
+    an earlier run with the same rows, tokenizer and length is used as it is; a damaged one is made again.
 
     Raises:
         UserError: the cache folder can't be written.
     """
-    path = cache_dir / f"tokens-{_key(table, tokenizer, max_length)}.arrow"
+    key = _key(table, tokenizer, max_length)
+    path = cache_dir / f"tokens-{key}.arrow"
     with local_main_first(world):
-        if world.local_rank == 0 and not path.exists():
-            _write(path, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main)
+        if world.local_rank == 0 and not _is_intact(path, key):
+            if path.exists():
+                world.say(f"{path}: damaged, or from another version: tokenizing again")
+            _write(path, key, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main)
         try:
             return Dataset.from_file(str(path))
         except (OSError, ValueError) as problem:
@@ -68,7 +72,28 @@ def _key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int
     return digest.hexdigest()[:32]
 
 
-def _write(path: Path, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool) -> None:
+def _is_intact(path: Path, key: str) -> bool:
+    """Tell whether a file ends with the digest of its content, written for this key."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size - DIGEST_BYTES
+            return size > 0 and _digest(file, key, size) == file.read()
+    except OSError:
+        return False
+
+
+def _digest(file: BinaryIO, key: str, size: int) -> bytes:
+    """SHA-256 of a key and the first `size` bytes of a file: a file renamed to another key has the wrong digest."""
+    digest = hashlib.sha256(key.encode())
+    while size and (chunk := file.read(min(size, 1 << 20))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.digest()
+
+
+def _write(
+    path: Path, key: str, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
+) -> None:
     inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
     features = Features(
         {name: Sequence(Value("int32")) for name in inputs} | {"labels": Value("int64"), "length": Value("int32")}
@@ -91,6 +116,11 @@ def _write(path: Path, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, m
                 writer.write_batch(batch)
                 bar.update(len(texts))
             writer.finalize()
+        with unfinished.open("r+b") as file:
+            # Arrow's reader stops at the end of the stream and never sees these bytes.
+            file.write(_digest(file, key, unfinished.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as problem:
         raise UserError(f"--cache_dir {path.parent}: can't be written: {problem.strerror or problem}") from None

@@ -140,3 +140,18 @@ def test_the_running_mean_stays_within_what_was_seen(values, share):
     assert len(smooth) == len(values)
     assert smooth[0] == pytest.approx(values[0])
     assert min(values) - 1e-9 <= smooth.min() <= smooth.max() <= max(values) + 1e-9
+
+
+@pytest.mark.parametrize("name", ["a\\b", r"\1\g<0>\g<x>", "runs\\2026\\", "#010101", "var(--ink)", ' id="a_1"', "a>b"])
+def test_a_name_is_shown_to_the_letter_whatever_it_looks_like(name):
+    rows = [{"name": f"{name}", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2
+    assert name.strip() in [text.strip() for text in texts(figures.accuracies(rows))]
+    label = parsed(figures.loss_curves(LOSSES, [name, "b"])).get("aria-label")
+    assert label == f"Training loss of {name} and b at each step"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"])))
+def test_no_name_breaks_a_figure(name):
+    label = parsed(figures._svg(100, name, lambda _: None)).get("aria-label")
+    assert label is not None
+    assert label.split() == name.split()

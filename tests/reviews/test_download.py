@@ -1,11 +1,17 @@
+import fcntl
 import hashlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from jobs import PROJECT
 
+from app.interrupts import as_interrupt
 from app.reviews import download
 from app.reviews.table import read_reviews
 
@@ -13,20 +19,24 @@ CONTENT = ("label,review\n" + "1,很好，还会再来\n0,太吵了\n" * 10_000)
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """/right, /wrong, /truncated, /unannounced (no Content-Length), /hangs; anything else is 404."""
+    """/right, /wrong, /truncated, /unannounced (no Content-Length), /hangs, /endless; anything else is
+    404."""
 
     def do_GET(self):
         self.server.requests.append(self.path)
         body = {"/wrong": CONTENT[:-1], "/truncated": CONTENT[:-5000]}.get(self.path, CONTENT)
-        if self.path not in ("/right", "/wrong", "/truncated", "/unannounced", "/hangs"):
+        if self.path not in ("/right", "/wrong", "/truncated", "/unannounced", "/hangs", "/endless"):
             self.send_error(404)
             return
         self.send_response(200)
-        if self.path != "/unannounced":
+        if self.path == "/endless":
+            self.send_header("Content-Length", "9" * 5000)
+        elif self.path != "/unannounced":
             self.send_header("Content-Length", str(len(CONTENT) if self.path != "/wrong" else len(body)))
         self.end_headers()
         if self.path == "/hangs":
             self.wfile.write(body[:1000])
+            self.server.asked.set()
             self.server.released.wait(30)
         else:
             self.wfile.write(body)
@@ -39,7 +49,7 @@ class Mirror(BaseHTTPRequestHandler):
 def mirror(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        server.requests, server.released = [], threading.Event()
+        server.requests, server.released, server.asked = [], threading.Event(), threading.Event()
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -187,3 +197,73 @@ def test_a_wrong_command_line(capsys, arguments):
 def test_the_default_is_the_repository_s_data_folder():
     repository = next(folder for folder in download.OUTPUT.parents if (folder / "app").is_dir())
     assert repository / "data" / "ChnSentiCorp_htl_all.csv" == download.OUTPUT
+
+
+@pytest.mark.parametrize("page", ["/right", "/unannounced"])
+def test_a_longer_file_is_refused_before_it_fills_the_disk(mirror, output, capsys, monkeypatch, page):
+    monkeypatch.setattr(download, "MAX_BYTES", len(CONTENT) - 1)
+    written = []
+    write = download.hashlib.sha256
+
+    class Counted:
+        def __init__(self):
+            self.digest = write()
+
+        def update(self, chunk):
+            written.append(len(chunk))
+            self.digest.update(chunk)
+
+    monkeypatch.setattr(download.hashlib, "sha256", Counted)
+    line = refused(capsys, 1, "--url", mirror.url + page, "--output", output)
+    assert f"longer than the {len(CONTENT) - 1:,} bytes expected" in line
+    assert sum(written) < len(CONTENT)
+    assert list(output.parent.iterdir()) == []
+
+
+def test_the_largest_file_allowed_is_the_right_one(real_csv):
+    assert real_csv.stat().st_size == download.MAX_BYTES
+    assert hashlib.sha256(real_csv.read_bytes()).hexdigest() == download.SHA256
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_a_download_leaves_nothing(mirror, output, number):
+    command = [sys.executable, "-m", "app.reviews.download", "--url", mirror.url + "/hangs", "--output", str(output)]
+    with subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) as process:
+        assert mirror.asked.wait(30)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "interrupted; nothing was written\n"
+    assert list(output.parent.iterdir()) == []
+
+
+def test_a_download_ignores_a_hangup_under_nohup(mirror, output):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with as_interrupt(signal.SIGHUP):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_a_killed_download_left_is_removed_but_not_a_running_one_s_file(mirror, output):
+    killed, running = (output.with_name(f".{output.name}.{pid}.part") for pid in (1, 2))
+    killed.write_bytes(CONTENT[:1000])
+    with running.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert download.download(mirror.url + "/right", output) is True
+        assert sorted(output.parent.iterdir()) == sorted([running, output])
+
+
+def test_git_ignores_the_download_and_its_temporary_file():
+    names = [download.OUTPUT, download.OUTPUT.with_name(f".{download.OUTPUT.name}.123.part")]
+    ignored = subprocess.run(["git", "check-ignore", *names], cwd=PROJECT, capture_output=True, text=True, check=False)
+    if "not a git repository" in ignored.stderr:
+        pytest.skip("a copy without its repository")
+    assert ignored.stdout.splitlines() == list(map(str, names))
+
+
+def test_a_content_length_of_thousands_of_digits_is_one_line(mirror, output, capsys):
+    line = refused(capsys, 1, "--url", mirror.url + "/endless", "--output", output)
+    assert "longer than" in line

@@ -1,29 +1,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
-import torch
-import torch.distributed as dist
 
-from app.distributed.processes import World
 from app.errors import UserError
 from app.model.tiny_bert import learn_tokenizer
 from app.reviews.table import read_reviews
 from app.reviews.tokens import lengths_of, tokenise
 
 
-@pytest.fixture
-def alone():
-    """A process group of one, as plain python makes it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, 0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
-
-
-def test_rows_keep_their_order_labels_and_lengths(alone, review_csv, tmp_path):
+def test_rows_keep_their_order_labels_and_lengths(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    rows = tokenise(table, tokenizer, 16, tmp_path / "cache", alone)
+    rows = tokenise(table, tokenizer, 16, tmp_path / "cache", world)
     assert rows["labels"][:] == table.labels.tolist()
     expected = [tokenizer(text, truncation=True, max_length=16)["input_ids"] for text in table.texts]
     assert rows["input_ids"][:] == expected
@@ -33,30 +23,84 @@ def test_rows_keep_their_order_labels_and_lengths(alone, review_csv, tmp_path):
     assert "review" not in rows.column_names, "no second copy of the text"
 
 
-def test_the_cache_is_used_again_and_knows_rows_tokenizer_and_length(alone, review_csv, tmp_path):
+def test_the_cache_is_used_again_and_knows_rows_tokenizer_and_length(world, review_csv, tmp_path):
     cache = tmp_path / "cache"
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    tokenise(table, tokenizer, 16, cache, alone)
+    tokenise(table, tokenizer, 16, cache, world)
     (file,) = cache.iterdir()
     before = file.stat().st_mtime_ns
-    tokenise(table, tokenizer, 16, cache, alone)
+    tokenise(table, tokenizer, 16, cache, world)
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
-    tokenise(table, tokenizer, 15, cache, alone)
-    tokenise(table, learn_tokenizer(table.texts[:3]), 16, cache, alone)
-    tokenise(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache, alone)
+    tokenise(table, tokenizer, 15, cache, world)
+    tokenise(table, learn_tokenizer(table.texts[:3]), 16, cache, world)
+    tokenise(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache, world)
     assert len(list(cache.iterdir())) == 4
 
 
-def test_a_cache_that_can_not_be_written_or_read_is_one_line(alone, review_csv, tmp_path):
+def test_a_cache_that_can_not_be_written_or_read_is_one_line(world, review_csv, tmp_path):
     table = read_reviews(review_csv(20))
     tokenizer = learn_tokenizer(table.texts)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*file"):
-        tokenise(table, tokenizer, 16, tmp_path / "file", alone)
+        tokenise(table, tokenizer, 16, tmp_path / "file", world)
     cache = tmp_path / "cache"
-    tokenise(table, tokenizer, 16, cache, alone)
+    tokenise(table, tokenizer, 16, cache, world)
     (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="delete it"):
-        tokenise(table, tokenizer, 16, cache, alone)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"--cache_dir .*Is a directory"):
+        tokenise(table, tokenizer, 16, cache, world)
+
+
+def without_the_last_record_batch(content: bytes) -> bytes:
+    """A valid Arrow stream of fewer rows: what a write that was cut off at a record batch leaves."""
+    table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches()[:-1]:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def with_a_flipped_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        without_the_last_record_batch,
+        with_a_flipped_bit,
+    ],
+)
+def test_a_damaged_cache_is_made_again(world, review_csv, tmp_path, capsys, monkeypatch, damage):
+    monkeypatch.setattr("app.reviews.tokens.CHUNK", 8)
+    monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    expected = tokenise(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
+    (file,) = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    assert len(pa.ipc.open_stream(pa.py_buffer(content)).read_all().to_batches()) > 1
+    file.write_bytes(damage(content))
+    assert tokenise(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == expected
+    assert file.read_bytes() == content
+    assert "tokenizing again" in capsys.readouterr().out
+    assert list((tmp_path / "cache").iterdir()) == [file]
+
+
+def test_a_cache_of_other_rows_under_this_name_is_not_used(world, review_csv, tmp_path):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    tokenise(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, tmp_path / "cache", world)
+    (other,) = (tmp_path / "cache").iterdir()
+    expected = tokenise(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
+    (file,) = set((tmp_path / "cache").iterdir()) - {other}
+    other.rename(file)
+    assert tokenise(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == expected

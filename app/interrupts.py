@@ -1,0 +1,24 @@
+"""Signals that end a program, as an exception that runs its clean-up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
+    """Raise `KeyboardInterrupt` for these signals inside the block. A signal that is ignored (nohup) stays ignored."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
