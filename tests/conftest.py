@@ -11,7 +11,16 @@ from typing import Any
 import hypothesis
 import pandas as pd
 import pytest
-from jobs import PROJECT, Finished, command_of, end_processes, environment_of
+from jobs import (
+    SAMPLE_CSV,
+    Finished,
+    command_of,
+    end_processes,
+    environment_of,
+    find_real_csv,
+    in_ci,
+    unavailable,
+)
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -19,11 +28,17 @@ hypothesis.settings.load_profile("busy machine")
 
 @pytest.fixture(scope="session")
 def real_csv() -> Path:
-    """The real hotel reviews, which are no part of the repository."""
-    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
-        if path and Path(path).is_file():
-            return Path(path)
-    pytest.skip("the real CSV is not here: python -m app.reviews.download, or set CHNSENTICORP_CSV")
+    """The real hotel reviews, for tests of facts about that file. It is not part of the repository."""
+    return find_real_csv() or unavailable("no real CSV: run python -m app.reviews.download, or set CHNSENTICORP_CSV")
+
+
+@pytest.fixture(scope="session")
+def hotel_csv(request: pytest.FixtureRequest) -> Path:
+    """Hotel reviews to train on: the real ones if available (CI requires them), otherwise the bundled sample."""
+    if find_real_csv() is None and not in_ci():
+        return SAMPLE_CSV
+    path: Path = request.getfixturevalue("real_csv")
+    return path
 
 
 @pytest.fixture

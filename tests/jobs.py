@@ -13,12 +13,37 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 
 PROJECT = Path(__file__).parents[1]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
+
+
+def in_ci() -> bool:
+    """Whether continuous integration runs the tests: CI systems set CI."""
+    return bool(os.environ.get("CI"))
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip a test that this machine cannot run. In CI the test fails instead: CI must not pass without its proofs.
+
+    Args:
+        reason: what is missing, and how to get it.
+    """
+    if in_ci():
+        pytest.fail(f"{reason} (in CI nothing is skipped)", pytrace=False)
+    pytest.skip(reason)
+
+
+def find_real_csv() -> Path | None:
+    """The real hotel reviews, which are not part of the repository; None if this machine does not have them."""
+    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
+        if path and Path(path).is_file():
+            return Path(path)
+    return None
 
 
 @dataclass

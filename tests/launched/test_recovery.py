@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps
+from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
 
 pytestmark = pytest.mark.launched
 ROADS = ("ddp_loop", "trainer_run")
@@ -271,7 +271,7 @@ def mount(tmp_path):
         try:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as refusal:
-            pytest.skip(f"needs root to mount a tmpfs: {refusal}")
+            unavailable(f"needs root to mount a tmpfs: {refusal}")
         mounted.append(place)
         return place
 
