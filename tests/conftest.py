@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +85,24 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(job.returncode, out, err)
 
     return run
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a tmpfs in the test's folder: `mount("size=1m")` returns its path."""
+    mounted = []
+
+    def of(options: str) -> Path:
+        place = tmp_path / f"mount-{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as refusal:
+            unavailable(f"needs root to mount a tmpfs: {refusal}")
+        mounted.append(place)
+        return place
+
+    yield of
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)

@@ -88,12 +88,16 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def command_of(module: str, flags: Sequence[Any], ranks: int) -> list[str]:
-    """`ranks` processes under torchrun with a free port of its own, or none: plain python. `module` may be a script's
-    path."""
+def command_of(module: str, flags: Sequence[Any], ranks: int, torchrun: Sequence[str] = ("--standalone",)) -> list[str]:
+    """`ranks` processes under torchrun, or plain python for 0.
+
+    Args:
+        module: its name, or a script's path.
+        torchrun: its flags; by default a single node with a free port of its own.
+    """
     program = [module] if module.endswith(".py") else ["-m", module]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *torchrun, *program, *map(str, flags)]
+    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={ranks}"] if ranks else []
+    return [sys.executable, *launcher, *program, *map(str, flags)]
 
 
 def environment_of(mark: str) -> dict[str, str]:
@@ -105,9 +109,28 @@ def environment_of(mark: str) -> dict[str, str]:
 class Job:
     """A torchrun job that runs while a test does something to it; as a context manager, so that nothing of it stays."""
 
-    def __init__(self, road: str, *flags: Any, cwd: Path, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        road: str,
+        *flags: Any,
+        cwd: Path,
+        ranks: int = 2,
+        torchrun: Sequence[str] = ("--standalone",),
+        prefix: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        """
+        Args:
+            road: `ddp_loop`, `trainer_run` or a script's path.
+            ranks: processes, or 0 for plain python.
+            torchrun: as for `command_of`.
+            prefix: a command that runs the job, such as `unshare -m`.
+            environment: more variables.
+        """
         self.mark = uuid.uuid4().hex
-        command, variables = command_of(f"app.{road}", flags, ranks), environment_of(self.mark)
+        module = road if road.endswith(".py") else f"app.{road}"
+        command = [*prefix, *command_of(module, flags, ranks, torchrun)]
+        variables = environment_of(self.mark) | environment
         self.logs = [cwd / f"{self.mark}.{name}" for name in ("out", "err")]
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.torchrun = subprocess.Popen(
