@@ -12,7 +12,16 @@ import hypothesis
 import pandas as pd
 import pytest
 import torch
-from jobs import PROJECT, Finished, command_of, end_processes, environment_of
+from jobs import (
+    SAMPLE_CSV,
+    Finished,
+    command_of,
+    end_processes,
+    environment_of,
+    find_real_csv,
+    in_ci,
+    unavailable,
+)
 
 from app.distributed import processes
 from app.distributed.processes import World, join
@@ -32,11 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def real_csv() -> Path:
-    """The real hotel reviews, which are no part of the repository."""
-    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
-        if path and Path(path).is_file():
-            return Path(path)
-    pytest.skip("the real CSV is not here: python -m app.reviews.download, or set CHNSENTICORP_CSV")
+    """The real hotel reviews, for tests of facts about that file. It is not part of the repository."""
+    return find_real_csv() or unavailable("no real CSV: run python -m app.reviews.download, or set CHNSENTICORP_CSV")
+
+
+@pytest.fixture(scope="session")
+def hotel_csv(request: pytest.FixtureRequest) -> Path:
+    """Hotel reviews to train on: the real ones if available (CI requires them), otherwise the bundled sample."""
+    if find_real_csv() is None and not in_ci():
+        return SAMPLE_CSV
+    path: Path = request.getfixturevalue("real_csv")
+    return path
 
 
 @pytest.fixture
@@ -97,3 +112,24 @@ def world() -> Iterator[World]:
         for name in names:
             os.environ.pop(name, None)
     processes._living_store = None
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a tmpfs in the test's folder: `mount("size=1m")` returns its path."""
+    mounted = []
+
+    def of(options: str) -> Path:
+        place = tmp_path / f"mount-{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as refusal:
+            unavailable(f"needs root to mount a tmpfs: {refusal}")
+        mounted.append(place)
+        return place
+
+    yield of
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)

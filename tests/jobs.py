@@ -13,12 +13,37 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 
 PROJECT = Path(__file__).parents[1]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
+
+
+def in_ci() -> bool:
+    """Whether continuous integration runs the tests: CI systems set CI."""
+    return bool(os.environ.get("CI"))
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip a test that this machine cannot run. In CI the test fails instead: CI must not pass without its proofs.
+
+    Args:
+        reason: what is missing, and how to get it.
+    """
+    if in_ci():
+        pytest.fail(f"{reason} (in CI nothing is skipped)", pytrace=False)
+    pytest.skip(reason)
+
+
+def find_real_csv() -> Path | None:
+    """The real hotel reviews, which are not part of the repository; None if this machine does not have them."""
+    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
+        if path and Path(path).is_file():
+            return Path(path)
+    return None
 
 
 @dataclass
@@ -63,12 +88,16 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def command_of(module: str, flags: Sequence[Any], ranks: int) -> list[str]:
-    """`ranks` processes under torchrun with a free port of its own, or none: plain python. `module` may be a script's
-    path."""
+def command_of(module: str, flags: Sequence[Any], ranks: int, torchrun: Sequence[str] = ("--standalone",)) -> list[str]:
+    """`ranks` processes under torchrun, or plain python for 0.
+
+    Args:
+        module: its name, or a script's path.
+        torchrun: its flags; by default a single node with a free port of its own.
+    """
     program = [module] if module.endswith(".py") else ["-m", module]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *torchrun, *program, *map(str, flags)]
+    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={ranks}"] if ranks else []
+    return [sys.executable, *launcher, *program, *map(str, flags)]
 
 
 def environment_of(mark: str) -> dict[str, str]:
@@ -80,9 +109,28 @@ def environment_of(mark: str) -> dict[str, str]:
 class Job:
     """A torchrun job that runs while a test does something to it; as a context manager, so that nothing of it stays."""
 
-    def __init__(self, road: str, *flags: Any, cwd: Path, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        road: str,
+        *flags: Any,
+        cwd: Path,
+        ranks: int = 2,
+        torchrun: Sequence[str] = ("--standalone",),
+        prefix: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        """
+        Args:
+            road: `ddp_loop`, `trainer_run` or a script's path.
+            ranks: processes, or 0 for plain python.
+            torchrun: as for `command_of`.
+            prefix: a command that runs the job, such as `unshare -m`.
+            environment: more variables.
+        """
         self.mark = uuid.uuid4().hex
-        command, variables = command_of(f"app.{road}", flags, ranks), environment_of(self.mark)
+        module = road if road.endswith(".py") else f"app.{road}"
+        command = [*prefix, *command_of(module, flags, ranks, torchrun)]
+        variables = environment_of(self.mark) | environment
         self.logs = [cwd / f"{self.mark}.{name}" for name in ("out", "err")]
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.torchrun = subprocess.Popen(

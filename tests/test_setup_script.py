@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from jobs import unavailable
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -311,8 +312,9 @@ def test_what_a_killed_set_up_left_is_made_anew(checkout: Checkout) -> None:
     assert checkout.calls.count("venv by python3.11") == 2
 
 
-@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock, set-ups don't wait for each other")
 def test_two_set_ups_at_once_install_once(checkout: Checkout) -> None:
+    if shutil.which("flock") is None:
+        unavailable("no flock, without which set-ups do not wait for each other: install the package util-linux")
     checkout.add_python("python3.11")
     processes = [checkout.start(FAKE_PIP="slow") for _ in range(3)]
     for process in processes:

@@ -24,8 +24,8 @@ def largest_relative_difference(ours: list[float], theirs: list[float]) -> float
 
 
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_no_torchrun_and_1_to_4_ranks_train_like_a_plain_loop(launch, real_csv, tmp_path, precision):
-    recipe = RECIPE | {"csv": str(real_csv), "precision": precision, "train_sampling_strategy": "random"}
+def test_no_torchrun_and_1_to_4_ranks_train_like_a_plain_loop(launch, hotel_csv, tmp_path, precision):
+    recipe = RECIPE | {"csv": str(hotel_csv), "precision": precision, "train_sampling_strategy": "random"}
     places = [("ddp_loop", ranks) for ranks in range(5)]  # 0: plain python
     places += [("trainer_run", 2)] * (precision == "fp64")
     losses, predicted = {}, {}

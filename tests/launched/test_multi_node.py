@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from jobs import unavailable
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
@@ -43,12 +44,12 @@ done
 def nodes() -> Iterator[list[str]]:
     """The names of two network namespaces that see each other as 10.77.0.1 and 10.77.0.2."""
     if shutil.which("ip", path=SYSTEM_PATH) is None:
-        pytest.skip("two nodes on one machine need Linux with iproute2 (the command ip)")
+        unavailable("two nodes on one machine need Linux with iproute2 (the command ip)")
     names = [f"two-roads-{os.getpid()}-{node}" for node in range(2)]
     try:
         ip("netns", "add", names[0])
     except subprocess.CalledProcessError as refusal:
-        pytest.skip(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
+        unavailable(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
     keeper = ["bash", "-c", KEEPER, "keeper", *names]
     with subprocess.Popen(keeper, stdin=subprocess.PIPE, env={"PATH": SYSTEM_PATH}, start_new_session=True):
         ip("netns", "add", names[1])

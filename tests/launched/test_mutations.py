@@ -31,11 +31,11 @@ def assert_equal(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def original(real_csv, tmp_path_factory):
+def original(hotel_csv, tmp_path_factory):
     """A run on the other road, so that what is caught is no habit of one of them."""
     folder = tmp_path_factory.mktemp("original")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "-m", "app.trainer_run", f"--csv={real_csv}", *FLAGS, "--output_dir=run"]
+    command = [*torchrun, "-m", "app.trainer_run", f"--csv={hotel_csv}", *FLAGS, "--output_dir=run"]
     subprocess.run(
         command,
         cwd=folder,
@@ -58,10 +58,10 @@ def original(real_csv, tmp_path_factory):
     ],
 )
 def test_a_change_that_no_setting_tells_of_is_caught(
-    launch, assert_equal, original, real_csv, tmp_path, mutation, shows
+    launch, assert_equal, original, hotel_csv, tmp_path, mutation, shows
 ):
     script = PROJECT / "tests" / "launched" / "mutated.py"
-    flags = [f"--csv={real_csv}", *FLAGS, "--output_dir=mutated"]
+    flags = [f"--csv={hotel_csv}", *FLAGS, "--output_dir=mutated"]
     done = launch(str(script), *flags, ranks=2, MUTATION=mutation)
     assert done.status == 0, done.err
     status, line = assert_equal(original, tmp_path / "mutated")
@@ -78,8 +78,8 @@ def test_a_change_that_no_setting_tells_of_is_caught(
         ("--gradient_accumulation_steps=2", 1, "not equal: step 1: the "),
     ],
 )
-def test_a_setting_that_differs_is_caught(launch, assert_equal, original, real_csv, tmp_path, flag, status, shows):
-    done = launch("app.ddp_loop", f"--csv={real_csv}", *FLAGS, flag, "--output_dir=other", ranks=2)
+def test_a_setting_that_differs_is_caught(launch, assert_equal, original, hotel_csv, tmp_path, flag, status, shows):
+    done = launch("app.ddp_loop", f"--csv={hotel_csv}", *FLAGS, flag, "--output_dir=other", ranks=2)
     assert done.status == 0, done.err
     found, line = assert_equal(original, tmp_path / "other")
     assert (found, line.startswith(shows)) == (status, True), line

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from jobs import unavailable
 from run_folders import edit_json, write_run
 
 from app.report.comparison import compare_seeds
@@ -50,7 +51,7 @@ def chromium(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     names = ("chromium", "chromium-browser", "google-chrome")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
-        pytest.skip("no Chromium here")
+        unavailable("no Chromium: install the package chromium")
 
     def start(page: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         profile = tmp_path / f"profile{len(list(tmp_path.iterdir()))}"

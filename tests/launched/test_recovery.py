@@ -259,27 +259,6 @@ def test_a_second_signal_ends_a_rank_at_once_even_where_it_waits_for_another(sha
 # ---- failing well ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mount(tmp_path):
-    """A function that mounts a tmpfs."""
-    mounted = []
-
-    def of(options: str) -> Path:
-        place = tmp_path / f"mount-{len(mounted)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as refusal:
-            pytest.skip(f"needs root to mount a tmpfs: {refusal}")
-        mounted.append(place)
-        return place
-
-    yield of
-    for place in mounted:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
 @pytest.mark.parametrize(
     ("road", "then"), [("ddp_loop", "continue"), ("trainer_run", "continue"), ("ddp_loop", "stop")]
 )

@@ -1,8 +1,9 @@
-"""Both roads as a user starts them: real torchrun, real gloo, the real CSV."""
+"""Both roads as a user starts them: real torchrun, real gloo, real reviews where available."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -23,10 +24,10 @@ def without_time(steps):
     return [{name: value for name, value in step.items() if name != "seconds"} for step in steps]
 
 
-def test_both_roads_are_the_same_training_to_the_bit(launch, real_csv, tmp_path):
+def test_both_roads_are_the_same_training_to_the_bit(launch, hotel_csv, tmp_path):
     flags = ["--gradient_accumulation_steps", 2, "--eval_strategy", "steps", "--eval_steps", 5, "--bf16"]
     for road in ROADS:
-        common = ["--csv", real_csv, "--max_steps", 12, "--validation_size", 0.1, "--output_dir", road]
+        common = ["--csv", hotel_csv, "--max_steps", 12, "--validation_size", 0.1, "--output_dir", road]
         done = launch(f"app.{road}", *common, *flags, ranks=2)
         assert done.status == 0, done.err
     a, b = (tmp_path / road for road in ROADS)
@@ -40,8 +41,8 @@ def test_both_roads_are_the_same_training_to_the_bit(launch, real_csv, tmp_path)
     assert [(line["step"], line["rows"]) for line in lines] == [(step, "validation") for step in (5, 10, 12)]
 
 
-def test_one_rank_and_two_train_on_the_same_batches(launch, real_csv, tmp_path):
-    common = ["--csv", real_csv, "--max_steps", 30, "--dropout", 0, "--eval_strategy", "no", "--output_dir"]
+def test_one_rank_and_two_train_on_the_same_batches(launch, hotel_csv, tmp_path):
+    common = ["--csv", hotel_csv, "--max_steps", 30, "--dropout", 0, "--eval_strategy", "no", "--output_dir"]
     assert launch("app.ddp_loop", *common, "two", ranks=2).status == 0
     assert launch("app.trainer_run", *common, "one", ranks=1).status == 0
     one, two = read_steps(tmp_path / "one"), read_steps(tmp_path / "two")
@@ -52,22 +53,23 @@ def test_one_rank_and_two_train_on_the_same_batches(launch, real_csv, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_test_row_is_predicted_once_and_accuracy_is_scikit_learn_s(launch, real_csv, tmp_path, ranks):
+def test_each_test_row_is_predicted_once_and_accuracy_is_scikit_learn_s(launch, hotel_csv, tmp_path, ranks):
     road = ROADS[ranks % 2]
-    flags = ["--csv", real_csv, "--max_steps", 2, "--train_batch_size", 30, "--output_dir", "run"]
+    flags = ["--csv", hotel_csv, "--max_steps", 2, "--train_batch_size", 30, "--output_dir", "run"]
     done = launch(f"app.{road}", *flags, ranks=ranks)
     assert done.status == 0, done.err
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} - {"checkpoints", "evaluations.jsonl"} == FILES
     metrics, split = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "split"))
     predictions = pd.read_csv(folder / "predictions.csv")
-    assert len(predictions) == predictions["row"].nunique() == metrics["n_test"] == split["n_test"] == 777
+    source = pd.read_csv(hotel_csv)
+    n_test = math.ceil(source["review"].notna().sum() * 0.1)  # --test_size
+    assert len(predictions) == predictions["row"].nunique() == metrics["n_test"] == split["n_test"] == n_test
     assert predictions["row"].is_monotonic_increasing
     assert metrics["accuracy"] == accuracy_score(predictions["label"], predictions["predicted"])
-    source = pd.read_csv(real_csv)
     assert (source["label"].loc[predictions["row"]].to_numpy() == predictions["label"].to_numpy()).all()
     assert len(metrics["peak_memory_bytes"]) == ranks
-    assert json.loads((folder / "evaluations.jsonl").read_text())["n"] == 777
+    assert json.loads((folder / "evaluations.jsonl").read_text())["n"] == n_test
 
 
 def test_a_finished_run_is_a_pipeline_with_class_names(launch, review_csv, tmp_path):

@@ -5,12 +5,15 @@ from app.reviews.split import split_reviews
 from app.reviews.table import read_reviews
 
 
-def test_equal_texts_give_equal_bytes(real_csv):
-    table = read_reviews(real_csv)
+def test_equal_texts_give_equal_bytes(hotel_csv):
+    table = read_reviews(hotel_csv)
     texts = table.texts.iloc[split_reviews(table, 0.1, 0.0, 42).train]
     first, second = (learn_tokenizer(texts).backend_tokenizer.to_str() for _ in range(2))
     assert first == second
-    assert len(learn_tokenizer(texts)) == VOCABULARY_SIZE
+
+
+def test_the_real_reviews_fill_the_vocabulary(real_csv):
+    assert len(learn_tokenizer(read_reviews(real_csv).texts)) == VOCABULARY_SIZE
 
 
 def test_pieces_are_short_and_sentences_framed():

@@ -23,7 +23,7 @@ def table_of(labels: list[int], sha256: str = "0") -> ReviewTable:
 
 
 @given(
-    counts=st.lists(st.integers(10, 60), min_size=2, max_size=4),
+    counts=st.lists(st.integers(20, 60), min_size=2, max_size=4),
     test_size=st.floats(0.2, 0.8),
     validation_size=st.sampled_from([0.0, 0.25, 0.5]),
     seed=st.integers(0, 2**32 - 1),

@@ -17,17 +17,6 @@ from app.errors import UserError
 from app.reviews import table
 from app.reviews.table import describe_dropped, read_reviews
 
-REAL_CSV = next(
-    (
-        Path(path)
-        for path in (
-            os.environ.get("CHNSENTICORP_CSV"),
-            Path(__file__).parents[2] / "data" / "ChnSentiCorp_htl_all.csv",
-        )
-        if path and Path(path).is_file()
-    ),
-    None,
-)
 GOOD = "label,review\n1,很好\n0,很差\n"
 
 
@@ -424,16 +413,15 @@ def test_describe_dropped_says_nothing_of_nothing(csv_file):
 # --- the real file ---
 
 
-@pytest.mark.skipif(REAL_CSV is None, reason="the real CSV isn't here: python -m app.reviews.download")
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030"])
-def test_the_real_file_in_every_encoding(tmp_path, encoding):
+def test_the_real_file_in_every_encoding(real_csv, tmp_path, encoding):
     path = tmp_path / "real.csv"
-    path.write_bytes(REAL_CSV.read_bytes().decode("utf-8").encode(encoding))
+    path.write_bytes(real_csv.read_bytes().decode("utf-8").encode(encoding))
     reviews = read_reviews(path)
     assert (reviews.rows_read, len(reviews)) == (7766, 7765)
     assert reviews.dropped == {"no review": [6374]}
     assert reviews.class_names == ("0", "1")
     assert np.bincount(reviews.labels).tolist() == [2443, 5322]
-    plain = pd.read_csv(io.BytesIO(REAL_CSV.read_bytes()))
+    plain = pd.read_csv(io.BytesIO(real_csv.read_bytes()))
     assert plain["review"].loc[reviews.rows].tolist() == reviews.texts.tolist()
     assert plain["label"].loc[reviews.rows].tolist() == reviews.labels.tolist()

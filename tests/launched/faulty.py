@@ -1,0 +1,122 @@
+"""A training program with a fault that occurs at an exact moment: `faulty.py ddp_loop kill [flags]`.
+
+Faults are injected through hooks of PyTorch, transformers and Python, so that they depend on no function of `app`. They
+take what else they need from environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+RANK = os.environ.get("RANK", "0")
+
+
+def nothing() -> None:
+    pass
+
+
+def kill() -> None:
+    """Send SIGKILL to the last rank in its first evaluation, but not after a restart."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        _signal_in_evaluation(signal.SIGKILL)
+
+
+def terminate() -> None:
+    """Send SIGTERM to the last rank in its first evaluation."""
+    _signal_in_evaluation(signal.SIGTERM)
+
+
+def _signal_in_evaluation(number: signal.Signals) -> None:
+    seen = 0
+
+    def count(module: Any, inputs: Any) -> None:
+        nonlocal seen
+        if not module.training and type(module).__name__.endswith("ForSequenceClassification"):
+            seen += 1
+            if seen == 3:  # batches
+                os.kill(os.getpid(), number)
+
+    if int(RANK) == int(os.environ["WORLD_SIZE"]) - 1:
+        register_module_forward_pre_hook(count)
+
+
+def fill_disk() -> None:
+    """Fill the disk of the file FILLER completely after the optimizer's step FROM, and free it after step TO."""
+    filler, step = Path(os.environ["FILLER"]), 0
+
+    def count(*_: Any) -> None:
+        nonlocal step
+        step += 1
+        if step == int(os.environ["FROM"]):
+            with filler.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 16))
+                except OSError:
+                    pass
+        elif step == int(os.environ["TO"]):
+            filler.unlink()
+
+    if RANK == "0":
+        register_optimizer_step_post_hook(count)
+
+
+def wait_before_mkdir() -> None:
+    """Before the folder RUN is created: report it by a new file in the folder BARRIER, which must then hold PARTIES."""
+    barrier, parties = Path(os.environ["BARRIER"]), int(os.environ["PARTIES"])
+
+    def wait(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.mkdir" and os.path.abspath(arguments[0]) == os.environ["RUN"]:
+            (barrier / str(os.getpid())).touch()
+            deadline = time.monotonic() + 60
+            while len(list(barrier.iterdir())) < parties and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    sys.addaudithook(wait)
+
+
+def move_at_checkpoint() -> None:
+    """Rename the run's folder when its first checkpoint is being written."""
+    if sys.argv[0].endswith("trainer_run"):
+        import transformers
+
+        _move_at(transformers.Trainer, "_save_checkpoint")
+    else:
+        import safetensors.torch
+
+        _move_at(safetensors.torch, "save_file")
+
+
+def move_at_model() -> None:
+    """Rename the run's folder when the model is being written (at the end, if there are no checkpoints)."""
+    import transformers
+
+    _move_at(transformers.PreTrainedModel, "save_pretrained")
+
+
+def _move_at(owner: Any, name: str) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def move_first(*arguments: Any, **named: Any) -> Any:
+        setattr(owner, name, original)
+        os.rename(os.environ["RUN"], os.environ["RUN"] + "-moved")
+        return original(*arguments, **named)
+
+    setattr(owner, name, move_first)
+
+
+if __name__ == "__main__":
+    path_name, fault = sys.argv[1:3]
+    sys.argv = [path_name, *sys.argv[3:]]
+    globals()[fault]()
+    runpy.run_module(f"app.{path_name}", run_name="__main__", alter_sys=True)

@@ -1,0 +1,251 @@
+"""Faults at exact moments: what must not be lost, overwritten, or half-written, on both training paths."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
+
+from app.report.runs import read_run
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+FAULTY = str(PROJECT / "tests" / "launched" / "faulty.py")
+SMALL = [
+    *("--csv", SAMPLE_CSV, "--max_length", 32, "--train_batch_size", 12, "--use_cpu", "--threads", 1),
+    *("--disable_tqdm", "--eval_strategy", "no"),
+]
+BRIEF = [*SMALL, "--max_steps", 3, "--save_strategy", "no"]
+EVALUATED = [  # step 5 has a checkpoint and an evaluation of 30 batches on each of two ranks
+    *(*SMALL, "--max_steps", 12, "--save_strategy", "steps", "--save_steps", 5, "--validation_size", 0.1),
+    *("--eval_strategy", "steps", "--eval_steps", 5, "--eval_batch_size", 4, "--load_best_model_at_end"),
+]
+RESTART = ("--standalone", "--max-restarts=1")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A folder for undisturbed runs and the token cache."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def finished(shared) -> Path:
+    """A finished run. Not to be changed: copy it."""
+    done = run("ddp_loop", *BRIEF, "--output_dir", shared / "finished", shared=shared, ranks=0)
+    assert done.status == 0, done.err
+    return shared / "finished"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared) -> Path:
+    """A run of EVALUATED by two ranks; the same for both training paths."""
+    done = run("ddp_loop", *EVALUATED, "--output_dir", shared / "undisturbed", shared=shared)
+    assert done.status == 0, done.err
+    return shared / "undisturbed"
+
+
+def start(program: str, *flags, shared: Path, **more) -> Job:
+    return Job(program, *flags, "--cache_dir", shared / "cache", cwd=shared, **more)
+
+
+def run(program: str, *flags, shared: Path, **more) -> Finished:
+    with start(program, *flags, shared=shared, **more) as job:
+        return job.finish()
+
+
+def content_of(folder: Path) -> dict[str, bytes | None]:
+    """Every file's bytes, by its path; None for a folder."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def steps_of(folder: Path, log: str = "steps.jsonl") -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / log).read_text().splitlines()]
+
+
+# ---- folders that are not the job's own ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared, tmp_path, path_name):
+    shutil.copytree(finished, tmp_path / "finished")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "settings.json").write_text('{"editor.fontSize": 12}')
+    (tmp_path / "foreign" / "notes.txt").write_text("of another program")
+    before = content_of(tmp_path)
+    flags = [*SMALL, "--max_steps", 5, "--seed", 7, "--save_strategy", "no"]
+
+    def refused(folder: str) -> Job:
+        output = ["--output_dir", tmp_path / folder]
+        return start(path_name, *flags, *output, shared=shared, ranks=1, torchrun=RESTART)
+
+    with refused("finished") as one, refused("foreign") as other:
+        for folder, job in (("finished", one), ("foreign", other)):
+            done = job.finish()
+            assert done.status != 0, f"{folder}:\n{done.out}"
+            assert {folder in line for line in done.error_lines} == {True}, done.err
+    assert content_of(tmp_path) == before
+
+
+def test_of_two_jobs_that_create_one_folder_at_once_one_is_refused(shared, tmp_path):
+    folder, barrier = tmp_path / "run", tmp_path / "barrier"
+    barrier.mkdir()
+    environment = {"RUN": str(folder), "BARRIER": str(barrier), "PARTIES": "2"}
+    flags = [*BRIEF, "--output_dir", folder]
+    # Both see that there is no such folder, and then create it in the same millisecond.
+    with (
+        start(FAULTY, PATHS[0], "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as one,
+        start(FAULTY, PATHS[1], "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as other,
+    ):
+        done = [one.finish(), other.finish()]
+    winner = PATHS[[job.status for job in done].index(0)]
+    done.sort(key=lambda job: job.status)
+    assert [job.status for job in done] == [0, 2], done
+    assert done[1].err.splitlines() == done[1].error_lines
+    assert len(done[1].error_lines) == 1
+    assert str(folder) in done[1].error_lines[0]
+    found = read_run(folder)
+    assert steps_of(folder) == [1, 2, 3]
+    assert found.settings["path"] == winner
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_job_that_creates_its_folder_when_another_has_finished_there_is_refused(shared, tmp_path):
+    folder, barrier = tmp_path / "run", tmp_path / "barrier"
+    barrier.mkdir()
+    environment = {"RUN": str(folder), "BARRIER": str(barrier), "PARTIES": "2"}
+    flags = [*BRIEF, "--output_dir", folder]
+    with start(FAULTY, "trainer_run", "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as late:
+        late.wait_for(lambda: any(barrier.iterdir()))  # it has seen that there is no such folder
+        done = run("ddp_loop", *flags, shared=shared, ranks=0)
+        assert done.status == 0, done.err
+        before = content_of(folder)
+        (barrier / "go on").touch()
+        refused = late.finish()
+    assert refused.status == 2, refused.out
+    assert len(refused.error_lines) == 1, refused.err
+    assert str(folder) in refused.error_lines[0]
+    assert content_of(folder) == before
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path_name", "then"), [("ddp_loop", "continue"), ("trainer_run", "continue"), ("ddp_loop", "stop")]
+)
+def test_a_completely_full_disk(shared, mount, path_name, then):
+    disk = mount("size=64m")
+    flags = [*SMALL, "--max_steps", 50, "--logging_steps", 1, "--save_strategy", "steps", "--save_steps", 10]
+    flags += ["--eval_strategy", "steps", "--eval_steps", 15, "--on_save_failure", then, "--output_dir", disk / "run"]
+    # Full for 40 steps, whose lines need more than the free rest of a block.
+    environment = {"FILLER": str(disk / "filler"), "FROM": "5", "TO": "45"}
+    done = run(FAULTY, path_name, "fill_disk", *flags, shared=shared, ranks=0, **environment)
+    if then == "continue":
+        assert done.status == 0, done.err
+        assert any("No space left" in line for line in done.out.splitlines() if line.startswith("warning: ")), done.out
+        assert steps_of(disk / "run") == list(range(1, 51))
+        assert steps_of(disk / "run", "evaluations.jsonl") == [15, 30, 45, 50]
+        assert (disk / "run" / "checkpoints" / "checkpoint-50" / "COMPLETE").is_file()
+        read_run(disk / "run")
+    else:
+        assert done.status == 1
+        assert len(done.error_lines) == 1, done.err
+        assert "No space left" in done.error_lines[0]
+
+
+def test_a_home_that_can_only_be_read_works_or_is_one_line(shared, mount, tmp_path):
+    home = str(mount("ro"))
+    places = {"HOME": home, "XDG_CACHE_HOME": home, "HF_HOME": f"{home}/hf", "HF_MODULES_CACHE": f"{home}/hf/modules"}
+    done = run("ddp_loop", *BRIEF, "--output_dir", tmp_path / "run", shared=shared, ranks=0, **places)
+    if done.status == 0:
+        assert steps_of(tmp_path / "run") == [1, 2, 3]
+        read_run(tmp_path / "run")
+    else:
+        assert len(done.error_lines) == 1, done.err
+        assert done.err.splitlines() == done.error_lines
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
+def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path, path_name):
+    """Two nodes, of which the second one sees an empty disk of its own where the first one sees the output folder."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    own_disk = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(place)]
+    try:
+        subprocess.run([*own_disk, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as refusal:
+        unavailable(f"needs root to mount a tmpfs in a mount namespace: {refusal}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def node(rank: int) -> Job:
+        torchrun = ["--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        prefix = own_disk if rank == 1 else []
+        flags = [*BRIEF, "--output_dir", place / "run"]
+        return start(path_name, *flags, shared=shared, ranks=1, torchrun=torchrun, prefix=prefix)
+
+    with node(0) as first, node(1) as second:
+        done = [first.finish(), second.finish()]
+    assert 0 not in [node.status for node in done], done[0].out
+    lines = [line for node in done for line in node.error_lines]
+    assert len(lines) == 1, lines
+    assert "--output_dir" in lines[0]
+    assert not list(place.rglob("steps.jsonl"))
+    assert not list(place.rglob("model*"))
+
+
+@pytest.mark.parametrize(
+    ("path_name", "moment"),
+    [("ddp_loop", "checkpoint"), ("trainer_run", "checkpoint"), ("trainer_run", "model")],
+)
+def test_a_folder_that_is_moved_away_while_it_is_written_to_does_not_come_back(shared, tmp_path, path_name, moment):
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--max_steps", 3, "--save_strategy", "steps", "--save_steps", 2, "--output_dir", folder]
+    if moment == "model":
+        flags += ["--save_strategy", "no"]
+    done = run(FAULTY, path_name, f"move_at_{moment}", *flags, shared=shared, ranks=0, RUN=str(folder))
+    assert (tmp_path / "run-moved").is_dir(), "the fault has not occurred"
+    assert not folder.exists(), content_of(folder).keys()
+    assert done.status == 1, done.out
+    assert len(done.error_lines) == 1, done.err
+    assert str(folder) in done.error_lines[0]
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step(
+    undisturbed, shared, tmp_path, path_name
+):
+    folder = tmp_path / "run"
+    done = run(FAULTY, path_name, "kill", *EVALUATED, "--output_dir", folder, shared=shared, torchrun=RESTART)
+    assert done.status == 0, done.err
+    assert re.findall(r"resumed from .*\(step (\d+)\)", done.out) == ["5"]
+    for file in ("model/model.safetensors", "predictions.csv", "evaluations.jsonl"):
+        assert (folder / file).read_bytes() == (undisturbed / file).read_bytes(), file
+    steps = [[{**step, "seconds": None} for step in read_steps(place)] for place in (folder, undisturbed)]
+    assert steps[0] == steps[1]
+    assert steps_of(folder) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
+def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(shared, tmp_path, path_name):
+    folder = tmp_path / "run"
+    done = run(FAULTY, path_name, "terminate", *EVALUATED, "--output_dir", folder, shared=shared)
+    assert "exitcode  : 75" in done.err
+    (line,) = (line for line in done.err.splitlines() if line.startswith("stopped: after step "))
+    step = int(line.split()[3])
+    assert 5 <= step < 12
+    assert steps_of(folder) == list(range(1, step + 1))
+    assert (folder / "checkpoints" / f"checkpoint-{step}" / "COMPLETE").is_file()
+    assert not (folder / "metrics.json").exists()
