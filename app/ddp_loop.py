@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import set_seed
 
-from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, write_training_state
 from app.metrics.score import Scores, score
@@ -155,6 +155,7 @@ def evaluate(
     the DDP wrapper would begin a collective (it broadcasts buffers) that a rank with nothing left to do never joins.
     """
     ddp.eval()
+    broadcast_buffers(ddp.module)
     shard: list[torch.Tensor] = []
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # rows that were right, rows
     for batch in loader:

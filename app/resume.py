@@ -21,8 +21,10 @@ LOGS = (STEPS, "evaluations.jsonl")
 RESULTS = ("metrics.json", "predictions.csv")
 RUN_FOLDER = "run folder"
 # What may change without making another training of it: the batch is global, so how it is divided is only rounding.
-FREE = {"gradient_accumulation_steps", "trust_remote_code", "num_train_epochs", "max_steps", "bf16", "model"}
-BEST = ("metric_for_best_model", "eval_strategy", "eval_steps")  # decide which weights are the best
+FREE = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
+FREE |= {"model", "revision", "trust_remote_code"}  # compared by folder or commit, not by name
+# Decide which weights are the best: the batch size by the last digits of a score, where two are nearly equal.
+BEST = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,16 @@ def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], No
     return folder.resolve(), checkpoint
 
 
-def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: str, total_steps: int) -> None:
+def check_fits(
+    resume: Resume,
+    path_name: str,
+    settings: Settings,
+    fingerprint: str,
+    total_steps: int,
+    model_commit: str | None = None,
+) -> None:
     """A checkpoint goes on with the same road, rows, model and schedule, else its equality with an undisturbed run is
-    lost. `settings` has its learning rate filled in.
+    lost. `settings` has its learning rate filled in; `model_commit` is the Hub's, None for any other model.
 
     Raises:
         UserError: it doesn't; names all that differs.
@@ -170,7 +179,11 @@ def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: 
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
     pairs += [("road", resume.state["path"], path_name)]
     pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
+    # A checkpoint of an older version does not name the commit, so nothing is known that could differ.
+    commit = resume.state.get("model_commit", model_commit)
     differing = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
+    if commit != model_commit:
+        differing.append(f"the model's commit was {commit} and is {model_commit} (add --revision {commit})")
     if differing:
         raise UserError(f"can't go on from {resume.checkpoint}: {'; '.join(differing)}")
     for log in LOGS:

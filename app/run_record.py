@@ -112,14 +112,25 @@ class RunRecord:
     collective."""
 
     def __init__(
-        self, path_name: str, settings: Settings, table: ReviewTable, split: Split, world: World, resume: Resume
+        self,
+        path_name: str,
+        settings: Settings,
+        table: ReviewTable,
+        split: Split,
+        world: World,
+        resume: Resume,
+        model_commit: str | None = None,
     ) -> None:
         """Creates the folder with settings.json and split.json, or goes on with one that is there.
+
+        Args:
+            model_commit: the commit on the Hub that the model was loaded from; None for any other model.
 
         Raises:
             AgreedError: the folder can't be had, or another job has it.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
+        self.model_commit = model_commit
         devices = gather_objects(device_name(world.device))
         problem, folder, self.lock = None, resume.folder, None
         if world.is_main:
@@ -174,7 +185,8 @@ class RunRecord:
         """Keeps one optimizer step: this rank's mean loss, the global gradient norm before clipping, its
         micro-batches."""
         now = time.perf_counter()
-        masks = [batch["attention_mask"] for batch in batches]
+        # A model that takes no mask reads padding as text, so all positions count as tokens.
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
         progress.step = step
         self.pending.append(
             Step(
@@ -252,7 +264,13 @@ class RunRecord:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         write_model_card(
-            aside / "README.md", self.path_name, self.settings, self._split(), self.table.class_names, metrics
+            aside / "README.md",
+            self.path_name,
+            self.settings,
+            self.model_commit,
+            self._split(),
+            self.table.class_names,
+            metrics,
         )
         shutil.rmtree(self.model_folder, ignore_errors=True)
         os.replace(aside, self.model_folder)
@@ -344,6 +362,7 @@ class RunRecord:
             "world_size": self.world.size,
             "fingerprint": self.split.fingerprint,
             "settings": self.settings.as_dict(),
+            "model_commit": self.model_commit,
             "totals": dataclasses.asdict(self.totals),
             "best": dataclasses.asdict(self.best),
         }
@@ -358,6 +377,7 @@ class RunRecord:
     def _settings(self, devices: list[str]) -> dict[str, Any]:
         return self.settings.as_dict() | {
             "path": self.path_name,
+            "model_commit": self.model_commit,
             "csv": str(self.table.path),
             "world_size": self.world.size,
             "devices": devices,

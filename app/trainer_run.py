@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import (
@@ -30,7 +31,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.distributed.processes import World, gather_rows, join, launch
+from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_weights
 from app.metrics.score import Scores, score
@@ -69,6 +70,10 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
+    trainer.accelerator.ddp_handler = DDPArguments(
+        find_unused_parameters=settings.ddp_find_unused_parameters,
+        bucket_cap_mb=settings.ddp_bucket_cap_mb,
+    )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     if not settings.disable_tqdm:
@@ -116,6 +121,7 @@ def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArg
         ddp_bucket_cap_mb=settings.ddp_bucket_cap_mb,
         ddp_timeout=settings.ddp_timeout,
         disable_tqdm=settings.disable_tqdm,
+        label_names=["labels"],  # else every argument of the model's forward that has "label" in its name
         report_to="none",
     )
 
@@ -125,6 +131,14 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     logits, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     scores = score(logits, labels)
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
+
+
+class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """The arguments that app.ddp_loop gives DDP. accelerate drops those that equal its own defaults, such as a
+    `bucket_cap_mb` of 25, for which DDP does not make its first bucket small as it does for None."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return {"find_unused_parameters": self.find_unused_parameters, "bucket_cap_mb": self.bucket_cap_mb}
 
 
 class Randomness(TrainerCallback):
@@ -268,6 +282,7 @@ class ReviewTrainer(Trainer):
         """Each row once: Trainer's own loop repeats rows to make the ranks' shares equal and averages batch means, so
         that its `eval_loss` counts the last batch's duplicates."""
         model = self.prepared.model.eval()
+        broadcast_buffers(model)
         shard: list[torch.Tensor] = []
         for batch in dataloader:
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)

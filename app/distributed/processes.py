@@ -379,6 +379,17 @@ def reduce_mean(values: torch.Tensor) -> torch.Tensor:
     return reduce_sum(values).div_(dist.get_world_size())
 
 
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's buffers, which are those that are saved.
+
+    DDP does so before each forward pass in training, but not after the last one and not in an evaluation: ranks would
+    evaluate with running statistics (BatchNorm) of their own rows.
+    """
+    for buffer in model.buffers():
+        if buffer.is_contiguous():  # an expanded constant holds no statistics
+            dist.broadcast(buffer, src=0)
+
+
 def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int) -> NDArray[np.float64]:
     """The rows that each rank holds, put in order, on every rank: float64 (n, columns).
 

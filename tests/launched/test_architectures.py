@@ -1,0 +1,106 @@
+"""Both training paths are bitwise identical for any architecture, and so is a run that was resumed.
+
+All runs of a number of ranks share one torchrun job, which starts once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from architectures import CONFIGS, write_model
+from jobs import PROJECT, command_of, end_processes, environment_of
+
+from app.report.equality import first_difference
+from app.report.runs import read_run
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--max_steps=6", "--warmup_steps=0"]
+FLAGS += ["--eval_strategy=steps", "--eval_steps=4", "--validation_size=0.2", "--logging_steps=2"]
+FLAGS += ["--save_strategy=steps", "--save_steps=3", "--save_total_limit=9", "--threads=1", "--use_cpu"]
+FLAGS += ["--disable_tqdm", "--cache_dir=cache"]
+EXTRA = {"xlnet": ["--ddp_find_unused_parameters"]}
+FAST = ("bert", "gpt2", "bart", "batch_norm")
+ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS]
+
+
+def run_all(folder: Path, runs: dict[str, tuple[str, list[str]]], ranks: int = 2) -> dict[str, dict[str, Any]]:
+    """Runs `{folder: (path, flags)}` in one job; the outcome of each by its folder."""
+    content = [[path, [*FLAGS, *flags, f"--output_dir={name}"]] for name, (path, flags) in runs.items()]
+    (folder / "runs.json").write_text(json.dumps(content))
+    mark = uuid.uuid4().hex
+    command = command_of(str(PROJECT / "tests" / "architectures.py"), ["--threads=1", "--use_cpu"], ranks)
+    variables = environment_of(mark) | {"RUNS": str(folder / "runs.json")}
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+        try:
+            assert job.wait(280) == 0, (folder / "log").read_text()
+        finally:
+            job.kill()
+            end_processes(mark)
+    return dict(zip(runs, json.loads((folder / "outcomes.json").read_text()), strict=True))
+
+
+def write_reviews(folder: Path) -> None:
+    """Reviews of three classes, which a tiny model can tell apart."""
+    reviews = [("差。", "好，", "一般")[i % 3] * (1 + i % 17) + f"第{i}次" for i in range(90)]
+    pd.DataFrame({"label": [("bad", "good", "mixed")[i % 3] for i in range(90)], "review": reviews}).to_csv(
+        folder / "reviews.csv", index=False
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, dict[str, Any]]]]:
+    """The folder and the outcomes of an architecture's runs; fast ones share a job, and so do slow ones."""
+
+    @cache
+    def train(fast: bool) -> tuple[Path, dict[str, dict[str, Any]]]:
+        folder, runs = tmp_path_factory.mktemp("architectures"), {}
+        write_reviews(folder)
+        for name in CONFIGS:
+            if (name in FAST) is not fast:
+                continue
+            model = [f"--model={write_model(folder / name, name)}", *EXTRA.get(name, [])]
+            runs |= {f"{name}-{path}": (path, model) for path in PATHS}
+            for step in (3, 6):
+                for path in PATHS:
+                    resume = f"--resume_from_checkpoint={name}-{path}/checkpoints/checkpoint-{step}"
+                    runs[f"{name}-{path}-{step}"] = (path, [*model, resume])
+        return folder, run_all(folder, runs)
+
+    def find(name: str) -> tuple[Path, dict[str, dict[str, Any]]]:
+        folder, outcomes = train(name in FAST)
+        return folder, {run: outcome for run, outcome in outcomes.items() if run.startswith(f"{name}-")}
+
+    return find
+
+
+def difference(a: Path, b: Path) -> str | None:
+    """The first difference of two runs, evaluations included."""
+    evaluations = [(folder / "evaluations.jsonl").read_text() for folder in (a, b)]
+    if evaluations[0] != evaluations[1]:
+        return f"evaluations: {evaluations}"
+    return first_difference(read_run(a), read_run(b))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_paths_train_and_resume_an_architecture_bitwise_identically(trained, name):
+    folder, outcomes = trained(name)
+    assert len(outcomes) == 6
+    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    differences = {run: difference(folder / f"{name}-ddp_loop", folder / run) for run in outcomes}
+    assert differences == dict.fromkeys(outcomes)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_training_changes_neither_config_nor_tokenizer(trained, name):
+    _, outcomes = trained(name)
+    assert {run: outcome["changes"] for run, outcome in outcomes.items()} == {run: [] for run in outcomes}
