@@ -30,6 +30,7 @@ from transformers import (
     RobertaConfig,
     T5Config,
     XLNetConfig,
+    set_seed,
 )
 
 import app.ddp_loop
@@ -38,6 +39,7 @@ import app.resume
 import app.trainer_run
 from app.distributed.processes import join, launch
 from app.model.tiny_bert import learn_tokenizer
+from app.run_record import RunRecord
 from app.settings import Settings, parse_settings
 
 PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
@@ -92,6 +94,21 @@ def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
     return folder
 
 
+def write_hub_cache(cache: Path, name: str, **commits: str) -> None:
+    """A local cache of the Hub with commits of a model, by the names of their branches.
+
+    Args:
+        commits: hashes by branch. Each commit has other weights.
+    """
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    for seed, (branch, commit) in enumerate(commits.items()):
+        (repository / "refs" / branch).write_text(commit)
+        snapshot = write_model(repository / "snapshots" / commit, "bert")
+        set_seed(seed)
+        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(snapshot)).save_pretrained(snapshot)
+
+
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +118,8 @@ class Watch:
     def __init__(self) -> None:
         self.ddp: dict[str, Any] = {}
         self.loaded: list[Any] = []
-        load, wrap = app.preparation.load_classifier, DistributedDataParallel.__init__
+        self.changes: list[tuple[str, str]] = []
+        load, wrap, finish = app.preparation.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
 
         def load_and_watch(*arguments: Any) -> Any:
             classifier = load(*arguments)
@@ -112,20 +130,24 @@ class Watch:
         def wrap_and_watch(ddp: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
             wrap(ddp, *arguments, **options)
             plain = {name: x for name, x in vars(ddp).items() if isinstance(x, bool | int | float | str | None)}
-            self.ddp |= plain
+            self.ddp |= plain | {"broadcast_buffers": ddp.broadcast_buffers}
 
+        def look_and_finish(record: RunRecord, *arguments: Any) -> None:
+            model, tokenizer, *before = self.loaded
+            after = self.describe(model, tokenizer)
+            self.changes += [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+            finish(record, *arguments)
+
+        RunRecord.finish = look_and_finish  # type: ignore[method-assign]
         app.preparation.load_classifier = load_and_watch
         DistributedDataParallel.__init__ = wrap_and_watch  # type: ignore[method-assign]
 
     @staticmethod
     def describe(model: Any, tokenizer: Any) -> list[str]:
+        """Everything but what saving a model adds to its config."""
         generation_config = getattr(model, "generation_config", None)
-        return [repr(model.config), repr(generation_config), repr(tokenizer), repr(tokenizer.init_kwargs)]
-
-    def changes(self) -> list[tuple[str, str]]:
-        """What is not as it was when the model had been loaded."""
-        model, tokenizer, *before = self.loaded
-        return [pair for pair in zip(before, self.describe(model, tokenizer), strict=True) if pair[0] != pair[1]]
+        config = {name: x for name, x in model.config.to_dict().items() if name not in ("architectures", "dtype")}
+        return [repr(config), repr(generation_config), repr(tokenizer), repr(tokenizer.init_kwargs)]
 
 
 def run_all(settings: Settings) -> None:
@@ -136,13 +158,12 @@ def run_all(settings: Settings) -> None:
     watch = Watch()
     with join(settings) as world:
         for path, flags in json.loads(file.read_text()):
-            watch.ddp, watch.loaded, problem = {}, [], None
+            watch.ddp, watch.changes, problem = {}, [], None
             try:
                 PATHS[path].fine_tune(parse_settings(arguments=flags), world)  # type: ignore[attr-defined]
             except Exception as raised:
                 problem = f"{type(raised).__name__}: {raised}"
-            changes = watch.changes() if watch.loaded and problem is None else []
-            outcomes.append({"problem": problem, "changes": changes, "ddp": watch.ddp})
+            outcomes.append({"problem": problem, "changes": watch.changes, "ddp": watch.ddp})
             gc.collect()  # a DDP module must not outlive the process group
     if world.is_main:
         file.with_name("outcomes.json").write_text(json.dumps(outcomes))
