@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_scheduler, set_seed
+from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from app.distributed.processes import World, join
 from app.errors import UserError
-from app.model.load import load_classifier, load_tokenizer
+from app.model.load import load_classifier, load_tokenizer, resolve_commit
 from app.optimization import build_optimizer, build_scheduler, default_learning_rate
 from app.preparation import quieten, read_and_split
 from app.report.statistics import Interval, paired_seeds
 from app.report.templates import markdown_environment
-from app.reviews.batches import BatchPlan, plan_batches, shard_loader, train_loader
+from app.reviews.batches import BatchPlan, Collator, plan_batches, shard_loader, train_loader
 from app.reviews.split import Indices, Split
 from app.reviews.table import ReviewTable
 from app.reviews.tokens import lengths_of, tokenise
@@ -112,6 +112,7 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     Raises:
         UserError: anything wrong with the file, the split, the batch or the model.
     """
+    settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     recipes = differences(ranks, settings.gradient_accumulation_steps)
     found: dict[str, list[tuple[Outcome, Outcome]]] = {name: [] for name in recipes}
     with join(settings) as world:
@@ -199,7 +200,7 @@ def train(settings: Settings, recipe: Recipe, reviews: Reviews, ranks: int, worl
 
     model.eval()
     test = reviews.split.test
-    collator = DataCollatorWithPadding(reviews.tokenizer)
+    collator = Collator(reviews.tokenizer)
     loader = shard_loader(reviews.rows.select(test), reviews.lengths[test], collator, world, settings)
     correct = np.empty(len(test), dtype=bool)
     places = iter(loader.sampler)
@@ -249,7 +250,7 @@ class Turn:
 
 def take_turns(settings: Settings, recipe: Recipe, reviews: Reviews, plan: BatchPlan, world: World) -> Iterator[Turn]:
     mine = reviews.split.train
-    collator = DataCollatorWithPadding(
+    collator = Collator(
         reviews.tokenizer,
         padding="max_length" if recipe.padding == "max_length" else True,
         max_length=settings.max_length if recipe.padding == "max_length" else None,

@@ -128,11 +128,12 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
         UserError: a mistake in data, batch or model: found here, it is one line and not one from each process.
         RunError: a road failed.
     """
-    from app.model.load import load_config
+    from app.model.load import load_config, resolve_commit
     from app.preparation import read_and_split
 
     read_and_split(settings, nproc_per_node)
-    load_config(settings)
+    settings = dataclasses.replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
+    load_config(settings, settings.revision)
     folder = create_folder(settings.output_dir, RUNS / "comparisons")
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):

@@ -36,7 +36,6 @@ from transformers import set_seed
 from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch, reduce_sum
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, write_training_state
-from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -114,7 +113,7 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
 
             # All ranks clip by the same norm: it is that of the averaged gradients. 0 stands for "never clip".
             norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), settings.max_grad_norm or float("inf"))
-            skip_step_if_nonfinite(optimizer, norm)  # on the device: the loop never waits for the norm
+            prepared.guard_step(step + 1, optimizer, norm)  # a norm that is not finite lets the device skip the step
             optimizer.step()
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()

@@ -13,16 +13,18 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.distributed.processes import World, gather_objects, local_main_first, together
+from app.distributed.processes import World, from_main, gather_objects, local_main_first, together
+from app.distributed.training_state import require_gradients
 from app.errors import UserError
 from app.files import refuse_used
+from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, load_metrics
-from app.model.load import Classifier, load_classifier, load_tokenizer
+from app.model.load import Classifier, load_classifier, load_tokenizer, resolve_commit
 from app.optimization import default_learning_rate, warmup_steps
 from app.resume import Resume, check_fits, find_resume
-from app.reviews.batches import BatchPlan, plan_batches, shard_loader, train_loader
+from app.reviews.batches import BatchPlan, Collator, plan_batches, shard_loader, train_loader
 from app.reviews.split import Indices, Split, split_reviews
 from app.reviews.table import ReviewTable, describe_dropped, read_reviews
 from app.reviews.tokens import lengths_of, tokenise
@@ -39,7 +41,7 @@ class Preparation:
     split: Split
     plan: BatchPlan
     tokenizer: PreTrainedTokenizerBase
-    collator: DataCollatorWithPadding
+    collator: Collator
     model: PreTrainedModel
     learning_rate: float
     train_rows: datasets.Dataset
@@ -54,6 +56,16 @@ class Preparation:
     def watched_labels(self) -> NDArray[np.int64]:
         """Class ids, int64, of the rows that are evaluated during training: the validation rows, else the test rows."""
         return self.table.labels[self.split.validation if self.watched == "validation" else self.split.test]
+
+    def guard_step(self, step: int, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+        """Call before each optimizer step, counted from 1, on every rank.
+
+        Raises:
+            RunError: in the first step, a parameter got no gradient although DDP relies on it.
+        """
+        if step == self.resume.step + 1 and not self.record.settings.ddp_find_unused_parameters:
+            require_gradients(self.model)
+        skip_step_if_nonfinite(optimizer, grad_norm)
 
     @property
     def test_labels(self) -> NDArray[np.int64]:
@@ -87,19 +99,24 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
             refuse_used(settings.output_dir)
         table, split, plan = read_and_split(settings, world.size)
     check_fingerprints(split.fingerprint)
+    commit = None
+    with together():
+        if world.is_main:
+            commit = resolve_commit(settings)
+    commit = from_main(commit)
     with local_main_first(world):
-        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
+        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
     rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
     with local_main_first(world):
-        classifier = load_classifier(settings, table.class_names, tokenizer)
+        classifier = load_classifier(settings, table.class_names, tokenizer, commit)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     settings.learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     with together():
-        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps)
+        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps, commit)
     with local_main_first(world):
         load_metrics()  # now: an evaluation that fails after hours of training would be too late
 
-    collator = DataCollatorWithPadding(tokenizer)
+    collator = Collator(tokenizer)
     lengths = lengths_of(rows)
     inputs = rows.remove_columns("length")
 
@@ -114,8 +131,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         return [int(row) for row in table.rows[split.train[positions]]]
 
     watched = "validation" if len(split.validation) else "test"
-    record = RunRecord(path_name, settings, table, split, world, resume, rows_of_step)
-    world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world, resume))
+    record = RunRecord(path_name, settings, table, split, world, resume, rows_of_step, commit)
+    world.say(start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world, resume, commit))
     return Preparation(
         table,
         split,
@@ -189,6 +206,7 @@ def start_up_block(
     folder: Path,
     world: World,
     resume: Resume,
+    commit: str | None,
 ) -> str:
     """What will happen, in a few lines."""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
@@ -209,7 +227,7 @@ def start_up_block(
             f"{len(split.train)} training + {validation}{len(split.test)} test; classes {classes}",
         ),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
-        ("model", f"{classifier.origin}; {parameters:.1f} M parameters"),
+        ("model", f"{classifier.origin}{f' at {commit[:12]}' if commit else ''}; {parameters:.1f} M parameters"),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         (
             "steps",

@@ -24,8 +24,10 @@ MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.safetensors", "optimizer.safetensors
 CHECKPOINT_FILES = (MODEL, OPTIMIZER, RANDOM, SCHEDULE, STATE)
 # These may change: the training stays the same except for rounding and, where random streams can't be continued,
 # dropout masks, which `Resume.changes` announces. The model and its length are compared in other ways.
-FREE = {"gradient_accumulation_steps", "trust_remote_code", "num_train_epochs", "max_steps", "bf16", "model"}
-BEST = ("metric_for_best_model", "eval_strategy", "eval_steps")  # decide which weights are the best
+FREE = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
+FREE |= {"model", "revision", "trust_remote_code"}  # compared by folder or commit, not by name
+# Decide which weights are the best: the batch size by the last digits of a score, where two are nearly equal.
+BEST = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
 
 
 @dataclass(frozen=True)
@@ -247,12 +249,20 @@ def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], No
     return Found(folder.resolve(), checkpoint, held)
 
 
-def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: str, total_steps: int) -> None:
+def check_fits(
+    resume: Resume,
+    path_name: str,
+    settings: Settings,
+    fingerprint: str,
+    total_steps: int,
+    model_commit: str | None = None,
+) -> None:
     """Check that a checkpoint is of the same training path, rows, model and schedule. Otherwise the resumed run would
     not be bitwise identical to an undisturbed one.
 
     Args:
         settings: with the learning rate resolved.
+        model_commit: the commit on the Hub that the model is loaded from; None for any other model.
 
     Raises:
         UserError: it is not; names everything that differs.
@@ -268,7 +278,11 @@ def check_fits(resume: Resume, path_name: str, settings: Settings, fingerprint: 
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
     pairs += [("path", resume.state["path"], path_name)]
     pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
+    # A checkpoint of an older version does not name the commit, so nothing is known that could differ.
+    commit = resume.state.get("model_commit", model_commit)
     differing = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
+    if commit != model_commit:
+        differing.append(f"the model's commit was {commit} and is {model_commit} (add --revision {commit})")
     if differing:
         raise UserError(f"can't resume from {resume.checkpoint}: {'; '.join(differing)}")
     for log in LOGS:

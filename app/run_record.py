@@ -123,17 +123,19 @@ class RunRecord:
         world: World,
         resume: Resume,
         rows_of_step: Callable[[int], Sequence[int]],
+        model_commit: str | None = None,
     ) -> None:
         """Claim the run's folder. Nothing in it changes before `begin`.
 
         Args:
             rows_of_step: this rank's data rows of an optimizer step, counted from 1.
+            model_commit: the commit on the Hub that the model was loaded from; None for any other model.
 
         Raises:
             AgreedError: the folder can't be created or written, another job uses it, or not all ranks see it.
         """
         self.path_name, self.settings, self.table, self.split, self.world = path_name, settings, table, split, world
-        self.resume, self.rows_of_step = resume, rows_of_step
+        self.resume, self.rows_of_step, self.model_commit = resume, rows_of_step, model_commit
         self.devices = gather_objects(device_name(world.device))
         folder, self.lock = resume.folder, resume.lock
         with together():
@@ -232,7 +234,8 @@ class RunRecord:
         """Keeps one optimizer step: this rank's mean loss, the global gradient norm before clipping, its
         micro-batches."""
         now = time.perf_counter()
-        masks = [batch["attention_mask"] for batch in batches]
+        # A model that takes no mask reads padding as text, so all positions count as tokens.
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
         progress.step = step
         self.pending.append(
             Step(
@@ -330,7 +333,13 @@ class RunRecord:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         write_model_card(
-            staging / "README.md", self.path_name, self.settings, self._split(), self.table.class_names, metrics
+            staging / "README.md",
+            self.path_name,
+            self.settings,
+            self.model_commit,
+            self._split(),
+            self.table.class_names,
+            metrics,
         )
         commit(staging, self.model_folder)
         self._write_predictions(logits)
@@ -430,6 +439,7 @@ class RunRecord:
             "threads": torch.get_num_threads(),
             "fingerprint": self.split.fingerprint,
             "settings": self.settings.as_dict(),
+            "model_commit": self.model_commit,
             "totals": dataclasses.asdict(self.totals),
             "best": dataclasses.asdict(self.best),
         }
@@ -457,6 +467,7 @@ class RunRecord:
     def _settings(self) -> dict[str, Any]:
         return self.settings.as_dict() | {
             "path": self.path_name,
+            "model_commit": self.model_commit,
             "csv": str(self.table.path),
             "world_size": self.world.size,
             "devices": self.devices,

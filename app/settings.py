@@ -59,6 +59,7 @@ class ModelSettings:
     _argument_group_name = "model: what is trained"
 
     model: str = knob(TINY, f"name on the Hugging Face Hub, a local folder, or `{TINY}`: a BERT of 2 layers x 128")
+    revision: str | None = knob(None, "branch, tag or commit of a model on the Hub; unset: its main branch")
     dropout: float | None = knob(None, "overrides every dropout probability in the model's config")
     trust_remote_code: bool = knob(False, "run Python code that comes with a Hub model: only for authors you trust")
 
@@ -103,7 +104,9 @@ class EvaluationSettings:
 
     eval_strategy: Literal["epoch", "steps", "no"] = knob("epoch", "when to evaluate during training")
     eval_steps: int = knob(500, "optimizer steps between two evaluations with --eval_strategy steps")
-    eval_batch_size: int = knob(64, "rows a rank evaluates at once; changes no figure")
+    eval_batch_size: int = knob(
+        64, "rows a rank evaluates at once; changes the padding, and so scores by rounding in the last digits"
+    )
 
 
 @dataclass
@@ -205,6 +208,7 @@ class Settings(
                 "--load_best_model_at_end needs rows to choose on that are no test rows: add --validation_size 0.1 "
                 "and an --eval_strategy",
             ),
+            (self.revision != "", "--revision is empty: must name a branch, a tag or a commit"),
             (self.output_dir != "", "--output_dir is empty: must name a folder"),
         ]
 

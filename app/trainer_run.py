@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import (
@@ -36,7 +37,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
 from app.distributed.stopping import StopRequest
 from app.distributed.training_state import build_buckets, read_training_state, read_weights, write_training_state
-from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, score
 from app.optimization import build_optimizer, build_scheduler
 from app.preparation import Preparation, closing_block, prepare
@@ -73,6 +73,10 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
+    trainer.accelerator.ddp_handler = DDPArguments(
+        find_unused_parameters=settings.ddp_find_unused_parameters,
+        bucket_cap_mb=settings.ddp_bucket_cap_mb,
+    )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     if not settings.disable_tqdm:
@@ -123,6 +127,7 @@ def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArg
         ddp_bucket_cap_mb=settings.ddp_bucket_cap_mb,
         ddp_timeout=settings.ddp_timeout,
         disable_tqdm=settings.disable_tqdm,
+        label_names=["labels"],  # else every argument of the model's forward that has "label" in its name
         report_to="none",
     )
 
@@ -132,6 +137,14 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     logits, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     scores = score(logits, labels)
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
+
+
+class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """The arguments that app.ddp_loop gives DDP. accelerate drops those that equal its own defaults, such as a
+    `bucket_cap_mb` of 25, for which DDP does not make its first bucket small as it does for None."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return {"find_unused_parameters": self.find_unused_parameters, "bucket_cap_mb": self.bucket_cap_mb}
 
 
 class Bar(ProgressCallback):
@@ -227,7 +240,7 @@ class ReviewTrainer(Trainer):
         epoch = step / self.prepared.plan.steps_per_epoch
         loss = sum(self.micro_losses, start=torch.zeros((), device=self.world.device))
         assert isinstance(self.optimizer, AcceleratedOptimizer)
-        skip_step_if_nonfinite(self.optimizer.optimizer, norm)
+        self.prepared.guard_step(step, self.optimizer.optimizer, norm)
         self.record.add_step(step, epoch, loss, norm, self._get_learning_rate(), self.micro_batches)
         self.micro_losses, self.micro_batches = [], []
         if step % self.record.settings.logging_steps == 0 or step == self.state.max_steps:

@@ -13,12 +13,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from app.distributed.processes import World, reduce_mean
 from app.model.load import load_classifier, load_tokenizer
 from app.preparation import quieten, read_and_split
-from app.reviews.batches import BatchPlan, train_loader
+from app.reviews.batches import BatchPlan, Collator, train_loader
 from app.reviews.split import Split
 from app.reviews.table import ReviewTable
 from app.reviews.tokens import lengths_of, tokenise
@@ -44,9 +44,7 @@ def set_up(settings: Settings, world: World) -> Bench:
     rows = tokenise(table, tokenizer, settings.max_length, Path(settings.cache_dir), world)
     model = load_classifier(settings, table.class_names, tokenizer).model.to(device=world.device)
     train = rows.remove_columns("length").select(split.train)
-    loader = train_loader(
-        train, lengths_of(rows)[split.train], DataCollatorWithPadding(tokenizer), plan, world, settings
-    )
+    loader = train_loader(train, lengths_of(rows)[split.train], Collator(tokenizer), plan, world, settings)
     return Bench(table, split, plan, tokenizer, DistributedDataParallel(model), loader)
 
 

@@ -105,12 +105,26 @@ def test_a_missing_log_is_named(folder):
 CHOOSING = {"load_best_model_at_end": True, "validation_size": 0.1, "metric_for_best_model": "loss"}
 
 
-@pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"load_best_model_at_end": False}])
+@pytest.mark.parametrize(
+    "change", [{"metric_for_best_model": "f1"}, {"load_best_model_at_end": False}, {"eval_batch_size": 7}]
+)
 def test_what_is_best_may_not_change_on_the_way(tmp_path, change):
     run = make_run(tmp_path / "choosing", **CHOOSING)
     check(run, **CHOOSING)
     with pytest.raises(UserError, match=f"{next(iter(change))} was "):
         check(run, **CHOOSING | change)
+
+
+def test_a_model_of_another_commit_is_refused_and_the_right_one_named(folder):
+    found = resume(folder)
+    found.state["model_commit"] = "a" * 40
+
+    def check_commit(commit: str) -> None:
+        check_fits(found, "ddp_loop", Settings(learning_rate=1e-3, revision="any"), FINGERPRINT, TOTAL, commit)
+
+    check_commit("a" * 40)
+    with pytest.raises(UserError, match=f"add --revision {'a' * 40}"):
+        check_commit("b" * 40)
 
 
 def test_the_best_weights_so_far_must_be_there_before_the_training_goes_on(tmp_path):

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import set_seed
 
 from app.distributed.processes import World, gather_objects
+from app.errors import RunError
 from app.resume import MODEL, OPTIMIZER, RANDOM, SCHEDULE, Resume
 
 Tensors = dict[str, torch.Tensor]
@@ -74,7 +76,28 @@ def build_buckets(ddp: torch.nn.Module, batch: Tensors) -> None:
     """
     ddp.train()
     ddp(**batch).loss.backward()
+    if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters:
+        require_gradients(ddp)
     ddp.zero_grad()
+
+
+def require_gradients(model: torch.nn.Module) -> None:
+    """Check that backward() has reached every parameter, which DDP relies on unless it is set to search for the rest.
+
+    DDP itself complains only in the next forward pass, when the first step has been made with gradients that were not
+    averaged over the ranks. The model is the same on every rank, and so is the outcome.
+
+    Raises:
+        RunError: some parameters have no gradient.
+    """
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if unused:
+        raise RunError(
+            f"{len(unused)} of the model's parameters, such as {unused[0].removeprefix('module.')}, take no part in "
+            "classification: add --ddp_find_unused_parameters"
+        )
 
 
 def write_weights(folder: Path, model: torch.nn.Module) -> None:

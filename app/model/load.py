@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -21,7 +22,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    logging,
+)
 
 from app.errors import UserError
 from app.model.tiny_bert import learn_tokenizer, tiny_config
@@ -39,8 +47,40 @@ class Classifier:
     origin: str
 
 
-def load_tokenizer(settings: ModelSettings, train_texts: Iterable[str]) -> PreTrainedTokenizerBase:
+def resolve_commit(settings: ModelSettings) -> str | None:
+    """Resolve `--model` and `--revision` to the hash of a commit on the Hub.
+
+    A branch such as `main` can move between two requests: resolve it once and load every file from that commit.
+
+    Returns:
+        The hash, or None for a local folder and for `tiny`. Without a connection it is that of the local cache.
+
+    Raises:
+        UserError: no such model or revision, `--revision` without a model of the Hub, or the Hub can't be reached and
+            the model is not in the local cache.
+    """
+    if settings.model != TINY:
+        _check_folder(settings.model)
+    if settings.model == TINY or Path(settings.model).is_dir():
+        if settings.revision is not None:
+            raise UserError(f"--revision {settings.revision}: only models on the Hub have one, not {settings.model}")
+        return None
+    commit = _hub_commit(settings.model, settings.revision)
+    if commit is not None:
+        return commit
+    config = try_to_load_from_cache(settings.model, CONFIG_NAME, revision=settings.revision)
+    if not isinstance(config, str):
+        raise UserError(f"--model {settings.model}: {NOT_CACHED}")
+    return Path(config).parent.name  # the cache's layout: snapshots/<commit>/config.json
+
+
+def load_tokenizer(
+    settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None
+) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, or for `tiny` one learned from the training rows.
+
+    Args:
+        commit: what `resolve_commit` has returned.
 
     Raises:
         UserError: no such model, or no tokenizer in its folder, or the Hub can't be reached.
@@ -48,14 +88,17 @@ def load_tokenizer(settings: ModelSettings, train_texts: Iterable[str]) -> PreTr
     if settings.model == TINY:
         return learn_tokenizer(train_texts)
     _check_folder(settings.model)
-    tokenizer: PreTrainedTokenizerBase = _fetch(AutoTokenizer, settings)
+    tokenizer: PreTrainedTokenizerBase = _fetch(AutoTokenizer, settings, commit)
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     return tokenizer
 
 
-def load_config(settings: ModelSettings) -> PretrainedConfig | None:
+def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
     """The config of the model asked for; None for `tiny`, whose config depends on the vocabulary.
+
+    Args:
+        commit: what `resolve_commit` has returned.
 
     Raises:
         UserError: no such model, or the Hub can't be reached.
@@ -63,19 +106,26 @@ def load_config(settings: ModelSettings) -> PretrainedConfig | None:
     if settings.model == TINY:
         return None
     _check_folder(settings.model)
-    config: PretrainedConfig = _fetch(AutoConfig, settings)
+    config: PretrainedConfig = _fetch(AutoConfig, settings, commit)
     return config
 
 
-def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Classifier:
+def load_classifier(
+    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
+) -> Classifier:
     """The classifier in training precision, its head sized and named by the data's classes.
 
     Weights that don't come with the model (the head, or all of them) are drawn from the seed: the same on every rank.
 
+    Args:
+        tokenizer: the model's. Its `model_input_names` become the inputs that the model takes.
+        commit: what `resolve_commit` has returned.
+
     Raises:
-        UserError: no such model, one that can't classify sequences, or `max_length` beyond what it can read.
+        UserError: no such model, one that can't classify sequences, one that doesn't fit its tokenizer, or
+            `max_length` beyond what it can read.
     """
-    fetched = load_config(settings)
+    fetched = load_config(settings, commit)
     if fetched is None:
         config: PretrainedConfig = tiny_config(len(tokenizer), tokenizer.pad_token_id)
         pretrained, origin = False, "tiny BERT (2 layers x 128), weights from the seed"
@@ -86,8 +136,9 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
-    if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = tokenizer.pad_token_id
+    align_with_trainer(config, tokenizer)
+    _check_padding(settings, config)
+    _check_layerdrop(settings, config)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     longest = longest_input(config, tokenizer)
@@ -98,7 +149,9 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     if pretrained:
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # its report of the new head is one line in our start-up block instead
-        model = _fetch(AutoModelForSequenceClassification, settings, config=config, ignore_mismatched_sizes=True)
+        model = _fetch(
+            AutoModelForSequenceClassification, settings, commit, config=config, ignore_mismatched_sizes=True
+        )
         logging.set_verbosity(verbosity)
     else:
         try:
@@ -108,6 +161,7 @@ def load_classifier(settings: Settings, class_names: Sequence[str], tokenizer: P
     # Classification heads take **kwargs but don't normalise by num_items_in_batch, as Trainer believes of models that
     # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
+    _match_inputs(tokenizer, model)
     model.register_forward_hook(_spread_what_is_not_finite)
     model.to(torch.float64 if settings.precision == "fp64" else torch.float32)
     return Classifier(model, pretrained, origin)
@@ -119,6 +173,61 @@ def _spread_what_is_not_finite(model: torch.nn.Module, inputs: Any, outputs: Any
     gradients. A finite loss is multiplied by 1.0, which changes no bit of it."""
     if outputs.get("loss") is not None:
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
+
+
+def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make every change to the config that Trainer would make to a model's, so that it finds nothing to change.
+
+    It would come too late there: embeddings take their `padding_idx` from the config when they are built.
+    """
+    config.use_cache = False  # training needs no cache of keys and values, and a model's kernels may depend on it
+    config.return_dict = True  # both training paths read outputs by name
+    text_config = config.get_text_config()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        token_id, declared = getattr(tokenizer, name), getattr(text_config, name, None)
+        if token_id is None or token_id == declared:
+            continue
+        if isinstance(declared, list):  # several tokens can end a text: keep the others
+            if token_id in declared:
+                continue
+            token_id = [token_id, *declared] if name == "eos_token_id" else token_id
+        setattr(text_config, name, token_id)
+
+
+def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
+    text_config = config.get_text_config()
+    size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
+    if size is not None and token_id is not None and token_id >= size:
+        raise UserError(
+            f"--model {settings.model}: the id of its tokenizer's padding token is {token_id}, but its config has "
+            f"vocab_size {size}: resize the model's embeddings, or use a padding token that it knows"
+        )
+
+
+def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
+    """LayerDrop skips layers on each rank by chance. DDP must know, or a rank waits for gradients that never come."""
+    for name, value in config.to_dict().items():
+        if "layerdrop" in name and value and not settings.ddp_find_unused_parameters:
+            raise UserError(
+                f"--model {settings.model}: its config sets {name} to {value}, so steps leave out layers: add "
+                "--ddp_find_unused_parameters"
+            )
+
+
+def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Let the tokenizer yield what the model takes, whatever its own configuration says.
+
+    Without the mask a model would read padding as text, and it may refuse or misread an input that it doesn't name.
+    """
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        return  # a wrapper around the actual model, whose arguments can't be known
+    names = [name for name in tokenizer.model_input_names if name in takes]
+    if "attention_mask" in takes and "attention_mask" not in names:
+        names.append("attention_mask")
+    if names != list(tokenizer.model_input_names):
+        tokenizer.model_input_names = names
+        tokenizer.init_kwargs["model_input_names"] = names  # what save_pretrained writes
 
 
 def override_dropout(config: PretrainedConfig, probability: float) -> None:
@@ -165,34 +274,40 @@ def _check_folder(model: str) -> None:
         raise UserError(f"--model {model}: no such folder")
 
 
-def _fetch(auto_class: Any, settings: ModelSettings, **more: Any) -> Any:
+def _fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **more: Any) -> Any:
     is_folder = Path(settings.model).is_dir()
-    offline = not is_folder and not _on_the_hub(settings.model)
+    offline = not is_folder and _hub_commit(settings.model, settings.revision) is None
+    if not is_folder:
+        more["revision"] = commit or settings.revision or "main"
     try:
         return auto_class.from_pretrained(
             settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **more
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as problem:
         # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
-        what = "can't be loaded: " + _first_line(problem)
-        if offline:
-            what = "the Hub can't be reached, and the model is not in the local cache"
+        what = NOT_CACHED if offline else "can't be loaded: " + _first_line(problem)
         raise UserError(f"--model {settings.model}: {what}") from None
 
 
+NOT_CACHED = "the Hub can't be reached, and the model is not in the local cache"
+
+
 @cache
-def _on_the_hub(name: str) -> bool:
-    """True where the Hub answers that it has the model; False where it doesn't answer. One try and at most 10 seconds:
-    transformers alone would try six times an asked file, for a minute, and write of each."""
+def _hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit of a model on the Hub; None where the Hub doesn't answer.
+
+    One try and at most 10 seconds: transformers alone would try six times per file, for a minute, and log each try.
+    """
     try:
-        HfApi().model_info(name, timeout=10)
+        return HfApi().model_info(name, revision=revision, timeout=10).sha
+    except RevisionNotFoundError:
+        raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except RepositoryNotFoundError:
         raise UserError(f"--model {name}: no such model on the Hub (or it is private: `hf auth login` first)") from None
     except HFValidationError:
         raise UserError(f"--model {name}: no folder, no name on the Hub, and not `{TINY}`") from None
     except Exception:  # the HTTP library's own errors: another one with each version of huggingface_hub
-        return False
-    return True
+        return None
 
 
 def _first_line(problem: Exception) -> str:

@@ -14,6 +14,7 @@ def write_model_card(
     path: Path,
     path_name: str,
     settings: Settings,
+    model_commit: str | None,
     split: Mapping[str, Any],
     class_names: Sequence[str],
     metrics: Mapping[str, Any],
@@ -22,6 +23,13 @@ def write_model_card(
     card = (
         markdown_environment()
         .get_template("model_card.md.j2")
-        .render(path_name=path_name, settings=settings, split=split, class_names=class_names, metrics=metrics)
+        .render(
+            path_name=path_name,
+            settings=settings,
+            model_commit=model_commit,
+            split=split,
+            class_names=class_names,
+            metrics=metrics,
+        )
     )
     path.write_text(card, encoding="utf-8")

@@ -76,6 +76,14 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     )
 
 
+class Collator(DataCollatorWithPadding):
+    """Pad rows to the longest of a batch: the tokenizer's `model_input_names` and the labels, nothing else."""
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {*self.tokenizer.model_input_names, "labels"}
+        return super().__call__([{name: row[name] for name in row if name in names} for row in features])
+
+
 class WholeBatchSampler(DistributedSampler[Any]):
     """A `DistributedSampler` whose epoch ends with the last whole global batch.
 
@@ -141,7 +149,7 @@ class LengthGroupedSampler(WholeBatchSampler):
 def train_loader(
     rows: Dataset,
     lengths: NDArray[np.int64],
-    collator: DataCollatorWithPadding,
+    collator: Collator,
     plan: BatchPlan,
     world: World,
     settings: Settings,
@@ -161,7 +169,7 @@ def train_loader(
 
 
 def shard_loader(
-    rows: Dataset, lengths: NDArray[np.int64], collator: DataCollatorWithPadding, world: World, settings: Settings
+    rows: Dataset, lengths: NDArray[np.int64], collator: Collator, world: World, settings: Settings
 ) -> DataLoader[Any]:
     """This rank's share of rows to evaluate: each row on exactly one rank, none twice, none padded.
 
@@ -172,9 +180,7 @@ def shard_loader(
     return _loader(rows, collator, settings.eval_batch_size, mine.tolist(), world)
 
 
-def _loader(
-    rows: Dataset, collator: DataCollatorWithPadding, batch_size: int, sampler: Any, world: World
-) -> DataLoader[Any]:
+def _loader(rows: Dataset, collator: Collator, batch_size: int, sampler: Any, world: World) -> DataLoader[Any]:
     # Without a generator of its own, each iter(loader) draws from the global stream, and so from the training's
     # dropout.
     generator = torch.Generator().manual_seed(0)

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from architectures import write_hub_cache
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RevisionNotFoundError
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
     ElectraConfig,
     ErnieConfig,
+    FNetConfig,
     ModernBertConfig,
     RobertaConfig,
 )
+from transformers.trainer_utils import align_special_tokens
 
 from app.errors import UserError
-from app.model.load import load_classifier, load_tokenizer, longest_input, override_dropout
+from app.model import load
+from app.model.load import (
+    align_with_trainer,
+    load_classifier,
+    load_tokenizer,
+    longest_input,
+    override_dropout,
+    resolve_commit,
+)
 from app.model.tiny_bert import learn_tokenizer
+from app.reviews.batches import Collator
 from app.settings import Settings
 
 TEXTS = ["房间很干净，服务很好。", "早餐太差，再也不来。"] * 20
@@ -44,7 +62,8 @@ def folder(tmp_path, tokenizer):
     """Writes a model folder: config and tokenizer, and weights if asked for."""
 
     def write(name: str = "bert", weights: bool = False, **changes):
-        config = CONFIGS[name].__class__(**(CONFIGS[name].to_diff_dict() | {"vocab_size": len(tokenizer)} | changes))
+        known = CONFIGS | {"fnet": FNetConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=32)}
+        config = known[name].__class__(**(known[name].to_diff_dict() | {"vocab_size": len(tokenizer)} | changes))
         path = tmp_path / name
         if weights:
             AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
@@ -105,6 +124,148 @@ def test_dropout_overrides_every_dropout(folder, name):
     assert torch.equal(model(**batch).logits, model(**batch).logits)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_special_tokens_are_the_tokenizer_s_before_the_model_is_built(folder, tokenizer, weights):
+    settings = Settings(model=folder("bert", weights, pad_token_id=7, bos_token_id=8, eos_token_id=9), max_length=32)
+    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
+    model = load_classifier(settings, ["0", "1"], tokenizer).model
+    assert model.bert.embeddings.word_embeddings.padding_idx == model.config.pad_token_id == tokenizer.pad_token_id
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert model.config.use_cache is False
+
+
+def test_tokens_that_the_tokenizer_does_not_define_stay(tokenizer):
+    config = BertConfig(bos_token_id=8, eos_token_id=[9, 10])
+    align_with_trainer(config, tokenizer)
+    assert (config.bos_token_id, config.eos_token_id) == (8, [9, 10])
+    tokenizer.eos_token = "[SEP]"
+    align_with_trainer(config, tokenizer)
+    assert config.eos_token_id == [tokenizer.eos_token_id, 9, 10]
+
+
+@pytest.mark.parametrize("eos_token_id", [9, [9, 10], [3, 9], None])
+def test_trainer_finds_nothing_left_to_align(tokenizer, eos_token_id):
+    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
+    config = BertConfig(pad_token_id=7, eos_token_id=eos_token_id)
+    align_with_trainer(config, tokenizer)
+    before = config.to_dict()
+    align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
+    assert config.to_dict() == before
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_one_line(folder):
+    path = folder("bert")
+    config = BertConfig.from_pretrained(path)
+    config.vocab_size, config.pad_token_id = 5, 4
+    config.save_pretrained(path)
+    tokenizer = load_tokenizer(Settings(model=path), TEXTS)
+    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    tokenizer.save_pretrained(path)
+    assert "vocab_size 5" in one_line(Settings(model=path, max_length=32))
+
+
+def test_layerdrop_needs_the_search_for_unused_parameters(folder):
+    path = folder("bert", layerdrop=0.1)
+    assert "--ddp_find_unused_parameters" in one_line(Settings(model=path, max_length=32))
+    settings = Settings(model=path, max_length=32, ddp_find_unused_parameters=True)
+    load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "taken"),
+    [
+        ("bert", ["input_ids"], ["input_ids", "attention_mask"]),
+        ("distilbert", ["input_ids", "token_type_ids", "attention_mask"], ["input_ids", "attention_mask"]),
+        ("bert", ["input_ids", "token_type_ids"], ["input_ids", "token_type_ids", "attention_mask"]),
+        ("fnet", ["input_ids", "attention_mask"], ["input_ids"]),
+    ],
+)
+def test_a_tokenizer_yields_what_the_model_takes_and_is_saved_so(folder, tmp_path, name, listed, taken):
+    settings = Settings(model=folder(name), max_length=32)
+    tokenizer = load_tokenizer(settings, TEXTS)
+    tokenizer.model_input_names = listed
+    model = load_classifier(settings, ["0", "1"], tokenizer).model
+    rows = tokenizer(TEXTS[:2], return_token_type_ids=True, return_attention_mask=False)
+    rows = [{"labels": 0} | {key: rows[key][i] for key in rows} for i in range(2)]
+    batch = Collator(tokenizer)(rows)
+    assert sorted(batch) == sorted([*taken, "labels"])
+    model(**batch).loss.backward()
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert sorted(AutoTokenizer.from_pretrained(tmp_path / "saved").model_input_names) == sorted(taken)
+
+
+# ---- models on the Hub ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A cache of `someone/model`, whose main branch is at commit aaa… and whose other one is at bbb…."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_hub_cache(tmp_path / "hub", "someone/model", main="a" * 40, branch="b" * 40)
+    load._hub_commit.cache_clear()
+    yield tmp_path / "hub"
+    load._hub_commit.cache_clear()
+
+
+@pytest.fixture
+def hub(hub_cache, monkeypatch):
+    """The Hub answers; its branches move when the test says so. Files come from the cache."""
+    commits = {None: "a" * 40, "branch": "b" * 40}
+
+    def model_info(self, name, *, revision=None, timeout=None):
+        if revision not in commits:
+            raise RevisionNotFoundError("none", response=Mock())
+        return SimpleNamespace(sha=commits[revision])
+
+    monkeypatch.setattr("app.model.load.HfApi.model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # for the files
+    return commits
+
+
+def commit_of_weights(settings: Settings, commit: str) -> str:
+    """Where the weights come from that are loaded with these arguments."""
+    tokenizer, name = load_tokenizer(settings, TEXTS, commit), "bert.embeddings.word_embeddings.weight"
+    weights = load_classifier(settings, ["0", "1"], tokenizer, commit).model.state_dict()[name]
+    (found,) = (
+        known
+        for known in ("a" * 40, "b" * 40)
+        for file in [hf_hub_download(settings.model, "model.safetensors", revision=known, local_files_only=True)]
+        if torch.equal(load_file(file)[name], weights)
+    )
+    return found
+
+
+@pytest.mark.parametrize(("revision", "commit"), [(None, "a" * 40), ("branch", "b" * 40)])
+@pytest.mark.parametrize("online", [False, True])
+def test_a_revision_is_resolved_to_a_commit_and_everything_is_loaded_from_it(request, online, revision, commit):
+    request.getfixturevalue("hub" if online else "hub_cache")
+    if not online:
+        request.getfixturevalue("monkeypatch").setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    settings = Settings(model="someone/model", revision=revision, max_length=32)
+    assert resolve_commit(settings) == commit
+    assert commit_of_weights(settings, commit) == commit
+
+
+def test_a_branch_that_moves_between_two_requests_changes_nothing(hub):
+    settings = Settings(model="someone/model", max_length=32)
+    commit = resolve_commit(settings)
+    hub[None] = "b" * 40
+    load._hub_commit.cache_clear()
+    assert resolve_commit(settings) != commit
+    assert commit_of_weights(settings, commit) == commit
+
+
+def test_a_revision_that_is_none_is_one_line(hub, folder):
+    for settings, told in (
+        (Settings(model="someone/model", revision="no-such"), "--revision no-such: someone/model has no such"),
+        (Settings(model=folder("bert"), revision="main"), "only models on the Hub have one"),
+        (Settings(revision="main"), "only models on the Hub have one"),
+    ):
+        with pytest.raises(UserError, match=told) as caught:
+            resolve_commit(settings)
+        assert len(str(caught.value).splitlines()) == 1
+
+
 def test_layerdrop_and_switches_are_no_dropout_probabilities():
     config = BertConfig()
     config.encoder_layerdrop, config.use_dropout_anywhere = 0.2, True
@@ -115,7 +276,8 @@ def test_layerdrop_and_switches_are_no_dropout_probabilities():
 
 def test_a_length_beyond_the_positions_is_one_line(folder, tokenizer):
     assert longest_input(CONFIGS["roberta"], tokenizer) == 64, "RoBERTa's positions start behind the padding id"
-    assert "--max_length 65" in one_line(Settings(model=folder("roberta"), max_length=65))
+    aligned = "the tokenizer's padding id, 0, is one less than the config's"
+    assert "--max_length 66" in one_line(Settings(model=folder("roberta"), max_length=66)), aligned
 
 
 def one_line(settings: Settings) -> str:

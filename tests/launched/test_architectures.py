@@ -1,0 +1,185 @@
+"""Both training paths are bitwise identical for any architecture, and so is a run that was resumed.
+
+All runs of a number of ranks share one torchrun job, which starts once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from architectures import CONFIGS, write_hub_cache, write_model
+from jobs import PROJECT, command_of, end_processes, environment_of
+
+from app.report.equality import first_difference
+from app.report.runs import read_run
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--max_steps=6", "--warmup_steps=0"]
+FLAGS += ["--eval_strategy=steps", "--eval_steps=4", "--validation_size=0.2", "--logging_steps=2"]
+FLAGS += ["--save_strategy=steps", "--save_steps=3", "--save_total_limit=9", "--threads=1", "--use_cpu"]
+FLAGS += ["--disable_tqdm", "--cache_dir=cache"]
+EXTRA = {"xlnet": ["--ddp_find_unused_parameters"]}
+FAST = ("bert", "gpt2", "bart", "batch_norm")
+ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS]
+
+
+def run_all(folder: Path, runs: dict[str, tuple[str, list[str]]], ranks: int = 2) -> dict[str, dict[str, Any]]:
+    """Runs `{folder: (path, flags)}` in one job; the outcome of each by its folder."""
+    content = [[path, [*FLAGS, *flags, f"--output_dir={name}"]] for name, (path, flags) in runs.items()]
+    (folder / "runs.json").write_text(json.dumps(content))
+    mark = uuid.uuid4().hex
+    command = command_of(str(PROJECT / "tests" / "architectures.py"), ["--threads=1", "--use_cpu"], ranks)
+    variables = environment_of(mark) | {"RUNS": str(folder / "runs.json"), "HF_HUB_CACHE": str(folder / "hub")}
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+        try:
+            assert job.wait(280) == 0, (folder / "log").read_text()
+        finally:
+            job.kill()
+            end_processes(mark)
+    return dict(zip(runs, json.loads((folder / "outcomes.json").read_text()), strict=True))
+
+
+def write_reviews(folder: Path) -> None:
+    """Reviews of three classes, which a tiny model can tell apart."""
+    reviews = [("差。", "好，", "一般")[i % 3] * (1 + i % 17) + f"第{i}次" for i in range(90)]
+    pd.DataFrame({"label": [("bad", "good", "mixed")[i % 3] for i in range(90)], "review": reviews}).to_csv(
+        folder / "reviews.csv", index=False
+    )
+
+
+def variants(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Runs of one step each, whose folders and flags or tokenizers are out of the ordinary."""
+    short = ["--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
+    models = {
+        "no_mask": write_model(folder / "no_mask", "bert", model_input_names=["input_ids"]),
+        "more_inputs": write_model(
+            folder / "more_inputs", "distilbert", model_input_names=["input_ids", "token_type_ids"]
+        ),
+        "unused": write_model(folder / "unused", "xlnet"),
+        "bucket_25": folder / "gpt2",
+        "bucket_1": folder / "gpt2",
+        "main": "someone/model",
+        "branch": "someone/model",
+    }
+    write_hub_cache(folder / "hub", "someone/model", main="a" * 40, branch="b" * 40)
+    flags = {"bucket_25": ["--ddp_bucket_cap_mb=25"], "bucket_1": ["--ddp_bucket_cap_mb=1"]}
+    flags["branch"] = ["--revision=branch"]
+    return {
+        f"{name}-{path}": (path, [*short, f"--model={model}", *flags.get(name, [])])
+        for name, model in models.items()
+        for path in PATHS
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, dict[str, Any]]]]:
+    """The folder and the outcomes of an architecture's runs; fast ones share a job, and so do slow ones."""
+
+    @cache
+    def train(fast: bool) -> tuple[Path, dict[str, dict[str, Any]]]:
+        folder, runs = tmp_path_factory.mktemp("architectures"), {}
+        write_reviews(folder)
+        for name in CONFIGS:
+            if (name in FAST) is not fast:
+                continue
+            model = [f"--model={write_model(folder / name, name)}", *EXTRA.get(name, [])]
+            runs |= {f"{name}-{path}": (path, model) for path in PATHS}
+            for step in (3, 6):
+                for path in PATHS:
+                    resume = f"--resume_from_checkpoint={name}-{path}/checkpoints/checkpoint-{step}"
+                    runs[f"{name}-{path}-{step}"] = (path, [*model, resume])
+        return folder, run_all(folder, runs | (variants(folder) if fast else {}))
+
+    def find(name: str) -> tuple[Path, dict[str, dict[str, Any]]]:
+        folder, outcomes = train(name in FAST or name not in CONFIGS)
+        return folder, {run: outcome for run, outcome in outcomes.items() if run.startswith(f"{name}-")}
+
+    return find
+
+
+def difference(a: Path, b: Path) -> str | None:
+    """The first difference of two runs, evaluations included."""
+    evaluations = [(folder / "evaluations.jsonl").read_text() for folder in (a, b)]
+    if evaluations[0] != evaluations[1]:
+        return f"evaluations: {evaluations}"
+    return first_difference(read_run(a), read_run(b))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_paths_train_and_resume_an_architecture_bitwise_identically(trained, name):
+    folder, outcomes = trained(name)
+    assert len(outcomes) == 6
+    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    differences = {run: difference(folder / f"{name}-ddp_loop", folder / run) for run in outcomes}
+    assert differences == dict.fromkeys(outcomes)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_training_changes_neither_config_nor_tokenizer(trained, name):
+    _, outcomes = trained(name)
+    assert {run: outcome["changes"] for run, outcome in outcomes.items()} == {run: [] for run in outcomes}
+
+
+@pytest.mark.parametrize("name", ["no_mask", "more_inputs"])
+def test_a_tokenizer_yields_what_the_model_takes(trained, name):
+    folder, outcomes = trained(name)
+    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    a, b = (read_run(folder / run) for run in outcomes)
+    assert first_difference(a, b) is None
+    assert a.steps[0]["tokens"] < a.steps[0]["padded_tokens"], "padding is masked"
+
+
+def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
+    _, outcomes = trained("unused")
+    for outcome in outcomes.values():
+        assert outcome["problem"].startswith("RunError: ")
+        assert "transformer.mask_emb" in outcome["problem"]
+        assert "add --ddp_find_unused_parameters" in outcome["problem"]
+        assert len(outcome["problem"].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes", "small_first"), [("gpt2", 25, True), ("bucket_25", 25, False), ("bucket_1", 1, False)]
+)
+def test_ddp_is_set_up_alike_in_both_paths(trained, name, megabytes, small_first):
+    _, outcomes = trained(name)
+    ours, theirs = (outcomes[f"{name}-{path}"]["ddp"] for path in PATHS)
+    assert ours == theirs
+    assert {"find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph"} <= set(ours)
+    assert (ours["bucket_bytes_cap"], ours["bucket_bytes_cap_default"]) == (megabytes * 2**20, small_first)
+
+
+def test_a_run_records_the_commit_of_its_model(trained):
+    for branch, commit in (("main", "a" * 40), ("branch", "b" * 40)):
+        folder, outcomes = trained(branch)
+        assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+        for run in outcomes:
+            assert json.loads((folder / run / "settings.json").read_text())["model_commit"] == commit
+            assert f"at commit `{commit}`" in (folder / run / "model" / "README.md").read_text()
+    weights = [
+        (folder / f"{name}-ddp_loop" / "model" / "model.safetensors").read_bytes() for name in ("main", "branch")
+    ]
+    assert weights[0] != weights[1]
+
+
+@pytest.mark.slow
+def test_any_bucket_size_is_bitwise_identical_at_three_ranks(tmp_path):
+    """With three ranks the order in which gradients are added depends on their place in a bucket."""
+    write_reviews(tmp_path)
+    model = ["--save_strategy=no", "--eval_strategy=no"]  # the embedded model, which fills more than one bucket
+    flags = {"unset": [], "25": ["--ddp_bucket_cap_mb=25"], "1": ["--ddp_bucket_cap_mb=1"]}
+    runs = {f"{path}-{name}": (path, [*model, *more]) for name, more in flags.items() for path in PATHS}
+    outcomes = run_all(tmp_path, runs, ranks=3)
+    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(runs)
+    for name in flags:
+        assert first_difference(*(read_run(tmp_path / f"{path}-{name}") for path in PATHS)) is None
