@@ -186,6 +186,9 @@ class RunRecord:
     def _reset_folder(self, evaluate_again: int | None) -> None:
         for name in RESULTS:
             (self.folder / name).unlink(missing_ok=True)
+        # Before anything else is written: a restarted job recognizes its folder by settings.json.
+        write_json(self.folder / "settings.json", self._settings())
+        write_json(self.folder / "split.json", self._split())
         self._copy_best_weights()
         for later in newest_first(self.checkpoints.folder):
             if step_of(later) > self.resume.step:  # damaged, or of steps that are run again
@@ -195,8 +198,6 @@ class RunRecord:
                 write_text(self.folder / name, "".join(lines))
             else:
                 (self.folder / name).unlink(missing_ok=True)
-        write_json(self.folder / "settings.json", self._settings())
-        write_json(self.folder / "split.json", self._split())
 
     def _check_shared(self) -> None:
         """Refuse a folder that only some nodes see: their checkpoints could not be resumed. Collective."""

@@ -54,7 +54,7 @@ def test_nodes_that_differ_in_gpus_end_in_one_line(launch, script, gpus, unknown
 
 @pytest.mark.parametrize("path_name", PATHS)
 def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, script, path_name):
-    flags = [*SMALL, "--use_cpu", "--bf16", "--save_strategy", "no", "--output_dir", "run"]
+    flags = [*SMALL, "--use_cpu", "--bf16", "--output_dir", "run"]
     done = launch(str(script), f"app.{path_name}", *flags, GPUS="1")
     assert done.status == 0, done.err
 
