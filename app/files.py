@@ -163,13 +163,3 @@ def flush(path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """JSON with every float as `repr` gives it: what is read back is equal to the bit."""
     write_text(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
-
-
-def plain_cell(text: str) -> str:
-    """A cell that a spreadsheet shows and doesn't run (OWASP, CSV injection): a quote before what begins a formula."""
-    if text.lstrip()[:1] in tuple("=+-@＝＋－＠") or text[:1] in ("\t", "\r", "\n"):
-        try:
-            float(text)
-        except ValueError:
-            return "'" + text
-    return text

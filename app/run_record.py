@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from app.cells import escape
 from app.distributed.checkpoints import PREFIX, Checkpoints, newest_first, problem_of, remove, step_of
 from app.distributed.processes import (
     World,
@@ -41,7 +42,7 @@ from app.distributed.processes import (
 )
 from app.distributed.training_state import read_weights, write_weights
 from app.errors import Preempted, RunError, UserError
-from app.files import RUNS, claim_folder, commit, flush, plain_cell, point_latest, write_json, write_text
+from app.files import RUNS, claim_folder, commit, flush, point_latest, write_json, write_text
 from app.loss_guard import nonfinite_error
 from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
@@ -492,6 +493,7 @@ class RunRecord:
             "n_validation": len(self.split.validation),
             "n_test": len(self.split.test),
             "fingerprint": self.split.fingerprint,
+            "csv_escape": "'",  # predictions.csv is written by app.cells.escape
         }
 
     def _write_predictions(self, logits: NDArray[np.floating[Any]]) -> None:
@@ -500,11 +502,12 @@ class RunRecord:
         staging = self.folder / ".predictions.csv.tmp"
         with staging.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-            writer.writerow(["row", "label", "predicted", *(f"probability_{name}" for name in names), "review"])
+            chances_of = [escape(f"probability_{name}") for name in names]
+            writer.writerow(["row", "label", "predicted", *chances_of, "review"])
             for position, chances, best in zip(test, probabilities, logits.argmax(axis=1), strict=True):
                 label, predicted = names[self.table.labels[position]], names[best]
                 text = self.table.texts.iloc[position]
-                cells = [plain_cell(label), plain_cell(predicted), *chances.tolist(), plain_cell(text)]
+                cells = [escape(label), escape(predicted), *chances.tolist(), escape(text)]
                 writer.writerow([int(self.table.rows[position]), *cells])
         commit(staging, self.folder / "predictions.csv")
 

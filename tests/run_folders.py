@@ -10,14 +10,27 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from app.cells import escape
 from app.reviews.split import split_reviews
 from app.reviews.table import read_reviews
 
 
 def write_run(
-    folder: Path, reviews: Path, *, path: str = "ddp_loop", chance: int = 0, steps: int = 12, **settings: Any
+    folder: Path,
+    reviews: Path,
+    *,
+    path: str = "ddp_loop",
+    chance: int = 0,
+    steps: int = 12,
+    escaped: bool = True,
+    **settings: Any,
 ) -> Path:
-    """A run over the CSV `reviews`. What it learned hangs on `chance` alone: equal chances, equal runs."""
+    """A run over the CSV `reviews`. What it learned hangs on `chance` alone: equal chances, equal runs.
+
+    Args:
+        escaped: Write predictions.csv as runs do now; else as the first version did.
+    """
+    in_cell = escape if escaped else first_escape
     draw = np.random.default_rng(chance)
     settings = {
         "csv": str(reviews),
@@ -51,7 +64,8 @@ def write_run(
             "n_test": n,
             "seed": settings["seed"],
             "fingerprint": split.fingerprint,
-        },
+        }
+        | ({"csv_escape": "'"} if escaped else {}),
     )
     losses, norms = 0.7 * draw.uniform(0.5, 1, steps), draw.uniform(1, 2, steps)
     lines = [
@@ -67,14 +81,20 @@ def write_run(
     write_json(folder / "metrics.json", figures | {"n_test": n} | speed)
     with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["row", "label", "predicted", *(f"probability_{name}" for name in names), "review"])
+        headers = [escape(f"probability_{name}") if escaped else f"probability_{name}" for name in names]
+        writer.writerow(["row", "label", "predicted", *headers, "review"])
         for i, position in enumerate(split.test):
             chances = map(repr, probabilities[i].tolist())
-            text = table.texts.iloc[position]
-            writer.writerow([table.rows[position], names[labels[i]], names[predicted[i]], *chances, text])
+            words = [in_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            writer.writerow([table.rows[position], *words[:2], *chances, words[2]])
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def first_escape(text: str) -> str:
+    """The escape of the first version."""
+    return "'" + text if text.lstrip()[:1] in tuple("=+-@") and not text.lstrip("-").isdecimal() else text
 
 
 def write_json(path: Path, content: Any) -> None:

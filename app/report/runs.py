@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from app.cells import escape, unescape
 from app.errors import UserError
 
 # What a value must be. Whatever else a file holds is only shown.
@@ -37,7 +38,8 @@ class Run:
     """A finished run, from its files alone.
 
     `predictions` has a row a test row in file order: `row` (int64), `label`, `predicted` (str), `probability_<class>`
-    (float64), `review` (str). `steps` are the lines of steps.jsonl, in order.
+    (float64), `review` (str): the original texts, without what predictions.csv escapes. `steps` are the lines of
+    steps.jsonl, in order.
     """
 
     folder: Path
@@ -61,13 +63,10 @@ class Run:
     def class_ids(self, column: str) -> NDArray[np.int64]:
         """`label` or `predicted` as positions in the list of classes, int64 (n_test,).
 
-        predictions.csv writes a class that begins like a formula behind a quote, for spreadsheets' sake.
-
         Raises:
             UserError: a class that the split doesn't know.
         """
-        ids = {"'" + name: position for position, name in enumerate(self.split["classes"])}
-        ids |= {name: position for position, name in enumerate(self.split["classes"])}
+        ids = {name: position for position, name in enumerate(self.split["classes"])}
         try:
             return np.array([ids[name] for name in self.predictions[column]], dtype=np.int64)
         except KeyError as unknown:
@@ -95,7 +94,7 @@ def read_run(folder: Path) -> Run:
         steps,
         _read_lines(evaluations, EVALUATION) if evaluations.exists() else [],
         metrics,
-        _read_predictions(folder / "predictions.csv", split["classes"]),
+        _read_predictions(folder / "predictions.csv", split["classes"], is_escaped="csv_escape" in split),
     )
     _check(run)
     return run
@@ -176,14 +175,16 @@ def _is(value: Any, kind: str) -> bool:
     return is_number and abs(value) <= sys.float_info.max  # JSON's whole numbers have no end
 
 
-def _read_predictions(path: Path, classes: list[str]) -> pd.DataFrame:
+def _read_predictions(path: Path, classes: list[str], is_escaped: bool) -> pd.DataFrame:
+    """Read predictions.csv. The first version escaped less, by a `'` before a class that begins like a formula."""
     _read_text(path)
     numbers = [f"probability_{name}" for name in classes]
     texts = ["label", "predicted", "review", *numbers]
+    headers = {escape(name) if is_escaped else name: name for name in texts}
     try:
         predictions: pd.DataFrame = pd.read_csv(
-            path, dtype=dict.fromkeys(texts, str) | {"row": "int64"}, keep_default_na=False
-        )
+            path, dtype=dict.fromkeys(headers, str) | {"row": "int64"}, keep_default_na=False
+        ).rename(columns=headers)
         for name in numbers:  # by Python, which reads back what `repr` has written, to the bit
             if name in predictions:
                 predictions[name] = [float(number) for number in predictions[name]]
@@ -194,4 +195,11 @@ def _read_predictions(path: Path, classes: list[str]) -> pd.DataFrame:
         raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}")
     if not isinstance(predictions.index, pd.RangeIndex):
         raise UserError(f"{path}: damaged: its rows have more fields than its header")
+    if is_escaped:
+        for name in ("label", "predicted", "review"):
+            predictions[name] = predictions[name].map(unescape)
+    else:
+        originals = {"'" + name: name for name in classes} | {name: name for name in classes}
+        for name in ("label", "predicted"):
+            predictions[name] = [originals.get(cell, cell) for cell in predictions[name]]
     return predictions

@@ -74,17 +74,16 @@ def test_no_environment_is_more_than_a_user_error(variables):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("module", ["app.ddp_loop", "app.trainer_run"])
-@pytest.mark.parametrize("variables", [{"RANK": ""}, {"RANK": "x"}, {"RANK": "0"}, {"WORLD_SIZE": "2"}])
-def test_an_entry_point_says_it_in_one_line(tmp_path, module, variables):
+@pytest.mark.parametrize("variables", [{"RANK": ""}, {"WORLD_SIZE": "2"}])
+def test_an_entry_point_says_it_in_one_line(tmp_path, variables):
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     done = subprocess.run(
-        [sys.executable, "-m", module, "--csv", SAMPLE_CSV],
+        [sys.executable, "-m", "app.ddp_loop", "--csv", SAMPLE_CSV],
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(PROJECT)} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 2

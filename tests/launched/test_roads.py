@@ -211,10 +211,15 @@ def test_nodes_with_other_flags_are_told(launch, review_csv, tmp_path):
     assert not (tmp_path / "runs" / "ddp_loop").exists()
 
 
-def test_reviews_with_any_line_end_come_back_from_predictions(launch, tmp_path):
-    reviews = [f'好{i}\r第二行, "{i}"\n=1+{i}' for i in range(40)]
-    pd.DataFrame({"label": [i % 2 for i in range(40)], "review": reviews}).to_csv(tmp_path / "r.csv", index=False)
+def test_reviews_and_classes_of_any_kind_come_back_from_predictions(launch, tmp_path):
+    reviews = [f'好{i}\r第二行, "{i}"\n=1+{i};=HYPERLINK("x")' for i in range(60)]
+    classes = ["=a", "'=a", "x;=b"]
+    source = pd.DataFrame({"label": [classes[i % 3] for i in range(60)], "review": reviews})
+    source.to_csv(tmp_path / "r.csv", index=False)
     flags = ["--csv", "r.csv", "--train_batch_size", 8, "--max_steps", 1, "--output_dir", "run"]
     assert launch("app.ddp_loop", *flags).status == 0
     run = read_run(tmp_path / "run")
     assert run.predictions["review"].tolist() == [reviews[row] for row in run.predictions["row"]]
+    assert run.predictions["label"].tolist() == source["label"].loc[run.predictions["row"]].tolist()
+    written = (tmp_path / "run" / "predictions.csv").read_text("utf-8")
+    assert not [cell for cell in re.split("[,;\t\r\n]", written) if cell.strip('"').startswith(tuple("=+-@"))]

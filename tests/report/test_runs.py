@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pandas as pd
 import pytest
 from run_folders import edit_json, edit_step, write_run
 
@@ -87,3 +88,31 @@ def test_what_is_no_object_is_an_error(run):
         (run / "split.json").write_text(content)
         with pytest.raises(UserError, match=r"split\.json: (lacks|damaged)"):
             read_run(run)
+
+
+@pytest.fixture
+def formulas(tmp_path):
+    """A CSV whose classes and reviews would run in a spreadsheet, or look like what was escaped."""
+    classes = ["=a", "'=a", "x;=b"]
+    reviews = [f"{begin}{i}" for i in range(20) for begin in ("=", "'=", "好;=", "a\n-", "很好", "-")]
+    labels = [classes[i % 3] for i in range(len(reviews))]
+    pd.DataFrame({"label": labels, "review": reviews}).to_csv(tmp_path / "formulas.csv", index=False)
+    return tmp_path / "formulas.csv"
+
+
+def test_the_original_texts_come_back(formulas, tmp_path):
+    run = read_run(write_run(tmp_path / "run", formulas))
+    source = pd.read_csv(formulas, dtype=str).loc[run.predictions["row"]]
+    assert run.predictions["review"].tolist() == source["review"].tolist()
+    assert run.predictions["label"].tolist() == source["label"].tolist()
+    assert set(run.predictions["predicted"]) == {"=a", "'=a", "x;=b"}
+    assert [run.split["classes"][i] for i in run.class_ids("label")] == source["label"].tolist()
+    assert list(run.probabilities) == [f"probability_{name}" for name in run.split["classes"]]
+
+
+def test_a_run_of_the_first_version_is_read_as_it_was(review_csv, tmp_path):
+    run = read_run(write_run(tmp_path / "run", review_csv(60, classes=("=a", "x;=b")), escaped=False))
+    cells = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    assert set(cells["label"]) == {"'=a", "x;=b"}
+    assert set(run.predictions["label"]) == {"=a", "x;=b"}
+    assert len(set(run.class_ids("label"))) == 2
