@@ -18,7 +18,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTok
 from app.distributed.processes import World, gather_objects, local_main_first, together
 from app.errors import RunError, UserError
 from app.files import refuse_used
-from app.metrics.score import Scores
+from app.metrics.score import Scores, load_metrics
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.optimization import default_learning_rate, warmup_steps
 from app.resume import Resume, check_fits, find_resume
@@ -105,6 +105,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     check_settings(settings)
     resume = find_resume(path_name, settings, world)
     with together():
+        load_metrics()
         if resume.folder is None:
             refuse_used(settings.output_dir)
         table, split, plan = read_and_split(settings, world.size)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
 
-from app.errors import RunError
+from app.errors import RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,28 @@ class Scores:
     n: int
 
 
+NAMES = ("accuracy", "f1", "precision", "recall")
+
+
 @cache
 def _metric(name: str) -> Any:
     return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
+
+
+def load_metrics() -> None:
+    """Load the metric modules, so that a problem with them is found before the training.
+
+    Raises:
+        UserError: `evaluate` cannot write to its cache of modules.
+    """
+    try:
+        for name in NAMES:
+            _metric(name)
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename or 'the cache of `evaluate`'}: cannot be written: {problem.strerror}: set HF_HOME to a "
+            f"folder that can be written"
+        ) from None
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
