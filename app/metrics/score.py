@@ -35,24 +35,28 @@ class Scores:
     n: int
 
 
+NAMES = ("accuracy", "f1", "precision", "recall")
+
+
 @cache
 def _metric(name: str) -> Any:
     return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
 
 
 def load_metrics() -> None:
-    """Load the `evaluate` modules now rather than at the first evaluation: loading writes to their cache.
+    """Load the metric modules, so that a problem with them is found before the training.
 
     Raises:
-        UserError: the cache can't be written.
+        UserError: `evaluate` cannot write to its cache of modules.
     """
-    for name in ("accuracy", "f1", "precision", "recall"):
-        try:
+    try:
+        for name in NAMES:
             _metric(name)
-        except OSError as problem:
-            raise UserError(
-                f"the cache of the metric modules can't be written ({problem}): set HF_HOME to a folder that can be"
-            ) from None
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename or 'the cache of `evaluate`'}: cannot be written: {problem.strerror}: set HF_HOME to a "
+            f"folder that can be written"
+        ) from None
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
