@@ -87,7 +87,7 @@ def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
     tokenizer = learn_tokenizer(["好，差。第一次 0123456789"] * 20)
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     for attribute, value in tokenizer_changes.items():
-        tokenizer.init_kwargs[attribute] = value
+        setattr(tokenizer, attribute, value)
     config = CONFIGS[name].__class__(**(CONFIGS[name].to_diff_dict() | {"vocab_size": len(tokenizer)}))
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)

@@ -148,6 +148,17 @@ def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
         assert len(outcome["problem"].splitlines()) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_without_a_gradient_end_a_job_with_one_line(launch, tmp_path, path):
+    write_reviews(tmp_path)
+    done = launch(f"app.{path}", *FLAGS, f"--model={write_model(tmp_path / 'model', 'xlnet')}", ranks=2)
+    assert done.status != 0
+    assert "Traceback" not in done.out + done.err.partition("torch/distributed/")[0]
+    (line,) = done.error_lines
+    assert "add --ddp_find_unused_parameters" in line
+
+
 @pytest.mark.parametrize(
     ("name", "megabytes", "small_first"), [("gpt2", 25, True), ("bucket_25", 25, False), ("bucket_1", 1, False)]
 )
