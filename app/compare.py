@@ -37,6 +37,7 @@ from app.report.write import write_comparison
 from app.settings import LARGEST_COUNT, Settings, as_flags, settings_parser, shorten
 
 ROADS = ("ddp_loop", "trainer_run")
+OWN = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")  # flags that no training has
 
 
 def main() -> int:
@@ -46,11 +47,14 @@ def main() -> int:
             return ablate_recipe(settings, asked.nproc_per_node, asked.seeds or 3)
         if asked.runs:
             a, b = (read_run(Path(run)) for run in asked.runs)
-            comparison = compare_runs(a, b)
+            comparison = compare_runs(a, b, asked.baselines)
             folder = create_folder(settings.output_dir, RUNS / "comparisons")
         else:
             folder, pairs = train_pairs(settings, asked.nproc_per_node, asked.seeds or 1)
-            comparison = compare_seeds(pairs) if len(pairs) > 1 else compare_runs(*pairs[0])
+            if len(pairs) > 1:
+                comparison = compare_seeds(pairs, asked.baselines)
+            else:
+                comparison = compare_runs(*pairs[0], asked.baselines)
         print()
         print(write_comparison(comparison, folder))
         print(f"written to {folder}/: comparison.html, comparison.md, comparison.json")
@@ -83,11 +87,15 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         "--seeds", type=int, help="seeds to train with, counted up from --seed; by default 1, or 3 to ablate"
     )
     own.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are equal to the bit")
+    own.add_argument(
+        "--no_baselines",
+        dest="baselines",
+        action="store_false",
+        help="do not train the baselines (majority class, TF-IDF with logistic regression) that the report shows",
+    )
     own.add_argument("--ablate", action="store_true", help="measure what the usual scripts' silent differences do")
     values = parser.values(sys.argv[1:])
-    asked = argparse.Namespace(
-        **{name: values.pop(name) for name in ("runs", "nproc_per_node", "seeds", "assert_equal", "ablate")}
-    )
+    asked = argparse.Namespace(**{name: values.pop(name) for name in OWN})
     if len(asked.runs) not in (0, 2):
         raise UserError(f"{len(asked.runs)} run folder(s) given: name two, or none to train both")
     for name in ("nproc_per_node", "seeds"):
