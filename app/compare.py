@@ -29,7 +29,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from app.errors import RunError, UserError
+from app.errors import (
+    RunError,
+    UserError,
+    escape_control_characters,
+    print_what_the_encoding_lacks_as_escapes,
+)
 from app.files import RUNS, create_folder, write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.runs import Run, read_run
@@ -41,6 +46,7 @@ OWN = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")
 
 
 def main() -> int:
+    print_what_the_encoding_lacks_as_escapes()
     try:
         asked, settings = parse()
         if asked.ablate:
@@ -57,9 +63,9 @@ def main() -> int:
                 comparison = compare_runs(*pairs[0], asked.baselines)
         print()
         print(write_comparison(comparison, folder))
-        print(f"written to {folder}/: comparison.html, comparison.md, comparison.json")
+        print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
         if asked.assert_equal and (difference := first_difference_of(comparison)) is not None:
-            print(f"not equal: {difference}", file=sys.stderr)
+            print(f"not equal: {escape_control_characters(difference)}", file=sys.stderr)
             return 1
         return 0
     except UserError as problem:
@@ -125,7 +131,8 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     ablation = ablate(settings, ranks, seeds)
     write_json(folder / "ablation.json", ablation)
     write_text(folder / "ablation.md", as_markdown(ablation))
-    print(f"\n{as_markdown(ablation)}\nwritten to {folder}/: ablation.md, ablation.json")
+    print(f"\n{as_markdown(ablation)}")
+    print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
     return 0
 
 

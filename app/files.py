@@ -97,9 +97,9 @@ def _point(link: Path, target: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file or none of it."""
+    """Writes a whole file or none of it. A lone surrogate, as in a path that is not UTF-8, becomes its JSON escape."""
     aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8", newline="") as file:
+    with aside.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

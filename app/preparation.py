@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from app.distributed.processes import World, gather_objects, local_main_first, together
-from app.errors import RunError, UserError
+from app.errors import RunError, UserError, escape_control_characters
 from app.files import refuse_used
 from app.metrics.score import Scores
 from app.model.load import Classifier, load_classifier, load_tokenizer
@@ -210,7 +210,7 @@ def start_up_block(
         "" if table.path != SAMPLE_CSV else " (the bundled synthetic sample; see data/README.md for the real file)"
     )
     warmup = warmup_steps(settings, plan.total_steps)
-    classes = ", ".join(map(shown, table.class_names))
+    classes = ", ".join(table.class_names)
     weights = "pretrained weights" if classifier.pretrained else "weights initialised here"
     parameters = classifier.model.num_parameters() / 1e6
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -238,12 +238,7 @@ def start_up_block(
         if resume.state["world_size"] != world.size:
             before = resume.state["world_size"]
             lines += [("ranks", f"{world.size}, were {before}: the same batches, but other dropout masks from here on")]
-    return "\n".join(f"{name:>14}  {text}" for name, text in lines)
-
-
-def shown(name: str) -> str:
-    """Untrusted text as a terminal may show it: no control characters."""
-    return name if name.isprintable() else repr(name)
+    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
 
 
 def closing_block(scores: Scores, record: RunRecord) -> str:
@@ -257,4 +252,4 @@ def closing_block(scores: Scores, record: RunRecord) -> str:
         ),
         ("model", f"{record.model_folder}/"),
     ]
-    return "\n".join(f"{name:>14}  {text}" for name, text in lines)
+    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
