@@ -29,7 +29,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from app.errors import RunError, UserError
+from app.errors import (
+    RunError,
+    UserError,
+    escape_control_characters,
+    print_what_the_encoding_lacks_as_escapes,
+)
 from app.files import RUNS, create_folder, write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.runs import Run, read_run
@@ -37,25 +42,30 @@ from app.report.write import write_comparison
 from app.settings import LARGEST_COUNT, Settings, as_flags, settings_parser, shorten
 
 ROADS = ("ddp_loop", "trainer_run")
+OWN = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")  # flags that no training has
 
 
 def main() -> int:
+    print_what_the_encoding_lacks_as_escapes()
     try:
         asked, settings = parse()
         if asked.ablate:
             return ablate_recipe(settings, asked.nproc_per_node, asked.seeds or 3)
         if asked.runs:
             a, b = (read_run(Path(run)) for run in asked.runs)
-            comparison = compare_runs(a, b)
+            comparison = compare_runs(a, b, asked.baselines)
             folder = create_folder(settings.output_dir, RUNS / "comparisons")
         else:
             folder, pairs = train_pairs(settings, asked.nproc_per_node, asked.seeds or 1)
-            comparison = compare_seeds(pairs) if len(pairs) > 1 else compare_runs(*pairs[0])
+            if len(pairs) > 1:
+                comparison = compare_seeds(pairs, asked.baselines)
+            else:
+                comparison = compare_runs(*pairs[0], asked.baselines)
         print()
         print(write_comparison(comparison, folder))
-        print(f"written to {folder}/: comparison.html, comparison.md, comparison.json")
+        print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
         if asked.assert_equal and (difference := first_difference_of(comparison)) is not None:
-            print(f"not equal: {difference}", file=sys.stderr)
+            print(f"not equal: {escape_control_characters(difference)}", file=sys.stderr)
             return 1
         return 0
     except UserError as problem:
@@ -83,11 +93,15 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         "--seeds", type=int, help="seeds to train with, counted up from --seed; by default 1, or 3 to ablate"
     )
     own.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are equal to the bit")
+    own.add_argument(
+        "--no_baselines",
+        dest="baselines",
+        action="store_false",
+        help="do not train the baselines (majority class, TF-IDF with logistic regression) that the report shows",
+    )
     own.add_argument("--ablate", action="store_true", help="measure what the usual scripts' silent differences do")
     values = parser.values(sys.argv[1:])
-    asked = argparse.Namespace(
-        **{name: values.pop(name) for name in ("runs", "nproc_per_node", "seeds", "assert_equal", "ablate")}
-    )
+    asked = argparse.Namespace(**{name: values.pop(name) for name in OWN})
     if len(asked.runs) not in (0, 2):
         raise UserError(f"{len(asked.runs)} run folder(s) given: name two, or none to train both")
     for name in ("nproc_per_node", "seeds"):
@@ -117,7 +131,8 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     ablation = ablate(settings, ranks, seeds)
     write_json(folder / "ablation.json", ablation)
     write_text(folder / "ablation.md", as_markdown(ablation))
-    print(f"\n{as_markdown(ablation)}\nwritten to {folder}/: ablation.md, ablation.json")
+    print(f"\n{as_markdown(ablation)}")
+    print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
     return 0
 
 

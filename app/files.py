@@ -130,9 +130,9 @@ def _make(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file or none of it."""
+    """Writes a whole file or none of it. A lone surrogate, as in a path that is not UTF-8, becomes its JSON escape."""
     staging = path.with_name(f".{path.name}.tmp")
-    with staging.open("w", encoding="utf-8", newline="") as file:
+    with staging.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file:
         file.write(text)
     commit(staging, path)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.distributed.processes import World, from_main, gather_objects, local_main_first, together
 from app.distributed.training_state import require_gradients
-from app.errors import UserError
+from app.errors import UserError, escape_control_characters
 from app.files import refuse_used
 from app.loss_guard import skip_step_if_nonfinite
 from app.metrics.score import Scores, load_metrics
@@ -214,7 +214,7 @@ def start_up_block(
         "" if table.path != SAMPLE_CSV else " (the bundled synthetic sample; see data/README.md for the real file)"
     )
     warmup = warmup_steps(settings, plan.total_steps)
-    classes = ", ".join(map(shown, table.class_names))
+    classes = ", ".join(table.class_names)
     weights = "pretrained weights" if classifier.pretrained else "weights initialised here"
     parameters = classifier.model.num_parameters() / 1e6
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -247,12 +247,7 @@ def start_up_block(
             lines += [
                 ("changed", f"threads per rank: {threads}, was {before}: sums are rounded differently from here on")
             ]
-    return "\n".join(f"{name:>14}  {text}" for name, text in lines)
-
-
-def shown(name: str) -> str:
-    """Untrusted text as a terminal may show it: no control characters."""
-    return name if name.isprintable() else repr(name)
+    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
 
 
 def closing_block(scores: Scores, record: RunRecord) -> str:
@@ -266,4 +261,4 @@ def closing_block(scores: Scores, record: RunRecord) -> str:
         ),
         ("model", f"{record.model_folder}/"),
     ]
-    return "\n".join(f"{name:>14}  {text}" for name, text in lines)
+    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)

@@ -153,8 +153,6 @@ class Watch:
 def run_all(settings: Settings) -> None:
     file = Path(os.environ["RUNS"])
     outcomes = []
-    # Each run stands for a job of its own, which would not go on with what an earlier one has left.
-    app.resume.recall = lambda name: None  # type: ignore[assignment]
     watch = Watch()
     with join(settings) as world:
         for path, flags in json.loads(file.read_text()):

@@ -37,7 +37,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from app.distributed.environment import check_environment
 from app.distributed.generation import living_store
-from app.errors import AlreadyFinished, Preempted, RunError, UserError
+from app.errors import (
+    AlreadyFinished,
+    Preempted,
+    RunError,
+    UserError,
+    escape_control_characters,
+    print_what_the_encoding_lacks_as_escapes,
+)
 from app.machine import use_deterministic_algorithms
 from app.settings import Settings, parse_settings
 
@@ -106,6 +113,7 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
     0: finished, also where a restarted job finds it finished. 2: the user's mistake. 75: asked to stop, a checkpoint
     was saved. 1: the run failed. 130: Ctrl-C before or after the training.
     """
+    print_what_the_encoding_lacks_as_escapes()
     try:
         check_environment()  # before anything asks for the rank
     except UserError as problem:
@@ -149,7 +157,7 @@ def _fail(problem: Exception) -> NoReturn:
     """For what befalls one rank. A rank whose peers are gone finds out who, and leaves the telling to one of the
     living."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the first rank that leaves: let the line out first
-    cause = " ".join(str(problem).split()) or type(problem).__name__
+    cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
     lost_contact = is_lost_contact(problem)
     if lost_contact and _living_store is None:
         print(f"error: rank {_rank()} did not meet the other ranks: {cause}", file=sys.stderr, flush=True)

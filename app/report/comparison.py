@@ -26,9 +26,16 @@ from app.report.statistics import (
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu")
 
+NO_BASELINES = "not computed, as --no_baselines asked"
 
-def compare_runs(a: Run, b: Run) -> dict[str, Any]:
+
+def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     """The content of comparison.json: all that comparison.md and comparison.html show, and nothing but JSON's types.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        baselines: Train the baselines on the same rows, which takes about a minute for 100,000 of them.
 
     Raises:
         UserError: the runs were split differently: their figures are of other rows and can't be compared; or a file of
@@ -39,7 +46,7 @@ def compare_runs(a: Run, b: Run) -> dict[str, Any]:
     apart, step_apart = first_difference(a, b), first_differing_step(a, b)
     disagreements = find_disagreements(a, b)
     rows = paired_rows(_correct(a), _correct(b))
-    floors, why_no_floors = _floors(a)
+    floors, why_no_floors = _floors(a) if baselines else (None, NO_BASELINES)
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
     return {
         "names": names,
@@ -73,7 +80,7 @@ def compare_runs(a: Run, b: Run) -> dict[str, Any]:
     }
 
 
-def compare_seeds(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
+def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> dict[str, Any]:
     """The first pair's comparison with `seeds` beside it, and for its verdict the one over all seeds.
 
     `seeds` holds `pairs` (a line a seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's
@@ -89,7 +96,7 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
         check_same_rows(a, b)
         if a.settings["seed"] != b.settings["seed"] or seeds.count(a.settings["seed"]) > 1:
             raise UserError(f"{a.folder} and {b.folder}: a pair must share a seed that no other pair has")
-    first = compare_runs(*pairs[0])
+    first = compare_runs(*pairs[0], baselines)
     lines = [_seed_line(*pair) for pair in pairs]
     ours, theirs = ([line["runs"][side]["accuracy"] for line in lines] for side in (0, 1))
     found = paired_seeds(ours, theirs)

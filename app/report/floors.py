@@ -43,7 +43,9 @@ def measure_floors(run: Run) -> list[dict[str, Any]]:
                 | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in floor["interval"].items()}))}
                 for floor in kept["floors"]
             ]
-    floors = _measure(*read_rows_again(run))
+    table, split = read_rows_again(run)
+    print(f"\nbaselines: training on {len(split.train):,} rows (skip with --no_baselines) …", flush=True)
+    floors = _measure(table, split)
     if cache.parent.is_dir():
         from app.files import write_json
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from app.errors import UserError
+from app.errors import OneLine, UserError, escape_control_characters, print_what_the_encoding_lacks_as_escapes
 from app.interrupts import as_interrupt
 
 URL = (
@@ -42,7 +42,7 @@ TIMEOUT_SECONDS = 30.0
 _CHUNK_BYTES = 1 << 16
 
 
-class DownloadError(RuntimeError):
+class DownloadError(OneLine):
     """The download failed, by no mistake of the user's; one line."""
 
 
@@ -188,6 +188,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    print_what_the_encoding_lacks_as_escapes()
     try:
         arguments = _parsed(argv)
         with as_interrupt(signal.SIGTERM, signal.SIGHUP):
@@ -201,7 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    print(f"{arguments.output}: {'downloaded, SHA-256 as expected' if fetched else 'already there and right'}")
+    what = "downloaded, SHA-256 as expected" if fetched else "already there and right"
+    print(f"{escape_control_characters(str(arguments.output))}: {what}")
     return 0
 
 
