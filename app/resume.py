@@ -272,6 +272,8 @@ def check_fits(
     # A checkpoint from before a setting existed was trained with what is now its default.
     before = Settings().as_dict() | resume.state["settings"]
     names = [f.name for group in (ModelSettings, TrainingSettings) for f in dataclasses.fields(group)]
+    # With three ranks or more, DDP's buckets decide in which order gradients are added.
+    names += ["ddp_find_unused_parameters", "ddp_bucket_cap_mb"]
     names += ["max_length", "load_best_model_at_end", *(BEST if settings.load_best_model_at_end else ())]
     pairs = [(name, before.get(name), getattr(settings, name)) for name in names if name not in FREE]
     pairs += [("total steps", resume.state["total_steps"], total_steps)]

@@ -138,6 +138,7 @@ def load_classifier(
     config.problem_type = "single_label_classification"
     align_with_trainer(config, tokenizer)
     _check_padding(settings, config)
+    _check_end_of_sequence(settings, config, tokenizer)
     _check_layerdrop(settings, config)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
@@ -201,6 +202,15 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
         raise UserError(
             f"--model {settings.model}: the id of its tokenizer's padding token is {token_id}, but its config has "
             f"vocab_size {size}: resize the model's embeddings, or use a padding token that it knows"
+        )
+
+
+def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Encoder-decoders such as BART and T5 classify what they read at the end-of-sequence token."""
+    if config.is_encoder_decoder and config.eos_token_id not in tokenizer("a")["input_ids"]:
+        raise UserError(
+            f"--model {settings.model}: classifies by the end-of-sequence token, which its tokenizer does not add to a "
+            "text: set one that does"
         )
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
     BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
@@ -48,6 +49,14 @@ CONFIGS = {
     "electra": ElectraConfig(**SMALL, embedding_size=32),
     "ernie": ErnieConfig(**SMALL),
     "modernbert": ModernBertConfig(**SMALL, pad_token_id=0, cls_token_id=2, sep_token_id=3),
+    "bart": BartConfig(
+        **{
+            f"{part}_{name}": n
+            for part in ("encoder", "decoder")
+            for name, n in [("layers", 1), ("attention_heads", 2)]
+        },
+        **{"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 66},
+    ),
     "distilbert": DistilBertConfig(dim=32, n_layers=1, n_heads=2, hidden_dim=32),
 }
 
@@ -162,6 +171,15 @@ def test_a_padding_token_that_the_model_does_not_know_is_one_line(folder):
     tokenizer.add_special_tokens({"pad_token": "[NEW]"})
     tokenizer.save_pretrained(path)
     assert "vocab_size 5" in one_line(Settings(model=path, max_length=32))
+
+
+def test_an_encoder_decoder_needs_a_tokenizer_that_ends_every_text(folder, tokenizer):
+    settings = Settings(model=folder("bart", eos_token_id=tokenizer.sep_token_id), max_length=32)
+    tokenizer = load_tokenizer(settings, [])
+    load_classifier(settings, ("0", "1"), tokenizer)
+    settings = Settings(model=folder("bart", eos_token_id=tokenizer.mask_token_id), max_length=32)
+    with pytest.raises(UserError, match="bart: classifies by the end-of-sequence token, which its tokenizer does not"):
+        load_classifier(settings, ("0", "1"), tokenizer)
 
 
 def test_layerdrop_needs_the_search_for_unused_parameters(folder):
