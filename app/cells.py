@@ -1,10 +1,10 @@
 """Untrusted text in CSV files: a spreadsheet shows it and never runs it, and it can be read back exactly.
 
 A spreadsheet runs a cell that begins with one of `=+-@` or with a full-width form of these (OWASP, CSV injection).
-Where it splits a line depends on the locale: commas, semicolons or tabs. At another separator than the file's, quotes
-protect nothing, not even a line break, because the cell that they belong to begins elsewhere. So `escape` inserts a `'`
-before every such character that could be the first of a cell in any of these readings: one that follows the start of
-the text or a separator, with only white space, invisible characters and quotes between them.
+Where it splits a line depends on the locale: commas, semicolons or tabs. Quotes give no protection if the spreadsheet
+uses another separator: the cell that they belong to begins elsewhere. So `escape` inserts a `'` before every such
+character that could be the first of a cell in any of these readings: one that follows the start of the text or a
+separator, with only white space, invisible characters and quotes between them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 
 FORMULA = "=+-@＝＋－＠"
 SEPARATORS = r",;\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029"  # and whatever else ends a line somewhere
-INVISIBLE = r"\s\x00-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2060\ufeff"
+# White space, control and format characters, variation selectors.
+INVISIBLE = r"\s\x00-\x1f\x7f-\x9f\u00ad\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
 QUOTES = "\"'“”‘’＂＇"
-# Possessive, and with the separators inside too: linear time on a review of a million line breaks.
+# The possessive quantifier prevents backtracking, so that matching takes linear time.
 _BEFORE_A_CELL = re.compile(rf"(?:\A|[{SEPARATORS}])[{SEPARATORS}{INVISIBLE}{QUOTES}]*+")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
 

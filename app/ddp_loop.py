@@ -81,7 +81,8 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
 
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
-        build_buckets(ddp, to_device(next(iter(loader)), world))
+        with mixed_precision(settings, world):
+            build_buckets(ddp, to_device(next(iter(loader)), world))
         read_training_state(prepared.resume, ddp.module, optimizer, scheduler, world)
     if record.begin(plan):  # a resumed run first repeats the evaluation that follows its checkpoint
         watch(ddp, step, prepared, settings, world)

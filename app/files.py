@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from app.errors import UserError
 
 RUNS = Path("runs")
+LOCK = ".lock"
 
 
 def create_folder(asked: str | None, parent: Path) -> Path:
@@ -88,7 +90,8 @@ def lock(folder: Path) -> int:
         UserError: another job has it, or it can't be opened.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        # A file, because NFS does not pass the lock of a folder on to other machines.
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
         raise UserError(f"{folder}: can't be opened: {problem.strerror}") from None
     try:
@@ -101,9 +104,16 @@ def lock(folder: Path) -> int:
     return descriptor
 
 
+def remove_claimed(folder: Path) -> None:
+    """Remove a folder that `claim_folder` created, if nothing else has been written to it."""
+    (folder / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def _is_file_of_use(path: Path) -> bool:
-    """Not what a run that was killed as it started has left of a file that it wrote aside."""
-    return not (path.name.startswith(".") and path.name.endswith(".tmp"))
+    """Whether a file is more than what a run that was killed at its start leaves."""
+    return path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp"))
 
 
 def _unused(folder: Path) -> Path:

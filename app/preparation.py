@@ -95,7 +95,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     check_settings(settings)
     resume = find_resume(path_name, settings, world)
     with together():
-        if resume.folder is None:
+        if world.is_main and resume.folder is None:  # rank 0 alone: elsewhere NFS would remember that it is not there
             refuse_used(settings.output_dir)
         table, split, plan = read_and_split(settings, world.size)
     check_fingerprints(split.fingerprint)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.distributed.checkpoints import PREFIX, newest, problem_of
-from app.distributed.processes import World, from_main, launcher_ids, restarted, together
+from app.distributed.processes import World, from_main, launcher_ids, together
 from app.errors import AlreadyFinished, UserError
 from app.files import RUNS, lock
 from app.settings import ModelSettings, Settings, TrainingSettings
@@ -22,11 +22,12 @@ LOGS = (STEPS, EVALUATIONS)
 RESULTS = ("metrics.json", "predictions.csv")  # metrics.json first: a folder that has it holds a finished run
 MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "schedule.json"
 CHECKPOINT_FILES = (MODEL, OPTIMIZER, RANDOM, SCHEDULE, STATE)
-# These may change: the training stays the same except for rounding and, where random streams can't be continued,
-# dropout masks, which `Resume.changes` announces. The model and its length are compared in other ways.
+# Not compared by name: the number of accumulation steps may change (`Resume.changes` announces it), the length of the
+# training is compared as the total number of steps, and the model by its folder or commit.
 FREE = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
-FREE |= {"model", "revision", "trust_remote_code"}  # compared by folder or commit, not by name
-# Decide which weights are the best: the batch size by the last digits of a score, where two are nearly equal.
+FREE |= {"model", "revision", "trust_remote_code"}
+# Decide which weights are the best. eval_batch_size changes the last digits of the scores, which decide between two
+# that are nearly equal.
 BEST = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
 
 
@@ -102,19 +103,21 @@ class Resume:
 def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     """Find what `--resume_from_checkpoint` names, or what this job wrote before torchrun restarted it. Collective.
 
-    An existing run folder is locked before anything in it is looked up, so that no other job can add or remove
-    checkpoints after that.
+    The run's own folder, if it exists, is locked before anything in it is looked up, so that no other job can add or
+    remove checkpoints after that. Another run's checkpoint, from which a new folder starts, is not locked.
 
     Raises:
         AgreedError: there is no such checkpoint, it is damaged or not visible on every rank, or another job is writing
             in its folder.
         AlreadyFinished: torchrun has restarted a job whose run was complete.
     """
-    launchers, is_restart = launcher_ids(), restarted()
+    launchers = launcher_ids()
     found = Found()
     with together():
         if world.is_main:
-            own = own_folder(path_name, settings.output_dir, launchers) if is_restart else None
+            # Not only where TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node
+            # has joined or left.
+            own = own_folder(path_name, settings.output_dir, launchers)
             found = find(path_name, settings, own, world.say)
     folder, checkpoint, finished = from_main((found.folder, found.checkpoint, found.finished))
     if finished:
@@ -162,14 +165,19 @@ def own_folder(path_name: str, output_dir: str | None, launchers: Collection[str
     """
     candidates = [Path(output_dir)] if output_dir is not None else sorted((RUNS / path_name).glob("*"), reverse=True)
     for folder in candidates:
-        try:
-            content = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        recorded = content.get("launchers") if isinstance(content, dict) else None
+        recorded = _recorded_settings(folder).get("launchers")
         if isinstance(recorded, list) and set(launchers) & {one for one in recorded if isinstance(one, str)}:
             return folder.resolve()
     return None
+
+
+def _recorded_settings(folder: Path) -> dict[str, Any]:
+    """What a run's settings.json holds; nothing if there is none, or if it is some other program's."""
+    try:
+        content = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -236,8 +244,8 @@ def _requested_checkpoint(requested: str, say: Callable[[str], None]) -> Path:
 def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], None]) -> Found:
     """`auto`: the training path's latest run if it has not finished, or the run in the requested folder."""
     folder = Path(output_dir) if output_dir else (RUNS / path_name / "latest").resolve()
-    if not (folder / "settings.json").is_file():
-        return Found()  # nothing to resume
+    if "path" not in _recorded_settings(folder):
+        return Found()  # nothing to resume; any other folder that is not empty is refused later
     held = lock(folder)
     finished = (folder / RESULTS[0]).is_file()
     if finished and output_dir is None:

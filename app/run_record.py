@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -39,10 +40,11 @@ from app.distributed.processes import (
     reduce_mean,
     reduce_sum,
     together,
+    wait_for_device,
 )
 from app.distributed.training_state import read_weights, write_weights
 from app.errors import Preempted, RunError, UserError
-from app.files import RUNS, claim_folder, commit, flush, point_latest, write_json, write_text
+from app.files import RUNS, claim_folder, commit, flush, point_latest, remove_claimed, write_json, write_text
 from app.loss_guard import nonfinite_error
 from app.machine import device_name, git_commit, peak_flops
 from app.metrics.score import Scores
@@ -180,20 +182,22 @@ class RunRecord:
                 try:
                     self._reset_folder(self.resume.step if evaluate else None)
                 except OSError as problem:
-                    raise UserError(f"--output_dir {self.folder}: can't be written: {problem.strerror}") from None
+                    reason = problem.strerror or problem
+                    raise UserError(f"--output_dir {self.folder}: can't be written: {reason}") from None
         self.start_clock()
         return evaluate
 
     def _reset_folder(self, evaluate_again: int | None) -> None:
         for name in RESULTS:
             (self.folder / name).unlink(missing_ok=True)
-        # Before anything else is written: a restarted job recognizes its folder by settings.json.
-        write_json(self.folder / "settings.json", self._settings())
-        write_json(self.folder / "split.json", self._split())
-        self._copy_best_weights()
         for later in newest_first(self.checkpoints.folder):
             if step_of(later) > self.resume.step:  # damaged, or of steps that are run again
                 remove(later)
+        # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So this
+        # comes after later checkpoints are gone, and before anything is written to a new folder.
+        write_json(self.folder / "settings.json", self._settings())
+        write_json(self.folder / "split.json", self._split())
+        self._copy_best_weights()
         for name in LOGS:
             if lines := self.resume.lines_of(name, before=evaluate_again if name == EVALUATIONS else None):
                 write_text(self.folder / name, "".join(lines))
@@ -202,18 +206,21 @@ class RunRecord:
 
     def _check_shared(self) -> None:
         """Refuse a folder that only some nodes see: their checkpoints could not be resumed. Collective."""
-        name = f".shared-{uuid.uuid4().hex}.tmp"
-        if self.world.is_main:
-            (self.folder / name).touch()
-        name = from_main(name)
-        seen = gather_objects((self.folder / name).exists())
-        if self.world.is_main:
-            (self.folder / name).unlink()
+        name = from_main(f".shared-{uuid.uuid4().hex}.tmp")
         with together():
+            if self.world.is_main:
+                try:
+                    (self.folder / name).touch()
+                except OSError as problem:
+                    raise UserError(f"--output_dir {self.folder}: can't be written: {problem.strerror}") from None
+        seen = gather_objects((self.folder / name).exists())
+        with together():
+            if self.world.is_main:
+                with suppress(OSError):
+                    (self.folder / name).unlink()
             if not all(seen):
                 if self.world.is_main and self.resume.folder is None:
-                    with suppress(OSError):
-                        self.folder.rmdir()  # created a moment ago, and empty
+                    remove_claimed(self.folder)
                 ranks = ", ".join(str(rank) for rank, here in enumerate(seen) if not here)
                 raise UserError(
                     f"--output_dir {self.folder}: rank(s) {ranks} can't see it: name a folder on a file system that "
@@ -326,9 +333,7 @@ class RunRecord:
             "peak_memory_bytes": peak_memory,
         }
         for log in self.logs.values():
-            log.append("")  # a run is finished only with complete logs
-            if log.path.exists():
-                flush(log.path)
+            log.flush()  # a run is finished only with complete logs
         staging = self.folder / ".model.tmp"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()  # save_pretrained would also create a run folder that is gone
@@ -343,6 +348,11 @@ class RunRecord:
             self.table.class_names,
             metrics,
         )
+        if not (self.folder / "settings.json").is_file():  # the folder was moved away, and save_pretrained made another
+            shutil.rmtree(staging)
+            with suppress(OSError):
+                self.folder.rmdir()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
         commit(staging, self.model_folder)
         self._write_predictions(logits)
         write_json(self.folder / "metrics.json", metrics)
@@ -362,9 +372,7 @@ class RunRecord:
             if self.world.is_main:
                 write_json(folder / STATE, self._state(step, plan))
                 for log in self.logs.values():  # resuming needs their lines: they must be as safe as the checkpoint
-                    log.append("")
-                    if log.path.exists():
-                        flush(log.path)
+                    log.flush()
                 flush(self.folder)
 
         if self.checkpoints.save(f"{PREFIX}{step}", fill_with_state, CHECKPOINT_FILES):
@@ -393,21 +401,25 @@ class RunRecord:
         if self.settings.load_best_model_at_end and self.best.step:
             folder = self.checkpoints.folder / f"best-{self.best.step}"
             problem = problem_of(folder) if self.world.is_main else None
-            if first_problem(problem):
+            if (problem := first_problem(problem)) is not None:
                 raise RunError(f"{folder}: the best weights are damaged: {problem}")
             if self.world.is_main:
                 read_weights(folder, model)
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
+                wait_for_device(tensor.device)
             self.world.say(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
 
     def _copy_best_weights(self) -> None:
         """A run that resumes in another folder than its checkpoint's needs the best weights there."""
         best = self.resume.best
         if best is not None and best.is_dir():
-            target = self.checkpoints.folder / best.name
+            target, staging = self.checkpoints.folder / best.name, self.folder / ".best.tmp"
             if best.resolve() != target.resolve():
-                shutil.copytree(best, target, dirs_exist_ok=True)
+                shutil.rmtree(staging, ignore_errors=True)
+                shutil.copytree(best, staging)
+                self.checkpoints.folder.mkdir(exist_ok=True)
+                commit(staging, target)
 
     def _remove_unused_best_weights(self) -> None:
         """Keep the best weights so far, and those that a resume from one of the checkpoints would need."""

@@ -34,7 +34,7 @@ def unavailable(reason: str) -> NoReturn:
         reason: what is missing, and how to get it.
     """
     if in_ci():
-        pytest.fail(f"{reason} (in CI nothing is skipped)", pytrace=False)
+        pytest.fail(f"{reason} (in CI a proof is never skipped)", pytrace=False)
     pytest.skip(reason)
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import metrics_log
 from app.metrics_log import MetricsLog
 
 
@@ -18,6 +17,7 @@ class Disk:
 
     def __init__(self, room: int) -> None:
         self.room, self.content = room, b""
+        self.fails_at_close = self.fails_to_truncate = False
 
     def open(self, mode: str, buffering: int) -> Disk:
         assert (mode, buffering) == ("ab", 0)
@@ -26,8 +26,9 @@ class Disk:
     def __enter__(self) -> Disk:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, problem: object, *_: object) -> None:
+        if self.fails_at_close and problem is None:  # as NFS does when a quota is exceeded
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     def seek(self, offset: int, whence: int) -> int:
         assert (offset, whence) == (0, os.SEEK_END)
@@ -42,6 +43,8 @@ class Disk:
         return len(taken)
 
     def truncate(self, size: int) -> None:
+        if self.fails_to_truncate and size < len(self.content):
+            raise OSError(errno.EIO, "Input/output error")
         self.room += len(self.content) - size
         self.content = self.content[:size]
 
@@ -70,13 +73,37 @@ def test_the_file_is_always_a_prefix_of_whole_lines_and_complete_once_there_is_r
     assert disk.content == "".join(lines).encode()
 
 
+def test_a_failure_that_is_reported_only_when_the_file_is_closed_repeats_no_line():
+    disk = Disk(100)
+    log = MetricsLog(disk)
+    log.append("1\n")
+    disk.fails_at_close = True
+    with pytest.raises(OSError, match="quota"):
+        log.append("2\n")
+    disk.fails_at_close = False
+    log.append("3\n")
+    assert disk.content == b"1\n2\n3\n"
+
+
+def test_part_of_a_line_that_could_not_be_removed_at_once_is_removed_later():
+    disk = Disk(3)
+    log = MetricsLog(disk)
+    log.append("1\n")
+    disk.fails_to_truncate = True
+    with pytest.raises(OSError, match="No space left"):
+        log.append("2\n")
+    assert disk.content == b"1\n2"
+    disk.fails_to_truncate, disk.room = False, 100
+    log.append("3\n")
+    assert disk.content == b"1\n2\n3\n"
+
+
 def test_a_log_goes_on_after_what_is_there(tmp_path):
     (tmp_path / "steps.jsonl").write_text("1\n")
     log = MetricsLog(tmp_path / "steps.jsonl")
     log.append("2\n")
     log.append("")
     assert (tmp_path / "steps.jsonl").read_text() == "1\n2\n"
-    assert metrics_log.MetricsLog(tmp_path / "none").pending == b""
 
 
 def test_a_folder_that_is_gone_is_not_created(tmp_path):

@@ -39,7 +39,7 @@ def make_run(folder: Path, **settings) -> Path:
         for file, content in (files | {"weights": 1}).items():
             (aside / file).write_text(json.dumps(content))
         seal(aside, folder / "checkpoints" / name)
-    (folder / "settings.json").write_text("{}")
+    (folder / "settings.json").write_text('{"path": "ddp_loop"}')
     (folder / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)) + '{"step": 6, "lo')
     (folder / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 5}\n')
     return folder
@@ -156,6 +156,12 @@ def test_auto_resumes_in_the_requested_folder_or_starts_there(folder, tmp_path, 
     assert search(settings) == (folder, folder / "checkpoints" / "checkpoint-4", False)
     settings = Settings(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto")
     assert search(settings) == (None, None, False)
+
+
+def test_auto_leaves_the_folder_of_another_program_alone(tmp_path, search):
+    (tmp_path / "settings.json").write_text('{"editor.fontSize": 12}')
+    assert search(Settings(output_dir=str(tmp_path), resume_from_checkpoint="auto")) == (None, None, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_auto_never_starts_again_over_a_finished_run(folder, search):

@@ -51,7 +51,7 @@ def fill(folder: Path) -> None:
 
 def add_steps(record: RunRecord, *steps: int) -> None:
     for step in steps:
-        batch = {"attention_mask": torch.ones(4, 3, dtype=torch.int64)}
+        batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(4, 3, dtype=torch.int64))
         record.add_step(step, step / 10, torch.tensor(0.5), torch.tensor(1.0), 1e-3, [batch])
     record.write_steps()
 
@@ -182,6 +182,33 @@ def test_the_evaluation_that_follows_a_checkpoint_is_repeated(interrupted, new_r
     assert record.begin(plan) is repeated
     lines = (record.folder / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == ([5] if repeated else [5, 10])
+
+
+def test_a_folder_that_can_not_be_written_any_more_is_one_line(interrupted, new_record, monkeypatch):
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(UserError, match=r"--output_dir .*run: can't be written: Read-only file system"):
+        new_record(resume_at(interrupted, 10))
+
+
+def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_from(
+    interrupted, new_record, monkeypatch
+):
+    """settings.json makes the folder its own; if it is killed before that, the request is followed again."""
+    from app import run_record
+
+    write_json = run_record.write_json
+
+    def write_and_look(path: Path, content: object) -> None:
+        if path.name == "settings.json":
+            assert sorted(p.name for p in interrupted.checkpoints.folder.iterdir()) == ["checkpoint-5"]
+        write_json(path, content)
+
+    monkeypatch.setattr(run_record, "write_json", write_and_look)
+    record, plan = new_record(resume_at(interrupted, 5))
+    record.begin(plan)
 
 
 def test_a_new_run_evaluates_nothing_at_its_start(new_record):

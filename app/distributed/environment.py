@@ -9,15 +9,15 @@ from app.settings import shorten
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 LOWEST |= {"TORCHELASTIC_RESTART_COUNT": 0}
-NEEDED_BY_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEEDED_BY_RANK = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REMEDY = "start with torchrun, or unset it"
 
 
 def check_environment() -> None:
-    """Check what this process was told about its place among the ranks.
+    """Check the environment variables that torchrun sets.
 
     Raises:
-        UserError: a variable is empty, no whole number, out of range, or there without those that belong to it.
+        UserError: a variable is empty, no whole number, out of range, or set without the variables that it requires.
     """
     values = {name: _number(name, os.environ[name], LOWEST[name]) for name in LOWEST if name in os.environ}
     rank, size = values.get("RANK"), values.get("WORLD_SIZE", 1)
@@ -28,8 +28,9 @@ def check_environment() -> None:
     for name in NEEDED_BY_RANK:
         if not os.environ.get(name):
             raise UserError(f"RANK={rank} is set, but {name} is not: {REMEDY}")
-    if rank >= size:
-        raise UserError(f"RANK={rank}: must be less than WORLD_SIZE={size}: {REMEDY}")
+    for place, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if values[place] >= values[count]:
+            raise UserError(f"{place}={values[place]}: must be less than {count}={values[count]}: {REMEDY}")
 
 
 def _number(name: str, text: str, lowest: int) -> int:

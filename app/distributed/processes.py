@@ -394,11 +394,6 @@ def _end_with_torchrun() -> None:
             raise RunError(f"rank {_rank()} was left alone: torchrun has ended before the ranks had met")
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this job's processes before. Collective: its count may differ between nodes."""
-    return max(gather_objects(_env("TORCHELASTIC_RESTART_COUNT", 0))) > 0
-
-
 def launcher_ids() -> list[str]:
     """Identify the torchrun processes that started the ranks of this job, one per node. Collective.
 
@@ -537,6 +532,7 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name in saved:
             dist.broadcast(buffer, src=0)
+            wait_for_device(buffer.device)
 
 
 def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int) -> NDArray[np.float64]:

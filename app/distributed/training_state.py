@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import set_seed
 
-from app.distributed.processes import World, gather_objects
+from app.distributed.processes import World, gather_objects, wait_for_device
 from app.errors import RunError
 from app.resume import MODEL, OPTIMIZER, RANDOM, SCHEDULE, Resume
 
@@ -79,6 +79,7 @@ def build_buckets(ddp: torch.nn.Module, batch: Tensors) -> None:
     if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters:
         require_gradients(ddp)
     ddp.zero_grad()
+    wait_for_device(next(ddp.parameters()).device)
 
 
 def require_gradients(model: torch.nn.Module) -> None:

@@ -163,16 +163,18 @@ def load_classifier(
     # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
     _match_inputs(tokenizer, model)
-    model.register_forward_hook(_spread_what_is_not_finite)
+    model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(torch.float64 if settings.precision == "fp64" else torch.float32)
     return Classifier(model, pretrained, origin)
 
 
-def _spread_what_is_not_finite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """A loss that isn't finite makes every gradient NaN, so that all ranks see it in the norm, without a message of
-    their own. Else it wouldn't always: a cross-entropy over logits that are far apart can be infinite with finite
-    gradients. A finite loss is multiplied by 1.0, which changes no bit of it."""
-    if outputs.get("loss") is not None:
+def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    """Make every gradient NaN if the loss is not finite, so that all ranks see it in the norm.
+
+    Without this, an infinite loss can have finite gradients (cross-entropy over logits that are far apart). A finite
+    loss is multiplied by 1.0, which changes no bit of it.
+    """
+    if isinstance(outputs, dict) and outputs.get("loss") is not None:  # remote code may return a tuple
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
 
 
@@ -207,7 +209,8 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
 
 def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Encoder-decoders such as BART and T5 classify what they read at the end-of-sequence token."""
-    if config.is_encoder_decoder and config.eos_token_id not in tokenizer("a")["input_ids"]:
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if config.is_encoder_decoder and not set(ends) & set(tokenizer("a")["input_ids"]):
         raise UserError(
             f"--model {settings.model}: classifies by the end-of-sequence token, which its tokenizer does not add to a "
             "text: set one that does"

@@ -65,7 +65,7 @@ def _key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int
     inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
-    recipe |= {"truncation": None, "padding": None}  # only say how it was called last
+    recipe |= {"truncation": tokenizer.truncation_side, "padding": None}  # else they tell how it was last called
     words = [table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__, inputs, max_length, recipe]
     digest = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import PROJECT, SAMPLE_CSV
 
-from app.distributed.environment import LOWEST, check_environment
+from app.distributed.environment import LOWEST, NEEDED_BY_RANK, check_environment
 from app.errors import UserError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -45,7 +45,7 @@ def test_a_value_that_is_no_number_names_its_variable(monkeypatch, name, value):
     assert name in told(monkeypatch, TORCHRUN | {name: value})
 
 
-@pytest.mark.parametrize("missing", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("missing", NEEDED_BY_RANK)
 def test_a_rank_without_what_belongs_to_it_is_one_line(monkeypatch, missing):
     variables = {name: value for name, value in TORCHRUN.items() if name != missing}
     assert f"{missing} is not" in told(monkeypatch, variables)
@@ -53,6 +53,7 @@ def test_a_rank_without_what_belongs_to_it_is_one_line(monkeypatch, missing):
 
 def test_a_rank_beyond_the_world_and_a_world_without_a_rank_are_one_line(monkeypatch):
     assert "RANK=2" in told(monkeypatch, TORCHRUN | {"RANK": "2"})
+    assert told(monkeypatch, TORCHRUN | {"LOCAL_RANK": "2"}).startswith("LOCAL_RANK=2: must be less")
     assert "RANK is not" in told(monkeypatch, {"WORLD_SIZE": "2"})
 
 

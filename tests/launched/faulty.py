@@ -87,14 +87,9 @@ def wait_before_mkdir() -> None:
 
 def move_at_checkpoint() -> None:
     """Rename the run's folder when its first checkpoint is being written."""
-    if sys.argv[0].endswith("trainer_run"):
-        import transformers
+    import safetensors.torch
 
-        _move_at(transformers.Trainer, "_save_checkpoint")
-    else:
-        import safetensors.torch
-
-        _move_at(safetensors.torch, "save_file")
+    _move_at(safetensors.torch, "save_file")
 
 
 def move_at_model() -> None:

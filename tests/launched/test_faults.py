@@ -190,7 +190,7 @@ def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path,
     def node(rank: int) -> Job:
         torchrun = ["--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
         prefix = own_disk if rank == 1 else []
-        flags = [*BRIEF, "--output_dir", place / "run"]
+        flags = [*BRIEF, "--save_strategy", "epoch", "--output_dir", place / "run"]
         return start(path_name, *flags, shared=shared, ranks=1, torchrun=torchrun, prefix=prefix)
 
     with node(0) as first, node(1) as second:

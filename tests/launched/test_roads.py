@@ -59,7 +59,7 @@ def test_each_test_row_is_predicted_once_and_accuracy_is_scikit_learn_s(launch, 
     done = launch(f"app.{road}", *flags, ranks=ranks)
     assert done.status == 0, done.err
     folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} - {"checkpoints", "evaluations.jsonl"} == FILES
+    assert {path.name for path in folder.iterdir()} - {"checkpoints", "evaluations.jsonl", ".lock"} == FILES
     metrics, split = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "split"))
     predictions = pd.read_csv(folder / "predictions.csv")
     source = pd.read_csv(hotel_csv)
