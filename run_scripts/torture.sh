@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kills ranks at random moments, again and again; every run must end as the undisturbed one:  bash run_scripts/torture.sh [--kills 50] [--seed 0]
+# Kill ranks at random moments; every run must end like an undisturbed one:  bash run_scripts/torture.sh [--kills 50] [--seed 0] [--models bert gpt2 bart]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
