@@ -238,9 +238,10 @@ def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step
     assert steps_of(folder) == list(range(1, 10))
 
 
-def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(shared, tmp_path):
+@pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
+def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(shared, tmp_path, path_name):
     folder = tmp_path / "run"
-    done = run(FAULTY, "trainer_run", "terminate", *EVALUATED, "--output_dir", folder, shared=shared)
+    done = run(FAULTY, path_name, "terminate", *EVALUATED, "--output_dir", folder, shared=shared)
     assert "exitcode  : 75" in done.err
     (line,) = (line for line in done.err.splitlines() if line.startswith("stopped: after step "))
     step = int(line.split()[3])
