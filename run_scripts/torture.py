@@ -123,8 +123,10 @@ class Job:
 
     def checkpoint_in_staging(self) -> int:
         """The step of the checkpoint that is being written; 0 if none is."""
-        names = [path.name for path in self.folder.glob("checkpoints/.*/checkpoint-*")]
-        return int(names[0].removeprefix("checkpoint-")) if names else 0
+        with suppress(OSError, StopIteration):  # the staging folder may vanish while it is listed
+            name = next(self.folder.glob("checkpoints/.*/checkpoint-*")).name
+            return int(name.removeprefix("checkpoint-"))
+        return 0
 
     def end(self) -> list[int]:
         """Kill whatever is left of the job once it should have ended; return the process ids."""
