@@ -37,7 +37,7 @@ FLAGS = [
     *("--max_steps", STEPS, "--save_strategy", "steps", "--save_steps", SAVE_STEPS, "--dropout", 0.1),
     *("--eval_strategy", "steps", "--eval_steps", EVAL_STEPS, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--max_length", 32, "--threads", 1, "--disable_tqdm", "--use_cpu"),
-    *("--eval_batch_size", 2),  # an evaluation that takes long enough to be hit
+    *("--eval_batch_size", 8),  # an evaluation that takes long enough to be hit
 ]
 JOB_VARIABLE = "SAMEBITS_FAULT_INJECTION"
 TIME_LIMIT = 300.0  # seconds; a job that takes longer hangs
