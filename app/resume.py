@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.distributed.checkpoints import PREFIX, newest, problem_of
+from app.distributed.checkpoints import MARK, PREFIX, newest, newest_first, problem_of
 from app.distributed.processes import World, from_main, launcher_ids, together
 from app.errors import AlreadyFinished, UserError
 from app.files import RUNS, lock
@@ -177,7 +177,21 @@ def _recorded_settings(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    is_run = isinstance(content, dict) and {"path", "world_size", "csv", "train_batch_size"} <= content.keys()
+    return content if is_run else {}
+
+
+def _latest_valid(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The latest valid checkpoint of a run that is to be resumed in place.
+
+    Raises:
+        UserError: there were complete checkpoints, and none can be read. Starting from the beginning would remove them,
+            although the cause may pass.
+    """
+    checkpoint = newest(run / "checkpoints", say)
+    if checkpoint is None and any((one / MARK).exists() for one in newest_first(run / "checkpoints")):
+        raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
+    return checkpoint
 
 
 @dataclass(frozen=True)
@@ -205,7 +219,7 @@ def find(path_name: str, settings: Settings, own: Path | None, say: Callable[[st
         held = lock(own)
         if (own / RESULTS[0]).is_file():
             return Found(own, None, held, finished=True)
-        checkpoint = newest(own / "checkpoints", say)
+        checkpoint = _latest_valid(own, say)
         if checkpoint is None and requested not in (None, "auto"):
             checkpoint = _requested_checkpoint(str(requested), say)
         return Found(own, checkpoint, held)
@@ -216,18 +230,23 @@ def find(path_name: str, settings: Settings, own: Path | None, say: Callable[[st
     if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
         return Found(None, _requested_checkpoint(requested, say))
     path = Path(requested).resolve()
-    run = path.parent.parent if path.name.startswith(PREFIX) else path
+    run = path.parent.parent if _is_checkpoint(path) else path
     if not (run / "settings.json").is_file():  # not a run folder: leave it unlocked, and report what is wrong
         _requested_checkpoint(requested, say)
     held = lock(run)
     return Found(run, _requested_checkpoint(requested, say), held)
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """By its name, which a run folder may have too."""
+    return path.name.startswith(PREFIX) and not (path / "settings.json").is_file()
+
+
 def _requested_checkpoint(requested: str, say: Callable[[str], None]) -> Path:
     path = Path(requested)
     if not path.is_dir():
         raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
-    if path.name.startswith(PREFIX):
+    if _is_checkpoint(path):
         problem, checkpoint = problem_of(path), path
     else:
         checkpoint = newest(path / "checkpoints", say) or path
@@ -244,14 +263,18 @@ def _requested_checkpoint(requested: str, say: Callable[[str], None]) -> Path:
 def _find_latest(path_name: str, output_dir: str | None, say: Callable[[str], None]) -> Found:
     """`auto`: the training path's latest run if it has not finished, or the run in the requested folder."""
     folder = Path(output_dir) if output_dir else (RUNS / path_name / "latest").resolve()
-    if "path" not in _recorded_settings(folder):
-        return Found()  # nothing to resume; any other folder that is not empty is refused later
+    recorded = _recorded_settings(folder)
+    if not recorded:  # any other folder that is not empty is refused later
+        say("--resume_from_checkpoint auto: there is no run to resume, so this one starts from the beginning")
+        return Found()
+    if recorded["path"] != path_name:
+        raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
     held = lock(folder)
     finished = (folder / RESULTS[0]).is_file()
     if finished and output_dir is None:
         os.close(held)
         return Found()
-    checkpoint = newest(folder / "checkpoints", say)
+    checkpoint = _latest_valid(folder, say)
     if finished and checkpoint is None:
         raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
     return Found(folder.resolve(), checkpoint, held)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,7 +44,7 @@ from app.distributed.processes import (
     wait_for_device,
 )
 from app.distributed.training_state import read_weights, write_weights
-from app.errors import Preempted, RunError, UserError
+from app.errors import Preempted, RunError, UserError, escape_control_characters
 from app.files import RUNS, claim_folder, commit, flush, point_latest, remove_claimed, write_json, write_text
 from app.loss_guard import nonfinite_error
 from app.machine import device_name, git_commit, peak_flops
@@ -147,8 +148,6 @@ class RunRecord:
         self.folder: Path = from_main(folder)  # type: ignore[assignment]
         if settings.save_strategy != "no" or settings.load_best_model_at_end:
             self._check_shared()
-        if world.is_main and settings.output_dir is None and resume.folder is None:
-            point_latest(self.folder)
         self.model_folder = self.folder / "model"
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", settings.save_total_limit, settings.on_save_failure, world
@@ -197,6 +196,8 @@ class RunRecord:
         # comes after later checkpoints are gone, and before anything is written to a new folder.
         write_json(self.folder / "settings.json", self._settings())
         write_json(self.folder / "split.json", self._split())
+        if self.settings.output_dir is None and self.resume.folder is None:
+            point_latest(self.folder)  # only now: `auto` looks there for settings.json
         self._copy_best_weights()
         for name in LOGS:
             if lines := self.resume.lines_of(name, before=evaluate_again if name == EVALUATIONS else None):
@@ -337,8 +338,12 @@ class RunRecord:
         staging = self.folder / ".model.tmp"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()  # save_pretrained would also create a run folder that is gone
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        try:
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+        except (OSError, SafetensorError) as problem:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise OSError(f"{self.model_folder} could not be written: {problem}") from None
         write_model_card(
             staging / "README.md",
             self.path_name,
@@ -472,10 +477,10 @@ class RunRecord:
             if self.settings.on_save_failure == "stop" or not self.folder.is_dir():
                 raise
             if not had_failed:
-                print(
-                    f"warning: {log.path} could not be written: {problem.strerror}; training continues, and its "
-                    "lines are kept in memory until they can be (--on_save_failure continue)",
-                    flush=True,
+                path = escape_control_characters(str(log.path))
+                self.world.say(
+                    f"warning: {path} could not be written: {problem.strerror}; training continues, and its lines are "
+                    "kept in memory until they can be (--on_save_failure continue)"
                 )
 
     def _settings(self) -> dict[str, Any]:

@@ -29,6 +29,11 @@ LARGEST_COUNT = 2**31 - 1  # what every library below takes as a count or a seed
 MOST_THREADS = 1024  # OpenMP aborts the process where the system has no more to give
 
 
+def _is_utf8(path: str | None) -> bool:
+    """Whether a path from the command line, where Python keeps other bytes as surrogates, is valid UTF-8."""
+    return path is None or path == path.encode("utf-8", "ignore").decode()
+
+
 def shorten(text: str, longest: int = 60) -> str:
     """What a user wrote, as part of one line that can still be read."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
@@ -210,6 +215,13 @@ class Settings(
             ),
             (self.revision != "", "--revision is empty: must name a branch, a tag or a commit"),
             (self.output_dir != "", "--output_dir is empty: must name a folder"),
+            *(
+                (
+                    _is_utf8(getattr(self, name)),
+                    f"--{name} {getattr(self, name)}: must be UTF-8, as safetensors needs it",
+                )
+                for name in ("model", "output_dir", "resume_from_checkpoint")
+            ),
         ]
 
     @property

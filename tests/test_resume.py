@@ -18,6 +18,7 @@ from app.resume import STATE, Resume, _read_state, check_fits, find, own_folder
 from app.settings import Settings
 
 STEP, TOTAL, FINGERPRINT = 4, 9, "f" * 64
+RECORDED = {"path": "ddp_loop", "world_size": 1, "csv": "reviews.csv", "train_batch_size": 8}
 
 
 def silent(text: str) -> None:
@@ -39,7 +40,7 @@ def make_run(folder: Path, **settings) -> Path:
         for file, content in (files | {"weights": 1}).items():
             (aside / file).write_text(json.dumps(content))
         seal(aside, folder / "checkpoints" / name)
-    (folder / "settings.json").write_text('{"path": "ddp_loop"}')
+    (folder / "settings.json").write_text(json.dumps(RECORDED))
     (folder / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)) + '{"step": 6, "lo')
     (folder / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 5}\n')
     return folder
@@ -159,9 +160,37 @@ def test_auto_resumes_in_the_requested_folder_or_starts_there(folder, tmp_path, 
 
 
 def test_auto_leaves_the_folder_of_another_program_alone(tmp_path, search):
-    (tmp_path / "settings.json").write_text('{"editor.fontSize": 12}')
+    (tmp_path / "settings.json").write_text('{"path": "/usr/bin", "editor.fontSize": 12}')
     assert search(Settings(output_dir=str(tmp_path), resume_from_checkpoint="auto")) == (None, None, False)
     assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_auto_refuses_the_folder_of_the_other_training_path(folder, search):
+    with pytest.raises(UserError, match="holds a run of ddp_loop: name another folder"):
+        find("trainer_run", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), None, silent)
+
+
+def test_a_run_folder_may_be_named_like_a_checkpoint(folder, search):
+    renamed = folder.rename(folder.with_name("checkpoint-old"))
+    checkpoint = renamed / "checkpoints" / "checkpoint-4"
+    assert search(Settings(resume_from_checkpoint=str(renamed))) == (renamed, checkpoint, False)
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_over_them(folder, is_restart):
+    """The cause may pass, such as a disk that can't be read for a moment."""
+    weights = folder / "checkpoints" / "checkpoint-4" / "weights"
+    weights.write_text("2")
+    settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
+    with pytest.raises(UserError, match="none of its checkpoints can be read"):
+        find("ddp_loop", settings, folder if is_restart else None, silent)
+    assert weights.read_text() == "2"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again(folder, search):
+    (folder / "checkpoints" / "checkpoint-4" / "COMPLETE").unlink()
+    settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
+    assert search(settings) == (folder, None, False)
 
 
 def test_auto_never_starts_again_over_a_finished_run(folder, search):
@@ -254,7 +283,7 @@ def test_a_restarted_job_takes_only_a_folder_that_names_one_of_its_launchers(tmp
     run = tmp_path / "runs" / "ddp_loop" / "2026-01-01_00-00-00"
     run.mkdir(parents=True)
     (run.parent / "latest").symlink_to("somewhere-else")
-    (run / "settings.json").write_text(content)
+    (run / "settings.json").write_text(content.replace("{", json.dumps(RECORDED)[:-1] + ", ", 1).replace(", }", "}"))
     launchers = ["b:7:3.00", "d:1:1.00"]
     assert own_folder("ddp_loop", None, launchers) == (run if owned else None)
     assert own_folder("ddp_loop", str(run), launchers) == (run if owned else None)

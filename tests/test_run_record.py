@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from app import files
@@ -32,7 +33,8 @@ def new_record(world, tmp_path, review_csv):
     held = []
 
     def create(resume: Resume | None = None, folder: str = "run", **settings):
-        mine = Settings(csv=str(review_csv()), output_dir=str(tmp_path / folder), **SMALL | settings)
+        places = {"csv": str(review_csv()), "output_dir": str(tmp_path / folder)}
+        mine = Settings(**places | SMALL | settings)
         table, split, plan = read_and_split(mine, 1)
         record = RunRecord("ddp_loop", mine, table, split, world, resume or Resume(), lambda step: [step])
         held.append(record)
@@ -214,6 +216,34 @@ def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_
 def test_a_new_run_evaluates_nothing_at_its_start(new_record):
     record, plan = new_record()
     assert record.begin(plan) is False
+
+
+def test_latest_points_only_to_a_run_that_auto_can_find(new_record, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    latest = tmp_path / "runs" / "ddp_loop" / "latest"
+    record, plan = new_record(output_dir=None)
+    assert not latest.exists()
+    record.begin(plan)
+    assert (latest / "settings.json").is_file()
+
+
+def test_a_model_that_can_not_be_written_is_one_line_and_leaves_nothing(new_record):
+    class Model(nn.Linear):
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "half").touch()
+            raise SafetensorError("I/O error: No space left on device")
+
+        def num_parameters(self, exclude_embeddings: bool) -> int:
+            return 1
+
+    record, plan = new_record()
+    record.begin(plan)
+    add_steps(record, 1)
+    labels = record.table.labels[record.split.test]
+    logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
+    with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
+        record.finish(Model(2, 2), None, logits, score(logits, labels))
+    assert not (record.folder / ".model.tmp").exists()
 
 
 def test_the_folder_records_who_started_the_job(new_record):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 import pytest
 import torch
@@ -149,3 +150,10 @@ def test_the_help_comes_whatever_columns_says(capsys, monkeypatch, columns):
         parse_settings("How to use it.", ["--help"])
     assert left.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model", "output_dir", "resume_from_checkpoint"])
+def test_a_path_that_is_not_utf8_is_one_line(name):
+    with pytest.raises(UserError, match=f"--{name} .*must be UTF-8"):
+        Settings(**{name: os.fsdecode(b"runs/x\xffy")})
+    Settings(**{name: "runs/酒店\n\\é"})

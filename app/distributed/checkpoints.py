@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from app.distributed.processes import World, first_problem
-from app.errors import RunError
+from app.errors import RunError, escape_control_characters
 from app.files import flush
 
 PREFIX = "checkpoint-"
@@ -130,11 +130,12 @@ class Checkpoints:
                 self.last_good = folder
             return True
         if self.world.local_rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside.parent, ignore_errors=True)
         text = f"{folder} could not be written: {problem}; the last good checkpoint is {self.last_good or 'none'}"
         if self.on_failure == "stop":
             raise RunError(text)
-        self.world.say(f"warning: {text}; training goes on (--on_save_failure continue)")
+        line = escape_control_characters(text)
+        self.world.say(f"warning: {line}; training continues (--on_save_failure continue)")
         return False
 
     def _attempt(self, work: Callable[[], None], main_only: bool = False) -> str | None:

@@ -96,7 +96,8 @@ class Progress:
     checkpoint: Path | None = None
 
     def __str__(self) -> str:
-        return f"after step {self.step}; last good checkpoint: {self.checkpoint or 'none'}"
+        checkpoint = escape_control_characters(str(self.checkpoint or "none"))
+        return f"after step {self.step}; last good checkpoint: {checkpoint}"
 
 
 progress = Progress()

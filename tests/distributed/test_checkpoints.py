@@ -240,7 +240,7 @@ def test_a_failure_is_one_line_and_stops_the_run_where_it_is_to(tmp_path, world,
     assert not kept.save("checkpoint-2", full, FILES)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 1
-    for part in ("checkpoint-2 could not be written", "No space left on device", "checkpoint-1", "training goes on"):
+    for part in ("checkpoint-2 could not be written", "No space left on device", "checkpoint-1", "training continues"):
         assert part in told[0]
     kept.on_failure = "stop"
     with pytest.raises(RunError, match=r"No space left on device.*last good checkpoint is .*checkpoint-1"):
