@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.distributed.checkpoints import MARK, PREFIX, newest, newest_first, problem_of
+from app.distributed.checkpoints import PREFIX, newest, newest_first, problem_of, was_complete
 from app.distributed.processes import World, from_main, launcher_ids, together
 from app.errors import AlreadyFinished, UserError
 from app.files import RUNS, lock
@@ -189,7 +189,7 @@ def _latest_valid(run: Path, say: Callable[[str], None]) -> Path | None:
             although the cause may pass.
     """
     checkpoint = newest(run / "checkpoints", say)
-    if checkpoint is None and any((one / MARK).exists() for one in newest_first(run / "checkpoints")):
+    if checkpoint is None and any(was_complete(one) for one in newest_first(run / "checkpoints")):
         raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
     return checkpoint
 

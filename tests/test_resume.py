@@ -187,8 +187,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_over_them(
     assert weights.read_text() == "2"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again(folder, search):
-    (folder / "checkpoints" / "checkpoint-4" / "COMPLETE").unlink()
+@pytest.mark.parametrize("mark", [None, "", "5d41"])
+def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again(folder, search, mark):
+    path = folder / "checkpoints" / "checkpoint-4" / "COMPLETE"
+    if mark is None:
+        path.unlink()
+    else:
+        path.write_text(mark)
     settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
     assert search(settings) == (folder, None, False)
 

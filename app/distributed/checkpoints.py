@@ -53,6 +53,14 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def was_complete(folder: Path) -> bool:
+    """Whether a checkpoint was once marked complete. A run that is killed while it writes the mark leaves a shorter one."""
+    try:
+        return (folder / MARK).stat().st_size == hashlib.sha256().digest_size * 2
+    except FileNotFoundError:
+        return False
+
+
 def newest(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint in `folder` that is whole; says of each newer one what is wrong with it."""
     for checkpoint in newest_first(folder):
