@@ -54,7 +54,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def was_complete(folder: Path) -> bool:
-    """Whether a checkpoint was once marked complete. A run that is killed while it writes the mark leaves a shorter one."""
+    """Whether a checkpoint was once marked complete. A run killed while it writes the mark leaves a shorter one."""
     try:
         return (folder / MARK).stat().st_size == hashlib.sha256().digest_size * 2
     except FileNotFoundError:
