@@ -219,7 +219,8 @@ def optimisation(
         usual = build_optimizer(model, settings, rate)
         return usual, build_scheduler(usual, settings, plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    adam = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, eps=settings.adam_epsilon, fused=True)
+    # With the kernel that torch chooses, as the usual script gets it; fused only rounds differently.
+    adam = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, eps=settings.adam_epsilon)
     return adam, get_scheduler("constant", adam)
 
 

@@ -97,7 +97,7 @@ def test_adam_differs_from_adamw_in_decay_and_schedule_alone():
     plan = plan_batches(settings, 100, 1)
     recipes = Recipe(), Recipe(optimizer="Adam")
     ours, theirs = (optimisation(model, settings, recipe, plan, 1e-3)[0] for recipe in recipes)
-    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False}
+    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False, "fused": None}
     assert type(theirs) is torch.optim.Adam
     assert theirs.defaults == ours.defaults | of_adam
 
