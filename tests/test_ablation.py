@@ -77,12 +77,12 @@ def test_a_loss_that_is_no_number_is_left_blank_in_the_table():
 
 
 @pytest.mark.parametrize("validation_size", [0.0, 0.3])
-def test_both_split_functions_set_the_same_number_of_rows_apart(alone, review_csv, tmp_path, validation_size):
+def test_both_split_functions_set_the_same_number_of_rows_apart(world, review_csv, tmp_path, validation_size):
     settings = Settings(
         csv=str(review_csv(90)), validation_size=validation_size, max_length=16, cache_dir=str(tmp_path / "cache")
     )
     ours, theirs = (
-        read(settings, Recipe(split=name), 1, alone).split
+        read(settings, Recipe(split=name), 1, world).split
         for name in ("scikit-learn, stratified", "datasets, not stratified")
     )
     for part in ("train", "validation", "test"):
