@@ -102,7 +102,9 @@ def test_adam_differs_from_adamw_in_decay_and_schedule_alone():
     assert theirs.defaults == ours.defaults | of_adam
 
 
-def test_a_difference_that_can_t_be_trained_is_found_before_anything_is(review_csv, tmp_path):
+def test_a_difference_that_can_t_be_trained_is_found_before_anything_is(review_csv, tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of a group in an earlier test
+        monkeypatch.delenv(name, raising=False)
     settings = Settings(csv=str(review_csv(60)), train_batch_size=40, output_dir=str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"a batch per rank, at 4 ranks instead of 2: .*--train_batch_size 80"):
         ablate_recipe(settings, 2, 1)
