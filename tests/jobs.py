@@ -72,8 +72,8 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 def end_processes(mark: str) -> list[str]:
     """Ends what is left of a job that should have ended; returns what it was."""
-    # torchrun's own helpers take a moment to notice that their parent has gone.
-    _, alive = psutil.wait_procs(processes_of(mark), timeout=5)
+    # torchrun's own helpers take a moment to notice that their parent has gone, and ranks finish their step first.
+    _, alive = psutil.wait_procs(processes_of(mark), timeout=15)
     left = []
     for process in alive:
         try:
