@@ -62,8 +62,8 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         below, above = size // shares * shares, math.ceil(size / shares) * shares
         right = " or ".join(str(near) for near in (below, above) if near)
         raise UserError(
-            f"--train_batch_size {size} can't be divided among {world_size} rank(s) x {accumulation} accumulation "
-            f"step(s): use {right}"
+            f"--train_batch_size {size} can't be divided among {world_size} rank(s) x --gradient_accumulation_steps "
+            f"{accumulation}: use {right}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
