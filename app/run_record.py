@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from app.cells import escape
 from app.distributed.checkpoints import PREFIX, Checkpoints, newest_first, problem_of, remove, step_of
 from app.distributed.processes import (
     World,
+    broadcast_tensors,
     first_problem,
     from_main,
     gather_objects,
@@ -41,7 +41,6 @@ from app.distributed.processes import (
     reduce_mean,
     reduce_sum,
     together,
-    wait_for_device,
 )
 from app.distributed.training_state import read_weights, write_weights
 from app.errors import Preempted, RunError, UserError, escape_control_characters
@@ -245,7 +244,10 @@ class RunRecord:
         micro-batches."""
         now = time.perf_counter()
         # A model that takes no mask reads padding as text, so all positions count as tokens.
-        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+        masks = [
+            batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+            for batch in batches
+        ]
         progress.step = step
         self.pending.append(
             Step(
@@ -410,9 +412,7 @@ class RunRecord:
                 raise RunError(f"{folder}: the best weights are damaged: {problem}")
             if self.world.is_main:
                 read_weights(folder, model)
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, src=0)
-                wait_for_device(tensor.device)
+            broadcast_tensors(model.state_dict().values())
             self.world.say(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
 
     def _copy_best_weights(self) -> None:

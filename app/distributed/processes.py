@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -530,10 +530,15 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
     ones that are saved are rank 0's.
     """
     saved = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            dist.broadcast(buffer, src=0)
-            wait_for_device(buffer.device)
+    broadcast_tensors([buffer for name, buffer in model.named_buffers() if name in saved])
+
+
+def broadcast_tensors(tensors: Collection[torch.Tensor]) -> None:
+    """Give every rank rank 0's values of these tensors, in place. Collective."""
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+    for device in {tensor.device for tensor in tensors}:
+        wait_for_device(device)
 
 
 def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int) -> NDArray[np.float64]:
