@@ -24,29 +24,24 @@ ablation.md) into --output_dir.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from app.errors import (
-    RunError,
-    UserError,
-    escape_control_characters,
-    print_what_the_encoding_lacks_as_escapes,
-)
-from app.files import RUNS, create_folder, write_json, write_text
+from app.cli import settings_parser
+from app.errors import RunError, UserError, escape_control_characters, escape_unencodable_output, shorten
+from app.experiments.train_pair import train_pairs
+from app.files import write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
-from app.report.runs import Run, read_run
-from app.report.write import write_comparison
-from app.settings import LARGEST_COUNT, Settings, as_flags, settings_parser, shorten
+from app.report.render import write_comparison
+from app.runs.folder import RUNS, create_folder
+from app.runs.reader import read_run
+from app.settings import LARGEST_COUNT, Settings
 
-ROADS = ("ddp_loop", "trainer_run")
 OWN = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")  # flags that no training has
 
 
 def main() -> int:
-    print_what_the_encoding_lacks_as_escapes()
+    escape_unencodable_output()
     try:
         asked, settings = parse()
         if asked.ablate:
@@ -120,9 +115,9 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     Raises:
         UserError: a mistake in data, batch, model or folder.
     """
-    from app.ablation import ablate, as_markdown, check_batches
     from app.distributed.environment import check_environment
-    from app.preparation import read_and_split
+    from app.experiments.ablation import ablate, as_markdown, check_batches
+    from app.training.prepare import read_and_split
 
     check_environment()
     _, split, _ = read_and_split(settings, ranks)
@@ -134,46 +129,6 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     print(f"\n{as_markdown(ablation)}")
     print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
     return 0
-
-
-def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
-    """Trains on both roads, with each seed in turn; the folder that holds it all, and the pairs of runs.
-
-    Raises:
-        UserError: a mistake in data, batch or model: found here, it is one line and not one from each process.
-        RunError: a road failed.
-    """
-    from app.model.load import load_config, resolve_commit
-    from app.preparation import read_and_split
-
-    read_and_split(settings, nproc_per_node)
-    settings = dataclasses.replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
-    load_config(settings, settings.revision)
-    folder = create_folder(settings.output_dir, RUNS / "comparisons")
-    pairs = []
-    for seed in range(settings.seed, settings.seed + seeds):
-        place = folder if seeds == 1 else folder / f"seed-{seed}"
-        pairs.append([train(road, dataclasses.replace(settings, seed=seed), nproc_per_node, place) for road in ROADS])
-    return folder, [(a, b) for a, b in pairs]
-
-
-def train(road: str, settings: Settings, nproc_per_node: int, folder: Path) -> Run:
-    """One road in a torchrun job of its own.
-
-    Raises:
-        RunError: it failed.
-    """
-    from app.distributed.launcher import torchrun
-
-    print(f"\n--- {road}, seed {settings.seed} ---", flush=True)
-    place = folder / road
-    flags = as_flags(dataclasses.replace(settings, output_dir=str(place)))
-    status = torchrun(f"app.{road}", flags, nproc_per_node, settings.threads)
-    if status != 0:
-        with suppress(OSError):
-            folder.rmdir()  # only where it is empty
-        raise RunError(f"{road} failed" + (f"; what it left is in {place}" if place.exists() else ""))
-    return read_run(place)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -33,13 +32,17 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import set_seed
 
-from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch, reduce_sum
-from app.distributed.stopping import StopRequest
-from app.distributed.training_state import build_buckets, read_training_state, write_training_state
+from app.checkpoint.state import build_buckets, read_training_state, write_training_state
+from app.cli import launch
+from app.distributed.collectives import broadcast_buffers, gather_rows, reduce_sum
+from app.distributed.preemption import StopRequest
+from app.distributed.process_group import join
+from app.distributed.world import World
 from app.metrics.score import Scores, score
-from app.optimization import build_optimizer, build_scheduler
-from app.preparation import Preparation, closing_block, prepare
 from app.settings import Settings
+from app.training.console import closing_block
+from app.training.optim import build_optimizer, build_scheduler
+from app.training.prepare import Preparation, prepare
 
 
 def main(settings: Settings) -> None:
@@ -51,13 +54,13 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     # The same on every rank: rows, split, tokens, and weights drawn from the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest(timedelta(seconds=settings.ddp_timeout)) as stop:
+    with StopRequest(world) as stop, prepared.record.locate_failures():
         ddp = train(prepared, settings, world, stop)
 
         # 7. THE RESULT, on the test rows, which nothing has been selected on.
         scores, logits = evaluate(ddp, prepared.test_loader, prepared.test_labels, settings, world)
         prepared.record.finish(ddp.module, prepared.tokenizer, logits, scores)
-    world.say(closing_block(scores, prepared.record))
+    world.print_main(closing_block(scores, prepared.record))
 
 
 def train(prepared: Preparation, settings: Settings, world: World, stop: StopRequest) -> DistributedDataParallel:
@@ -82,11 +85,13 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
         with mixed_precision(settings, world):
-            build_buckets(ddp, to_device(next(iter(loader)), world))
+            build_buckets(ddp, to_device(next(iter(loader)), world), world)
         read_training_state(prepared.resume, ddp.module, optimizer, scheduler, world)
     if record.begin(plan):  # a resumed run first repeats the evaluation that follows its checkpoint
         watch(ddp, step, prepared, settings, world)
-    bar = tqdm(total=plan.total_steps, initial=step, unit=" steps", disable=settings.disable_tqdm or not world.is_main)
+    bar = tqdm(
+        total=plan.total_steps, initial=step, unit=" steps", disable=settings.disable_tqdm or not world.is_main_process
+    )
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         # 4. THE DATA. The sampler deals each rank its rows of the epoch's permutation, which is the same on every rank.
         #    Without set_epoch every epoch would have the order of the first.
@@ -157,7 +162,7 @@ def evaluate(
     the DDP wrapper would begin a collective (it broadcasts buffers) that a rank with nothing left to do never joins.
     """
     ddp.eval()
-    broadcast_buffers(ddp.module)
+    broadcast_buffers(ddp.module, world)
     shard: list[torch.Tensor] = []
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # rows that were right, rows
     for batch in loader:
@@ -170,10 +175,10 @@ def evaluate(
         shard.append(logits.double().cpu())
 
     # The ranks' counts add up to those of the whole: no mean of means, no row padded in to make the shares equal.
-    right, n = reduce_sum(counts).tolist()
+    right, n = reduce_sum(counts, world).tolist()
     assert n == len(labels), f"{n} rows were evaluated, not {len(labels)}"
 
-    logits = gather_rows(list(loader.sampler), shard, n)
+    logits = gather_rows(list(loader.sampler), shard, n, world)
     scores = score(logits, labels)
     assert right == round(scores.accuracy * n), f"the ranks counted {right} hits, the gathered rows have {scores}"
     return scores, logits

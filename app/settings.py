@@ -6,20 +6,14 @@ Names are `transformers.TrainingArguments`' where it has one. One exception, on 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal
 
-import yaml
-from transformers import HfArgumentParser
-
-from app.errors import UserError
+from app.errors import UserError, shorten
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
@@ -34,12 +28,7 @@ def _is_utf8(path: str | None) -> bool:
     return path is None or path == path.encode("utf-8", "ignore").decode()
 
 
-def shorten(text: str, longest: int = 60) -> str:
-    """What a user wrote, as part of one line that can still be read."""
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def knob(default: Any, help: str) -> Any:
+def setting(default: Any, help: str) -> Any:
     """A dataclass field with the sentence that `--help` shows for it (argparse reads % as a format)."""
     return field(default=default, metadata={"help": help.replace("%", "%%")})
 
@@ -48,54 +37,58 @@ def knob(default: Any, help: str) -> Any:
 class DataSettings:
     _argument_group_name = "data: which reviews, and which of them are for training"
 
-    csv: str | None = knob(
+    csv: str | None = setting(
         None, f"CSV of reviews; without it data/{DOWNLOADED_CSV.name} if downloaded, else the bundled sample"
     )
-    text_column: str = knob("review", "column that holds the text")
-    label_column: str = knob("label", "column that holds the class: two or more integers or strings")
-    test_size: float = knob(0.1, "share of the rows, between 0 and 1, that is only ever tested on")
-    validation_size: float = knob(0.0, "share of the training rows set apart for watching and choosing epochs; 0: none")
-    max_length: int = knob(128, "longest review in tokens, special tokens included; the rest is cut off")
-    cache_dir: str = knob("runs/cache", "where tokens are kept between runs (safe to delete)")
+    text_column: str = setting("review", "column that holds the text")
+    label_column: str = setting("label", "column that holds the class: two or more integers or strings")
+    test_size: float = setting(0.1, "share of the rows, between 0 and 1, that is only ever tested on")
+    validation_size: float = setting(
+        0.0, "share of the training rows set apart for watching and choosing epochs; 0: none"
+    )
+    max_length: int = setting(128, "longest review in tokens, special tokens included; the rest is cut off")
+    cache_dir: str = setting("runs/cache", "where tokens are kept between runs (safe to delete)")
 
 
 @dataclass
 class ModelSettings:
     _argument_group_name = "model: what is trained"
 
-    model: str = knob(TINY, f"name on the Hugging Face Hub, a local folder, or `{TINY}`: a BERT of 2 layers x 128")
-    revision: str | None = knob(None, "branch, tag or commit of a model on the Hub; unset: its main branch")
-    dropout: float | None = knob(None, "overrides every dropout probability in the model's config")
-    trust_remote_code: bool = knob(False, "run Python code that comes with a Hub model: only for authors you trust")
+    model: str = setting(TINY, f"name on the Hugging Face Hub, a local folder, or `{TINY}`: a BERT of 2 layers x 128")
+    revision: str | None = setting(None, "branch, tag or commit of a model on the Hub; unset: its main branch")
+    dropout: float | None = setting(None, "overrides every dropout probability in the model's config")
+    trust_remote_code: bool = setting(False, "run Python code that comes with a Hub model: only for authors you trust")
 
 
 @dataclass
 class TrainingSettings:
     _argument_group_name = "training: the recipe, the same on both roads"
 
-    train_batch_size: int = knob(32, "rows an optimizer step, over all ranks and accumulation steps together")
-    gradient_accumulation_steps: int = knob(1, "micro-batches that a rank adds up before each optimizer step")
-    num_train_epochs: float = knob(3.0, "passes over the training rows")
-    max_steps: int = knob(-1, "stop after this many optimizer steps, whatever num_train_epochs says; -1: no such limit")
-    learning_rate: float | None = knob(None, "peak learning rate; by default 2e-5 for pretrained weights, else 1e-3")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = knob(
+    train_batch_size: int = setting(32, "rows an optimizer step, over all ranks and accumulation steps together")
+    gradient_accumulation_steps: int = setting(1, "micro-batches that a rank adds up before each optimizer step")
+    num_train_epochs: float = setting(3.0, "passes over the training rows")
+    max_steps: int = setting(
+        -1, "stop after this many optimizer steps, whatever num_train_epochs says; -1: no such limit"
+    )
+    learning_rate: float | None = setting(None, "peak learning rate; by default 2e-5 for pretrained weights, else 1e-3")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = setting(
         "linear", "course of the learning rate after warm-up"
     )
-    warmup_steps: float = knob(0.1, "steps of linear warm-up; below 1 it is a share of all steps")
-    weight_decay: float = knob(0.01, "AdamW's decay of the matrices; biases and norms never decay")
-    adam_beta1: float = knob(0.9, "AdamW's decay of the first moment")
-    adam_beta2: float = knob(0.999, "AdamW's decay of the second moment")
-    adam_epsilon: float = knob(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = knob(1.0, "gradients are scaled down to this global norm; 0: never")
-    train_sampling_strategy: Literal["group_by_length", "random"] = knob(
+    warmup_steps: float = setting(0.1, "steps of linear warm-up; below 1 it is a share of all steps")
+    weight_decay: float = setting(0.01, "AdamW's decay of the matrices; biases and norms never decay")
+    adam_beta1: float = setting(0.9, "AdamW's decay of the first moment")
+    adam_beta2: float = setting(0.999, "AdamW's decay of the second moment")
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm; 0: never")
+    train_sampling_strategy: Literal["group_by_length", "random"] = setting(
         "group_by_length", "which rows meet in a batch: those of like length (little padding), or any"
     )
-    seed: int = knob(42, "decides the split, the initial weights, the order of the rows and the dropout")
-    precision: Literal["fp32", "bf16", "fp64"] | None = knob(
+    seed: int = setting(42, "decides the split, the initial weights, the order of the rows and the dropout")
+    precision: Literal["fp32", "bf16", "fp64"] | None = setting(
         None, "fp32, bf16 (autocast; the weights stay fp32) or fp64 (for checking the mathematics); default fp32"
     )
-    bf16: bool = knob(False, "the same as --precision bf16")
-    deterministic: bool = knob(
+    bf16: bool = setting(False, "the same as --precision bf16")
+    deterministic: bool = setting(
         False,
         "GPUs: only deterministic algorithms (slower; an error where an operation has none). CPUs: no effect",
     )
@@ -107,9 +100,9 @@ class EvaluationSettings:
         "evaluation: on the validation rows if there are any, else on the test rows, for the eye only"
     )
 
-    eval_strategy: Literal["epoch", "steps", "no"] = knob("epoch", "when to evaluate during training")
-    eval_steps: int = knob(500, "optimizer steps between two evaluations with --eval_strategy steps")
-    eval_batch_size: int = knob(
+    eval_strategy: Literal["epoch", "steps", "no"] = setting("epoch", "when to evaluate during training")
+    eval_steps: int = setting(500, "optimizer steps between two evaluations with --eval_strategy steps")
+    eval_batch_size: int = setting(
         64, "rows a rank evaluates at once; changes the padding, and so scores by rounding in the last digits"
     )
 
@@ -118,20 +111,20 @@ class EvaluationSettings:
 class CheckpointSettings:
     _argument_group_name = "checkpoints: what a killed run goes on from"
 
-    save_strategy: Literal["epoch", "steps", "no"] = knob("epoch", "when to write a checkpoint")
-    save_steps: int = knob(500, "optimizer steps between two checkpoints with --save_strategy steps")
-    save_total_limit: int = knob(2, "checkpoints to keep; the newest are kept")
-    on_save_failure: Literal["continue", "stop"] = knob(
+    save_strategy: Literal["epoch", "steps", "no"] = setting("epoch", "when to write a checkpoint")
+    save_steps: int = setting(500, "optimizer steps between two checkpoints with --save_strategy steps")
+    save_total_limit: int = setting(2, "checkpoints to keep; the newest are kept")
+    on_save_failure: Literal["continue", "stop"] = setting(
         "continue", "whether to train on when a checkpoint or log can't be written, such as on a full disk"
     )
-    resume_from_checkpoint: str | None = knob(
+    resume_from_checkpoint: str | None = setting(
         None,
         "folder of a checkpoint or of a run to go on from; `auto`: of the run in --output_dir, or else the latest one",
     )
-    load_best_model_at_end: bool = knob(
+    load_best_model_at_end: bool = setting(
         False, "end with the weights that were best on the validation rows instead of the last ones"
     )
-    metric_for_best_model: Literal["accuracy", "f1", "loss"] = knob(
+    metric_for_best_model: Literal["accuracy", "f1", "loss"] = setting(
         "accuracy", "what best means: high, or low for loss"
     )
 
@@ -140,20 +133,20 @@ class CheckpointSettings:
 class ProcessSettings:
     _argument_group_name = "processes: how the ranks work together"
 
-    use_cpu: bool = knob(False, "stay on the CPU (gloo) even where there are GPUs (nccl)")
-    threads: int = knob(0, "CPU threads a rank; 0: the machine's cores divided among its ranks")
-    ddp_find_unused_parameters: bool = knob(False, "DDP searches each step for parameters without a gradient")
-    ddp_bucket_cap_mb: int | None = knob(None, "MiB of gradients that DDP all-reduces at once; unset: DDP's default")
-    ddp_timeout: int = knob(1800, "seconds after which a rank that waits for another gives up")
+    use_cpu: bool = setting(False, "stay on the CPU (gloo) even where there are GPUs (nccl)")
+    threads: int = setting(0, "CPU threads a rank; 0: the machine's cores divided among its ranks")
+    ddp_find_unused_parameters: bool = setting(False, "DDP searches each step for parameters without a gradient")
+    ddp_bucket_cap_mb: int | None = setting(None, "MiB of gradients that DDP all-reduces at once; unset: DDP's default")
+    ddp_timeout: int = setting(1800, "seconds after which a rank that waits for another gives up")
 
 
 @dataclass
 class OutputSettings:
     _argument_group_name = "output: what is shown and kept"
 
-    output_dir: str | None = knob(None, "new or empty folder for the run's files; default: a new one under runs/")
-    logging_steps: int = knob(10, "optimizer steps between two all-reduces of the losses and lines in steps.jsonl")
-    disable_tqdm: bool = knob(False, "no progress bars")
+    output_dir: str | None = setting(None, "new or empty folder for the run's files; default: a new one under runs/")
+    logging_steps: int = setting(10, "optimizer steps between two all-reduces of the losses and lines in steps.jsonl")
+    disable_tqdm: bool = setting(False, "no progress bars")
 
 
 @dataclass
@@ -239,108 +232,3 @@ GROUPS = (
     *(DataSettings, ModelSettings, TrainingSettings, EvaluationSettings),
     *(CheckpointSettings, ProcessSettings, OutputSettings),
 )
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The module's docstring as it stands, then each flag in a line of its own with its default where it has one."""
-
-    VALUES: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
-
-    def __init__(self, prog: str) -> None:
-        # get_terminal_size reads COLUMNS, and takes no notice of it where it is no number or 0.
-        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size((100, 24)).columns))
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`--flag VALUE`: the spelling with hyphens works too and needn't be told of each flag."""
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        if action.nargs in (0, "?"):  # a switch
-            return action.option_strings[0]
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
-        value = choices or action.metavar or self.VALUES.get(action.type, "TEXT")
-        return f"{action.option_strings[0]} {value}"
-
-
-class SettingsParser(HfArgumentParser):
-    """`HfArgumentParser` whose complaints are one-line `UserError`s instead of a usage text and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shorten(message, 300)} (--help lists every flag)")
-
-    def values(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """What was asked for: defaults, then `--config`, then the command line."""
-        config = self.parse(arguments)["config"]
-        if config is not None:
-            self.set_defaults(**self.parse_yaml(Path(config)))
-        values = self.parse(arguments)
-        del values["config"]
-        return values
-
-    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        namespace, unknown = self.parse_known_intermixed_args(list(arguments))
-        if unknown:
-            self.error(f"unknown argument {unknown[0]}{self.suggestion(unknown[0])}")
-        return vars(namespace)
-
-    def suggestion(self, flag: str) -> str:
-        if not flag.startswith("--"):
-            return ""
-        flags = [option for option in self._option_string_actions if "-" not in option[2:]]
-        close = difflib.get_close_matches("--" + flag.partition("=")[0].lstrip("-").replace("-", "_"), flags, n=1)
-        return f": did you mean {close[0]}?" if close else ""
-
-    def parse_yaml(self, path: Path) -> dict[str, Any]:
-        """The settings that a YAML mapping `flag: value` names, checked like those of the command line."""
-        try:
-            content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}  # words stay words: no is "no"
-        except OSError as problem:
-            raise UserError(f"--config {path}: {problem.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as problem:
-            raise UserError(f"--config {path}: not YAML: {' '.join(str(problem).split())}") from None
-        if not isinstance(content, dict):
-            raise UserError(f"--config {path}: must be a mapping of settings, one `name: value` a line")
-        arguments: list[str] = []
-        for name, value in content.items():
-            if isinstance(value, dict | list):
-                raise UserError(f"--config {path}: {name} must be a single value")
-            if value not in ("", "null", "~"):
-                arguments += [f"--{name}={value}"]
-        try:
-            parsed = self.parse(arguments)
-        except UserError as problem:
-            raise UserError(f"--config {path}: {problem}") from None
-        return {name: parsed[name] for name in (str(key).replace("-", "_") for key in content) if name in parsed}
-
-
-def settings_parser(description: str | None) -> SettingsParser:
-    """A parser of every training flag and of `--config`."""
-    program = Path(sys.argv[0]).stem
-    parser = SettingsParser(
-        GROUPS,  # type: ignore[arg-type]
-        prog=f"python -m app.{program}",
-        usage="%(prog)s [--flag VALUE …]",
-        description=description,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; flags on the command line win")
-    return parser
-
-
-def parse_settings(description: str | None = None, arguments: Sequence[str] | None = None) -> Settings:
-    """The settings of this process.
-
-    Raises:
-        UserError: an unknown flag, a value of the wrong type or out of range, an unreadable config file.
-    """
-    return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
-
-
-def as_flags(settings: Settings) -> list[str]:
-    """The command line that gives these settings: what differs from the defaults."""
-    defaults = Settings().as_dict()
-    changed = {name: value for name, value in settings.as_dict().items() if value != defaults[name]}
-    return [f"--{name}={value}" for name, value in changed.items()]

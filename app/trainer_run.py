@@ -10,7 +10,6 @@ it.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,17 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.distributed.processes import World, broadcast_buffers, gather_rows, join, launch
-from app.distributed.stopping import StopRequest
-from app.distributed.training_state import build_buckets, read_training_state, read_weights, write_training_state
+from app.checkpoint.state import build_buckets, read_training_state, read_weights, write_training_state
+from app.cli import launch
+from app.distributed.collectives import broadcast_buffers, gather_rows
+from app.distributed.preemption import StopRequest
+from app.distributed.process_group import join
+from app.distributed.world import World
 from app.metrics.score import Scores, score
-from app.optimization import build_optimizer, build_scheduler
-from app.preparation import Preparation, closing_block, prepare
 from app.settings import Settings
+from app.training.console import closing_block
+from app.training.optim import build_optimizer, build_scheduler
+from app.training.prepare import Preparation, prepare
 
 
 def main(settings: Settings) -> None:
@@ -50,9 +53,9 @@ def main(settings: Settings) -> None:
 
 def fine_tune(settings: Settings, world: World) -> None:
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest(timedelta(seconds=settings.ddp_timeout)) as stop:
+    with StopRequest(world) as stop, prepared.record.locate_failures():
         scores = train_and_test(prepared, settings, world, stop)
-    world.say(closing_block(scores, prepared.record))
+    world.print_main(closing_block(scores, prepared.record))
 
 
 def train_and_test(prepared: Preparation, settings: Settings, world: World, stop: StopRequest) -> Scores:
@@ -69,7 +72,7 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
         compute_metrics=compute_metrics,
         optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
     )
-    trainer.add_callback(Schedule(trainer, prepared, settings, stop))
+    trainer.add_callback(ScheduleCallback(trainer, prepared, settings, stop))
     # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
@@ -80,7 +83,7 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     if not settings.disable_tqdm:
-        trainer.add_callback(Bar)
+        trainer.add_callback(QuietProgressCallback)
     train(trainer, prepared, world)
     prediction = trainer.predict(prepared.test_loader.dataset)
     logits = np.asarray(prediction.predictions)
@@ -147,14 +150,14 @@ class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
         return {"find_unused_parameters": self.find_unused_parameters, "bucket_cap_mb": self.bucket_cap_mb}
 
 
-class Bar(ProgressCallback):
+class QuietProgressCallback(ProgressCallback):
     """Trainer's progress bar without its dictionaries of figures: the record shows each evaluation in a line."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
-class Schedule(TrainerCallback):
+class ScheduleCallback(TrainerCallback):
     """What happens between Trainer's steps, in the same order as in app.ddp_loop: seeds, checkpoints, evaluations, and
     stopping on request."""
 
@@ -171,7 +174,7 @@ class Schedule(TrainerCallback):
         set_seed(self.settings.seed + self.world.rank)
         if self.prepared.resume.checkpoint is not None:
             batch = {name: x.to(self.world.device) for name, x in next(iter(self.prepared.train_loader)).items()}
-            build_buckets(self.trainer.model_wrapped, batch)
+            build_buckets(self.trainer.model_wrapped, batch, self.world)
             optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
             read_training_state(self.prepared.resume, self.prepared.model, optimizer, scheduler, self.world)
         if self.record.begin(self.plan):
@@ -191,7 +194,7 @@ class Schedule(TrainerCallback):
             def fill(staging: Path) -> None:
                 optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
                 write_training_state(self.prepared.model, optimizer, scheduler, self.world, staging)
-                if self.world.is_main:
+                if self.world.is_main_process:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
             self.record.save_checkpoint(step, self.plan, fill)
@@ -271,7 +274,7 @@ class ReviewTrainer(Trainer):
         """Each row once: Trainer's own loop repeats rows to make the ranks' shares equal and averages batch means, so
         that its `eval_loss` counts the last batch's duplicates."""
         model = self.prepared.model.eval()
-        broadcast_buffers(model)
+        broadcast_buffers(model, self.world)
         shard: list[torch.Tensor] = []
         for batch in dataloader:
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
@@ -280,7 +283,7 @@ class ReviewTrainer(Trainer):
             shard.append(first)
         is_test = dataloader is self.prepared.test_loader
         labels = self.prepared.test_labels if is_test else self.prepared.watched_labels
-        rows = gather_rows(list(dataloader.sampler), shard, len(labels))
+        rows = gather_rows(list(dataloader.sampler), shard, len(labels), self.world)
         figures = compute_metrics(EvalPrediction(rows, labels))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return EvalLoopOutput(predictions=rows, label_ids=labels, metrics=metrics, num_samples=len(labels))

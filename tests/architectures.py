@@ -34,13 +34,14 @@ from transformers import (
 )
 
 import app.ddp_loop
-import app.preparation
-import app.resume
+import app.runs.resume
 import app.trainer_run
-from app.distributed.processes import join, launch
+import app.training.prepare
+from app.cli import launch, parse_settings
+from app.distributed.process_group import join
 from app.model.tiny_bert import learn_tokenizer
-from app.run_record import RunRecord
-from app.settings import Settings, parse_settings
+from app.runs.record import RunRecord
+from app.settings import Settings
 
 PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
 
@@ -119,7 +120,7 @@ class Watch:
         self.ddp: dict[str, Any] = {}
         self.loaded: list[Any] = []
         self.changes: list[tuple[str, str]] = []
-        load, wrap, finish = app.preparation.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
+        load, wrap, finish = app.training.prepare.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
 
         def load_and_watch(*arguments: Any) -> Any:
             classifier = load(*arguments)
@@ -139,7 +140,7 @@ class Watch:
             finish(record, *arguments)
 
         RunRecord.finish = look_and_finish  # type: ignore[method-assign]
-        app.preparation.load_classifier = load_and_watch
+        app.training.prepare.load_classifier = load_and_watch
         DistributedDataParallel.__init__ = wrap_and_watch  # type: ignore[method-assign]
 
     @staticmethod
@@ -163,7 +164,7 @@ def run_all(settings: Settings) -> None:
                 problem = f"{type(raised).__name__}: {raised}"
             outcomes.append({"problem": problem, "changes": watch.changes, "ddp": watch.ddp})
             gc.collect()  # a DDP module must not outlive the process group
-    if world.is_main:
+    if world.is_main_process:
         file.with_name("outcomes.json").write_text(json.dumps(outcomes))
 
 

@@ -23,8 +23,8 @@ from jobs import (
     unavailable,
 )
 
-from app.distributed import processes
-from app.distributed.processes import World, join
+from app.distributed.process_group import join
+from app.distributed.world import World
 from app.settings import Settings
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def real_csv() -> Path:
     """The real hotel reviews, for tests of facts about that file. It is not part of the repository."""
-    return find_real_csv() or unavailable("no real CSV: run python -m app.reviews.download, or set CHNSENTICORP_CSV")
+    return find_real_csv() or unavailable("no real CSV: run python -m app.data.download, or set CHNSENTICORP_CSV")
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,6 @@ def world() -> Iterator[World]:
             yield world
         for name in names:
             os.environ.pop(name, None)
-    processes._living_store = None
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def processes_of(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get("TWO_ROADS_TEST_JOB") == mark:
+            if process.pid != os.getpid() and process.environ().get("SAMEBITS_TEST_JOB") == mark:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
@@ -103,7 +103,7 @@ def command_of(module: str, flags: Sequence[Any], ranks: int, torchrun: Sequence
 def environment_of(mark: str) -> dict[str, str]:
     """What a job's processes are started with, and found by."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return variables | {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"}
+    return variables | {"PYTHONPATH": str(PROJECT), "SAMEBITS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"}
 
 
 class Job:

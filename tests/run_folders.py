@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from app.cells import escape
-from app.reviews.split import split_reviews
-from app.reviews.table import read_reviews
+from app.data.csv_table import read_reviews
+from app.data.split import split_reviews
+from app.runs.cells import escape
 
 
 def write_run(

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import compare
+from app.data.download import DownloadError
 from app.errors import (
     Preempted,
     RunError,
     UserError,
     escape_control_characters,
-    print_what_the_encoding_lacks_as_escapes,
+    escape_unencodable_output,
 )
 from app.files import write_json
-from app.reviews.download import DownloadError
 
 
 @pytest.mark.parametrize("kind", [UserError, RunError, Preempted, DownloadError])
@@ -46,7 +46,7 @@ def test_a_path_that_is_no_unicode_can_be_written_and_read_back(tmp_path):
 def test_an_output_that_can_t_show_a_character_gets_an_escape(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
-    print_what_the_encoding_lacks_as_escapes()
+    escape_unencodable_output()
     print("好")
     assert written.getvalue() == b"\\u597d\n"
 

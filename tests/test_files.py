@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from app import files
-from app.errors import UserError
-from app.files import claim_folder, commit, create_folder, write_text
+from app.files import commit, write_text
 
 
 @pytest.fixture
@@ -48,35 +47,3 @@ def test_a_folder_is_flushed_with_all_its_files_before_it_has_its_name(tmp_path,
 def test_a_text_file_is_flushed_before_and_its_folder_after_the_rename(tmp_path, operations):
     write_text(tmp_path / "metrics.json", "{}")
     assert operations == [("flush", ".metrics.json.tmp"), ("rename", "metrics.json"), ("flush", tmp_path.name)]
-
-
-@pytest.mark.parametrize("create", [create_folder, claim_folder])
-def test_the_names_of_new_folders_are_flushed(tmp_path, operations, create):
-    create(str(tmp_path / "a" / "b" / "run"), tmp_path)
-    assert {("flush", name) for name in (tmp_path.name, "a", "b")} <= set(operations)
-    operations.clear()
-    create(None, tmp_path / "c" / "runs")
-    assert {("flush", name) for name in (tmp_path.name, "c", "runs")} <= set(operations)
-
-
-def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_refused(tmp_path, monkeypatch):
-    """Between the first look and the lock, another job may have started, finished and released its lock."""
-    lock = files.lock
-
-    def lock_late(folder: Path) -> int:
-        (folder / "metrics.json").touch()
-        return lock(folder)
-
-    monkeypatch.setattr(files, "lock", lock_late)
-    with pytest.raises(UserError, match="exists and is not an empty folder"):
-        claim_folder(str(tmp_path / "run"), tmp_path)
-
-
-def test_a_claimed_folder_is_locked_and_latest_is_left_to_the_caller(tmp_path):
-    folder, descriptor = claim_folder(None, tmp_path)
-    with pytest.raises(UserError, match="has not ended"):
-        files.lock(folder)
-    os.close(descriptor)
-    assert not (tmp_path / "latest").exists()
-    files.point_latest(folder)
-    assert (tmp_path / "latest").resolve() == folder.resolve()

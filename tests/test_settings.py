@@ -9,10 +9,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app.cli import as_flags, parse_settings
+from app.data.sampler import plan_batches
 from app.errors import UserError
-from app.optimization import build_optimizer, build_scheduler
-from app.reviews.batches import plan_batches
-from app.settings import GROUPS, Settings, as_flags, parse_settings
+from app.settings import GROUPS, Settings
+from app.training.optim import build_optimizer, build_scheduler
 
 
 def one_line(arguments: list[str]) -> str:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import UserError
-from app.report.equality import first_difference, first_differing_step, same_bits
-from app.report.floors import measure_floors
-from app.report.runs import Run
+from app.report.baselines import measure_baselines
+from app.report.bitwise import bitwise_equal_numbers, first_difference, first_differing_step
 from app.report.statistics import (
     accuracy_by_length,
     calibration_bins,
@@ -22,6 +21,7 @@ from app.report.statistics import (
     paired_seeds,
     verdict,
 )
+from app.runs.reader import Run
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu")
@@ -46,7 +46,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     apart, step_apart = first_difference(a, b), first_differing_step(a, b)
     disagreements = find_disagreements(a, b)
     rows = paired_rows(_correct(a), _correct(b))
-    floors, why_no_floors = _floors(a) if baselines else (None, NO_BASELINES)
+    floors, why_no_floors = _baselines(a) if baselines else (None, NO_BASELINES)
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
     return {
         "names": names,
@@ -184,10 +184,10 @@ def _seed_line(a: Run, b: Run) -> dict[str, Any]:
     }
 
 
-def _floors(run: Run) -> tuple[list[dict[str, Any]] | None, str | None]:
+def _baselines(run: Run) -> tuple[list[dict[str, Any]] | None, str | None]:
     """The floors, or None and why there are none."""
     try:
-        return measure_floors(run), None
+        return measure_baselines(run), None
     except UserError as problem:
         return None, str(problem)
 
@@ -198,5 +198,5 @@ def _correct(run: Run) -> NDArray[np.bool_]:
 
 def _largest_difference(ours: list[float], theirs: list[float]) -> float | None:
     """Over the common steps; None where a loss that differs is no number."""
-    differences = [0.0 if same_bits(x, y) else abs(x - y) for x, y in zip(ours, theirs, strict=False)]
+    differences = [0.0 if bitwise_equal_numbers(x, y) else abs(x - y) for x, y in zip(ours, theirs, strict=False)]
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else None

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import app.ddp_loop as loop
-import app.preparation as preparation
-from app.distributed.processes import launch
-from app.reviews.batches import WholeBatchSampler
+import app.training.prepare as preparation
+from app.cli import launch
+from app.data.sampler import FullBatchSampler
 
 
 def another_seed():
@@ -53,12 +53,12 @@ def the_clip_value():
 
 def the_ranks_rows():
     """The same global batches; two ranks have swapped their shares, and so their rows get other dropout masks."""
-    construct = WholeBatchSampler.__init__
+    construct = FullBatchSampler.__init__
 
     def construct_another(self, n_rows, batch_size, world, seed):
         construct(self, n_rows, batch_size, dataclasses.replace(world, rank=world.size - 1 - world.rank), seed)
 
-    WholeBatchSampler.__init__ = construct_another
+    FullBatchSampler.__init__ = construct_another
 
 
 def nothing():

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from jobs import SAMPLE_CSV, read_steps
 
-from app.ablation import Recipe
+from app.experiments.ablation import Variant
 
 pytestmark = pytest.mark.launched
 # More steps than an epoch has, micro-batches, and dropout.
@@ -18,12 +18,13 @@ FLAGS += ["--max_steps", 30, "--threads", 1, "--disable_tqdm"]
 
 EMULATION = """
 import json, sys
-from app.ablation import Recipe, read, train
-from app.distributed.processes import join, launch
+from app.cli import launch
+from app.distributed.process_group import join
+from app.experiments.ablation import Variant, read, train
 
 def main(settings):
     with join(settings) as world:
-        outcome = train(settings, Recipe(), read(settings, Recipe(), 2, world), 2, world)
+        outcome = train(settings, Variant(), read(settings, Variant(), 2, world), 2, world)
     json.dump({"losses": outcome.losses, "correct": outcome.correct.tolist()}, open("outcome.json", "w"))
 
 launch(main, None)
@@ -66,7 +67,7 @@ def test_the_table_shows_what_must_differ_and_what_can_t(launch, tmp_path):
 
 
 def changed(recipe):
-    (name,) = (name for name, value in asdict(Recipe()).items() if recipe[name] != value)
+    (name,) = (name for name, value in asdict(Variant()).items() if recipe[name] != value)
     return name
 
 

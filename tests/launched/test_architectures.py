@@ -18,8 +18,8 @@ import pytest
 from architectures import CONFIGS, write_hub_cache, write_model
 from jobs import PROJECT, command_of, end_processes, environment_of
 
-from app.report.equality import first_difference
-from app.report.runs import read_run
+from app.report.bitwise import first_difference
+from app.runs.reader import read_run
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")

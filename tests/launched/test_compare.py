@@ -124,7 +124,7 @@ def test_other_splits_and_wrong_calls_are_one_line(compare, two_runs, tmp_path):
 def test_an_interrupt_ends_everything_that_was_started(tmp_path, how):
     mark = f"interrupt-{os.getpid()}-{how.name}"
     command = [sys.executable, "-m", "app.compare", "--csv", str(SAMPLE_CSV), "--num_train_epochs", "50"]
-    variables = os.environ | {"PYTHONPATH": str(PROJECT), "TWO_ROADS_TEST_JOB": mark}
+    variables = os.environ | {"PYTHONPATH": str(PROJECT), "SAMEBITS_TEST_JOB": mark}
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as job:
         deadline = time.monotonic() + 100
         while not list(tmp_path.rglob("steps.jsonl")):  # until it trains

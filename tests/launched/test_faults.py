@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
 
-from app.report.runs import read_run
+from app.runs.reader import read_run
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")

@@ -24,7 +24,7 @@ torch.cuda._lazy_init = no_context
 if os.environ.get("UNKNOWN_FLAG_ON") == os.environ.get("RANK", "0"):
     sys.argv += ["--lerning_rate", "1"]
 from importlib import import_module
-from app.distributed.processes import launch
+from app.cli import launch
 launch(import_module(sys.argv.pop(1)).main, None)
 """
 
@@ -64,16 +64,18 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
     script = tmp_path / "frozen.py"
     script.write_text(
         "import signal\n"
+        "from dataclasses import replace\n"
         "from datetime import timedelta\n"
-        "from app.distributed import processes\n"
-        "from app.distributed.stopping import StopRequest\n"
+        "from app.cli import launch\n"
+        "from app.distributed.process_group import join\n"
+        "from app.distributed.preemption import StopRequest\n"
         "def main(settings):\n"
-        "    with processes.join(settings) as world, StopRequest(timedelta(seconds=2)) as stop:\n"
+        "    with join(settings) as world, StopRequest(replace(world, timeout=timedelta(seconds=2))) as stop:\n"
         "        if world.rank == 1:\n"
         "            signal.pause()\n"
         "        stop.agreed()\n"
         "        stop.agreed()\n"
-        "processes.launch(main, None)\n"
+        "launch(main, None)\n"
     )
     done = launch(str(script), "--use_cpu", "--threads", 1, "--ddp_timeout", 600, ranks=2, limit=90)
     assert len(done.error_lines) == 1, done.err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import reference
@@ -50,19 +47,3 @@ def test_no_torchrun_and_1_to_4_ranks_train_like_a_plain_loop(launch, hotel_csv,
     assert {place: rows == predicted["reference"] for place, rows in predicted.items()} == dict.fromkeys(
         predicted, True
     )
-
-
-def test_the_reference_borrows_no_loop_and_knows_no_ranks():
-    source = Path(reference.__file__).read_text("utf-8")
-    tree = ast.parse(source)
-    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in modules if name.startswith("app")} == {
-        "app.model.load",
-        "app.reviews.split",
-        "app.reviews.table",
-        "app.settings",
-    }
-    assert not any("distributed" in name for name in modules)
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    assert function.end_lineno - function.lineno <= 45, "it is to be checked by eye"

@@ -17,8 +17,8 @@ from jobs import unavailable
 from run_folders import edit_json, write_run
 
 from app.report.comparison import compare_seeds
-from app.report.runs import read_run
-from app.report.write import write_comparison
+from app.report.render import write_comparison
+from app.runs.reader import read_run
 
 pytestmark = pytest.mark.launched
 SCRIPT = "<script>document.title='ran'</script>"

@@ -1,20 +1,19 @@
-"""The two roads are the same training to the bit: cells of the table that run_scripts/parity_table.py fills."""
+"""The two roads are the same training to the bit: cells of the table that app.experiments.parity_table fills."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 
 import pandas as pd
 import pytest
-from jobs import PROJECT, read_steps
+from jobs import read_steps
 from run_folders import write_run
 
-from app.report.runs import read_run
+from app.experiments import parity_table
+from app.runs.reader import read_run
 
-SCRIPT = PROJECT / "run_scripts" / "parity_table.py"
 # The first three have each value of each factor; with the slow ones, several ranks have each sampling and precision.
 COVERING = [
     "1,4,group_by_length,bf16",
@@ -25,21 +24,13 @@ COVERING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def table():
-    spec = importlib.util.spec_from_file_location("parity_table", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.launched
 @pytest.mark.parametrize("cell", COVERING)
 def test_a_cell_is_equal_to_the_bit(launch, hotel_csv, tmp_path, cell):
     steps_per_epoch = int(pd.read_csv(hotel_csv)["review"].notna().sum() * 0.9 * 0.75) // 48  # as RECIPE divides them
     epochs = math.ceil(200 / steps_per_epoch)  # 2, the table's own, on the real CSV; more on the smaller sample
     flags = ["--only", cell, "--num_train_epochs", epochs, "--output_dir", "table"]
-    done = launch(str(SCRIPT), "--csv", hotel_csv, *flags, limit=280)
+    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=280)
     assert done.status == 0, done.out + done.err
     assert "1 of 1 cells equal to the bit" in (tmp_path / "table" / "parity.md").read_text()
     ranks, accumulation, sampling, precision = cell.split(",")
@@ -58,25 +49,25 @@ def test_a_cell_is_equal_to_the_bit(launch, hotel_csv, tmp_path, cell):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_one_cell_that_differs_fails_the_table(table, review_csv, tmp_path, monkeypatch, capsys, apart):
+def test_one_cell_that_differs_fails_the_table(review_csv, tmp_path, monkeypatch, capsys, apart):
     def train(road, settings, ranks, place):
         odd = apart and (road, ranks, settings.precision) == ("trainer_run", 3, "bf16")
         return read_run(write_run(place / road, review_csv(), path=road, chance=int(odd)))
 
-    monkeypatch.setattr(table, "train", train)
+    monkeypatch.setattr(parity_table, "train", train)
     cells = ["1,1,random,fp32", "3,2,random,bf16"]
     flags = [f"--only={cell}" for cell in cells] + [f"--output_dir={tmp_path / 'table'}"]
     monkeypatch.setattr(sys, "argv", ["parity_table", *flags])
-    assert table.main() == int(apart)
+    assert parity_table.main() == int(apart)
     out = capsys.readouterr().out
     assert f"{2 - apart} of 2 cells equal to the bit" in out
     assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == apart
 
 
-def test_the_table_has_every_combination_and_no_other_cell(table, monkeypatch):
+def test_the_table_has_every_combination_and_no_other_cell(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["parity_table"])
-    cells, settings = table.parse()
+    cells, settings = parity_table.parse()
     assert len(cells) == len(set(cells)) == 3 * 3 * 2 * 2
     assert all(settings.train_batch_size % (ranks * accumulation) == 0 for ranks, accumulation, *_ in cells)
     monkeypatch.setattr(sys, "argv", ["parity_table", "--only", "4,1,random,fp32"])
-    assert table.main() == 2
+    assert parity_table.main() == 2

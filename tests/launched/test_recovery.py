@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps
+from jobs import SAMPLE_CSV, Finished, Job, read_steps
 
 pytestmark = pytest.mark.launched
-ROADS = ("ddp_loop", "trainer_run")
+PATHS = ("ddp_loop", "trainer_run")
 STEPS = 24
 SMALL = [
     *("--csv", SAMPLE_CSV, "--max_length", 48, "--train_batch_size", 12, "--max_steps", STEPS, "--use_cpu"),
@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(undisturbed, shared, tmp_p
 def test_behind_its_last_step_a_run_is_only_evaluated(shared, tmp_path):
     """At a learning rate that isn't zero in the end, where a step too many would show."""
     flags = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--bf16", "--eval_strategy", "no"]
-    for road in ROADS:
+    for road in PATHS:
         folder = tmp_path / road
         assert run(road, folder, shared, *flags, ranks=1).status == 0
         for name in ("metrics.json", "predictions.csv"):
@@ -96,7 +96,7 @@ def test_behind_its_last_step_a_run_is_only_evaluated(shared, tmp_path):
         done = run(road, folder, shared, *flags, "--resume_from_checkpoint", "auto", ranks=1)
         assert done.status == 0, done.err
         assert len(read_steps(folder)) == 5
-        for other in ROADS[: ROADS.index(road) + 1]:
+        for other in PATHS[: PATHS.index(road) + 1]:
             assert (folder / "predictions.csv").read_bytes() == (tmp_path / f"{other}-predictions.csv").read_bytes()
 
 
@@ -112,7 +112,7 @@ def test_a_folder_where_another_job_writes_is_left_alone(shared, tmp_path):
 
 
 def test_the_best_weights_are_the_same_on_both_roads_and_not_the_last(undisturbed):
-    a, b = (undisturbed(road) for road in ROADS)
+    a, b = (undisturbed(road) for road in PATHS)
     assert_same(a, b)
     evaluations = [json.loads(line) for line in (a / "evaluations.jsonl").read_text().splitlines()]
     assert {line["rows"] for line in evaluations} == {"validation"}
@@ -160,10 +160,10 @@ def test_two_damaged_checkpoints_are_passed_over_and_said(undisturbed, shared, t
     folder = tmp_path / "damaged"
     shutil.copytree(undisturbed("ddp_loop"), folder)
     (folder / "metrics.json").unlink()
-    newest = folder / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors"
-    content = bytearray(newest.read_bytes())
+    latest_valid_checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors"
+    content = bytearray(latest_valid_checkpoint.read_bytes())
     content[len(content) // 2] ^= 16
-    newest.write_bytes(content)
+    latest_valid_checkpoint.write_bytes(content)
     cut = folder / "checkpoints" / "checkpoint-20" / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     done = run("ddp_loop", folder, shared, *FULL, "--resume_from_checkpoint", "auto")
@@ -219,7 +219,7 @@ def test_told_to_stop_all_ranks_save_the_same_step_and_the_run_goes_on_from_ther
 LATE = """
 import os, signal
 from app import ddp_loop
-from app.distributed.processes import launch
+from app.cli import launch
 
 evaluate = ddp_loop.evaluate
 
@@ -288,7 +288,7 @@ def test_a_full_disk_during_a_save(undisturbed, shared, mount, road, then):
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_s_step(shared, tmp_path):
     lines = []
-    for road in ROADS:
+    for road in PATHS:
         folder = tmp_path / road
         flags = ["--learning_rate", 1e30, "--warmup_steps", 0, "--max_grad_norm", 0, "--eval_strategy", "no"]
         done = run(road, folder, shared, *SMALL, *flags)
@@ -340,8 +340,17 @@ def test_a_folder_that_can_only_be_read_is_one_line(shared, mount):
 @pytest.mark.slow
 def test_killed_ranks_come_back_and_nothing_is_lost(shared):
     """The torture script, for a few kills."""
-    script = PROJECT / "run_scripts" / "torture.py"
-    command = [sys.executable, str(script), "--kills", "3", "--seed", "5", "--csv", str(SAMPLE_CSV)]
+    command = [
+        sys.executable,
+        "-m",
+        "app.experiments.fault_injection",
+        "--kills",
+        "3",
+        "--seed",
+        "5",
+        "--csv",
+        str(SAMPLE_CSV),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 kills in ")

@@ -27,18 +27,12 @@ from transformers import (
 )
 from transformers.trainer_utils import align_special_tokens
 
+from app.data.loaders import Collator
 from app.errors import UserError
-from app.model import load
-from app.model.load import (
-    align_with_trainer,
-    load_classifier,
-    load_tokenizer,
-    longest_input,
-    override_dropout,
-    resolve_commit,
-)
+from app.model import hub as hub_module
+from app.model.hub import resolve_commit
+from app.model.load import align_with_trainer, load_classifier, load_tokenizer, longest_input, override_dropout
 from app.model.tiny_bert import learn_tokenizer
-from app.reviews.batches import Collator
 from app.settings import Settings
 
 TEXTS = ["房间很干净，服务很好。", "早餐太差，再也不来。"] * 20
@@ -220,9 +214,9 @@ def hub_cache(tmp_path, monkeypatch):
     """A cache of `someone/model`, whose main branch is at commit aaa… and whose other one is at bbb…."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     write_hub_cache(tmp_path / "hub", "someone/model", main="a" * 40, branch="b" * 40)
-    load._hub_commit.cache_clear()
+    hub_module._hub_commit.cache_clear()
     yield tmp_path / "hub"
-    load._hub_commit.cache_clear()
+    hub_module._hub_commit.cache_clear()
 
 
 @pytest.fixture
@@ -235,7 +229,7 @@ def hub(hub_cache, monkeypatch):
             raise RevisionNotFoundError("none", response=Mock())
         return SimpleNamespace(sha=commits[revision])
 
-    monkeypatch.setattr("app.model.load.HfApi.model_info", model_info)
+    monkeypatch.setattr("app.model.hub.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # for the files
     return commits
 
@@ -268,7 +262,7 @@ def test_a_branch_that_moves_between_two_requests_changes_nothing(hub):
     settings = Settings(model="someone/model", max_length=32)
     commit = resolve_commit(settings)
     hub[None] = "b" * 40
-    load._hub_commit.cache_clear()
+    hub_module._hub_commit.cache_clear()
     assert resolve_commit(settings) != commit
     assert commit_of_weights(settings, commit) == commit
 

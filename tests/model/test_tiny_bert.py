@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from app.data.csv_table import read_reviews
+from app.data.split import split_reviews
 from app.model.tiny_bert import LONGEST_PIECE, SPECIAL_TOKENS, VOCABULARY_SIZE, learn_tokenizer, tiny_config
-from app.reviews.split import split_reviews
-from app.reviews.table import read_reviews
 
 
 def test_equal_texts_give_equal_bytes(hotel_csv):

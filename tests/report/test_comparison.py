@@ -11,8 +11,8 @@ from sklearn.metrics import confusion_matrix
 
 from app.errors import UserError
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
-from app.report.runs import read_run
-from app.report.write import write_comparison
+from app.report.render import write_comparison
+from app.runs.reader import read_run
 
 CONTRACT = {
     *("runs", "split_fingerprint", "first_differing_step", "max_loss_difference", "disagreements", "same_predictions"),

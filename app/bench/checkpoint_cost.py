@@ -1,0 +1,70 @@
+"""What a checkpoint every 50 steps costs, on the same ranks, rows, model and batches.
+
+Rounds of 50 steps with and without a checkpoint behind them alternate, in an order that alternates too, so that a
+machine that gets slower in between slows both; what counts is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from app.bench.harness import set_up, timed, train_steps
+from app.checkpoint.manager import PREFIX, CheckpointManager
+from app.checkpoint.state import write_training_state
+from app.cli import launch
+from app.distributed.collectives import barrier, broadcast_object
+from app.distributed.process_group import join
+from app.distributed.world import World
+from app.runs.resume import MODEL, OPTIMIZER
+from app.settings import Settings
+from app.training.optim import build_optimizer, build_scheduler
+
+ROUNDS, STEPS = 7, 50
+
+
+def main(settings: Settings) -> None:
+    with join(settings) as world, folder_of_all(world) as folder:
+        benchmark(settings, world, folder)
+
+
+def benchmark(settings: Settings, world: World, folder: Path) -> None:
+    bench = set_up(settings, world)
+    optimizer = build_optimizer(bench.ddp, settings, 1e-4)
+    scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
+    checkpoints = CheckpointManager(folder / "checkpoints", settings.save_total_limit, "stop", world)
+    fill = partial(write_training_state, bench.ddp.module, optimizer, scheduler, world)
+
+    def train_and_save(number: int, save: bool) -> None:
+        train_steps(bench.ddp, bench.loader, optimizer, scheduler, world, STEPS)
+        if save:
+            checkpoints.save(f"{PREFIX}{STEPS * number}", fill, [MODEL, OPTIMIZER])
+
+    ratios = []
+    for number in range(ROUNDS + 1):  # the first one warms up
+        bench.loader.sampler.set_epoch(number)  # type: ignore[attr-defined]
+        order = (True, False) if number % 2 else (False, True)
+        seconds = {save: timed(partial(train_and_save, number + 1, save), world) for save in order}
+        if number:
+            ratios.append(seconds[True] / seconds[False])
+            world.print_main(f"{seconds[False]:8.2f} s without, {seconds[True]:8.2f} s with: {ratios[-1]:.3f}")
+    world.print_main(
+        f"a checkpoint every {STEPS} steps costs {statistics.median(ratios) - 1:+.1%} (median of {ROUNDS} rounds, from "
+        f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}; {world.size} rank(s))"
+    )
+
+
+@contextmanager
+def folder_of_all(world: World) -> Iterator[Path]:
+    """A folder that is removed at the end, the same on every rank."""
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=".") as mine:
+        yield Path(broadcast_object(mine, world))
+        barrier(world)
+
+
+if __name__ == "__main__":
+    launch(main, __doc__)

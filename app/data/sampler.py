@@ -1,0 +1,135 @@
+"""Who sees which review when: the same global batches at any number of ranks, on both roads.
+
+The permutation of an epoch depends on seed and epoch alone. `DistributedSampler` deals it like cards
+(`permutation[rank::world_size]`), so the rows that all ranks together take at step k are `permutation[k * B : (k + 1) *
+B]` for every world size that divides the global batch size B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data.distributed import DistributedSampler
+
+from app.distributed.world import World
+from app.errors import UserError
+from app.settings import Settings
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's rows are divided: `global_size = ranks * micro_size * accumulation_steps`."""
+
+    global_size: int
+    ranks: int
+    micro_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    total_steps: int
+    epochs: int
+
+    def due(self, strategy: str, every: int, step: int) -> bool:
+        """Whether an evaluation or a checkpoint falls behind a step: at the end of an `epoch`, each `every` `steps`,
+        `no`. The last step is always an end."""
+        if strategy == "no":
+            return False
+        return step == self.total_steps or step % (every if strategy == "steps" else self.steps_per_epoch) == 0
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        micro = "1 micro-batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} micro-batches"
+        return f"{self.global_size} rows a step = {ranks} x {self.micro_size} rows x {micro}"
+
+
+def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
+    """Divides the global batch among ranks and accumulation steps.
+
+    Raises:
+        UserError: it doesn't divide (names the nearest sizes that do), or there are fewer training rows than one batch.
+    """
+    size, accumulation = settings.train_batch_size, settings.gradient_accumulation_steps
+    shares = world_size * accumulation
+    if size % shares:
+        below, above = size // shares * shares, math.ceil(size / shares) * shares
+        right = " or ".join(str(near) for near in (below, above) if near)
+        raise UserError(
+            f"--train_batch_size {size} can't be divided among {world_size} rank(s) x --gradient_accumulation_steps "
+            f"{accumulation}: use {right}"
+        )
+    steps_per_epoch = n_train // size
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"{n_train} training rows don't fill one batch: --train_batch_size {size} must be {n_train} or less"
+        )
+    total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
+    return BatchPlan(
+        size, world_size, size // shares, accumulation, steps_per_epoch, total, math.ceil(total / steps_per_epoch)
+    )
+
+
+class FullBatchSampler(DistributedSampler[Any]):
+    """A `DistributedSampler` whose epoch ends with the last whole global batch.
+
+    The tail that doesn't fill a batch is left out of the epoch: other rows each time, because the permutation is
+    another.
+    """
+
+    def __init__(self, n_rows: int, batch_size: int, world: World, seed: int) -> None:
+        super().__init__(range(n_rows), world.size, world.rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
+        self.batch_size = batch_size
+        self.total_size = n_rows // batch_size * batch_size
+        self.num_samples = self.total_size // world.size
+        self.steps_done = 0
+
+    def set_epoch(self, epoch: int, steps_done: int = 0) -> None:
+        """Chooses the epoch's permutation; a resumed run begins behind the optimizer steps that are done."""
+        super().set_epoch(epoch)
+        self.steps_done = steps_done
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.epoch_rows()[self.steps_done * self.rows_per_step :])
+
+    @property
+    def rows_per_step(self) -> int:
+        """This rank's share of a global batch."""
+        return self.batch_size // self.num_replicas
+
+    def epoch_rows(self) -> list[int]:
+        """This rank's rows of the whole epoch, in order."""
+        return list(super().__iter__())
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """This rank's rows of the epoch's step with this number, counted from 0."""
+        return self.epoch_rows()[step * self.rows_per_step : (step + 1) * self.rows_per_step]
+
+
+class LengthGroupedSampler(FullBatchSampler):
+    """Global batches of reviews of like length, dealt so that at each step every rank has the same length range.
+
+    A shuffled epoch is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the
+    batches of the epoch are shuffled. (The recipe is `transformers`' `LengthGroupedSampler`, moved from a rank's batch
+    to the global one.) Within a batch the rows stay sorted and are dealt in turn, so ranks wait for one another as
+    little as possible.
+    """
+
+    POOL = 50
+
+    def __init__(self, lengths: NDArray[np.int64], batch_size: int, world: World, seed: int) -> None:
+        super().__init__(len(lengths), batch_size, world, seed)
+        self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
+
+    def epoch_rows(self) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        shuffled = torch.randperm(len(self.lengths), generator=generator)[: self.total_size]
+        pools = shuffled.split(self.POOL * self.batch_size)
+        by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
+        batches = by_length.view(-1, self.batch_size)
+        order = torch.randperm(len(batches), generator=generator)
+        rows: list[int] = batches[order].flatten()[self.rank :: self.num_replicas].tolist()
+        return rows

@@ -1,0 +1,179 @@
+"""The collectives that the rest of the code needs. Every rank must call each of them, never under `if rank == 0`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from app.distributed.world import World
+from app.errors import AgreedError, UserError
+
+T = TypeVar("T")
+POLL_SECONDS = 0.0005
+
+# ---- objects -------------------------------------------------------------------------------------------------------
+
+
+def all_gather_object(value: T, world: World) -> list[T]:
+    """Return every rank's value (anything that pickles), in rank order, on every rank."""
+    values: list[T] = [value] * world.size
+    dist.all_gather_object(values, value, group=world.control_group)
+    return values
+
+
+def broadcast_object(value: T, world: World) -> T:
+    """Return rank 0's value on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=world.control_group)
+    return values[0]
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank has called this."""
+    all_gather_object(None, world)
+
+
+# ---- errors that all ranks raise together --------------------------------------------------------------------------
+
+
+def first_failure(problem: str | None, world: World) -> str | None:
+    """Return the problem of the lowest rank that has one, with its rank, on every rank; None if no rank has one."""
+    for rank, text in enumerate(all_gather_object(problem, world)):
+        if text is not None:
+            return text if rank == 0 else f"rank {rank}: {text}"
+    return None
+
+
+def raise_if_any_failed(problem: str | None, world: World) -> None:
+    """Raise `AgreedError` on every rank if any rank has a problem; each rank passes its own or None."""
+    reported = first_failure(problem, world)
+    if reported is not None:
+        raise AgreedError(reported)
+
+
+@contextmanager
+def raise_on_all_ranks(world: World) -> Iterator[None]:
+    """Turn a `UserError` of any rank inside the block into an `AgreedError` on every rank.
+
+    Otherwise the other ranks would wait for the one that has left. The block must not contain a collective.
+    """
+    problem = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except UserError as error:
+        problem = str(error)
+    raise_if_any_failed(problem, world)
+
+
+@contextmanager
+def local_main_process_first(world: World) -> Iterator[None]:
+    """Run the block on one process per node first, then on the others, which find its result in the cache.
+
+    Errors are raised as by `raise_on_all_ranks`.
+    """
+    problem = None
+    if world.local_rank != 0:
+        raise_if_any_failed(None, world)
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    if world.local_rank == 0:
+        raise_if_any_failed(problem, world)
+        problem = None
+    raise_if_any_failed(problem, world)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def wait_for_device(world: World) -> None:
+    """Wait until this rank's device has done what was enqueued so far, but no longer than `--ddp_timeout`.
+
+    Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python can't
+    raise, until NCCL's watchdog aborts the process (see `nccl_timeout`).
+
+    Raises:
+        DistBackendError: the device hasn't finished, so some rank did not join a collective.
+    """
+    if world.device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + world.timeout.total_seconds()
+    while not event.query():
+        if time.monotonic() > deadline:
+            seconds = world.timeout.total_seconds()
+            raise dist.DistBackendError(f"NCCL: a collective did not finish within {seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Sum a tensor of any shape and dtype over the ranks, in place, on every rank."""
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    wait_for_device(world)  # every caller reads the result next
+    return values
+
+
+def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Average a floating-point tensor over the ranks, in place, on every rank.
+
+    gloo has no AVG: there it is the sum divided by the number of ranks.
+    """
+    if dist.get_backend() == "nccl":
+        dist.all_reduce(values, op=dist.ReduceOp.AVG)
+        wait_for_device(world)
+        return values
+    return reduce_sum(values, world).div_(world.size)
+
+
+def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
+    """Copy rank 0's buffers, such as the running statistics of BatchNorm, to every rank.
+
+    DDP does this before each forward pass in training, so after a step every rank has statistics of its own rows. The
+    ones that are saved are rank 0's.
+    """
+    saved = model.state_dict().keys()
+    broadcast_tensors([buffer for name, buffer in model.named_buffers() if name in saved], world)
+
+
+def broadcast_tensors(tensors: Collection[torch.Tensor], world: World) -> None:
+    """Copy rank 0's values of these tensors to every rank, in place."""
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+    if tensors:
+        wait_for_device(world)
+
+
+def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int, world: World) -> NDArray[np.float64]:
+    """Gather the rows that each rank holds and put them in order, on every rank.
+
+    Args:
+        positions: the place of each of this rank's rows among all n. A negative place marks a filler row.
+        shard: this rank's batches of rows, each (rows, columns), in the order of `positions`.
+        n: the number of rows on all ranks together.
+
+    Returns:
+        float64 (n, columns).
+    """
+    mine = torch.cat(list(shard)).double().cpu().numpy() if shard else None
+    gathered: NDArray[np.float64] | None = None
+    seen = np.zeros(n, dtype=np.int64)
+    for places, rows in all_gather_object((np.asarray(positions, dtype=np.int64), mine), world):
+        if rows is not None:
+            is_row = places >= 0
+            gathered = np.empty((n, rows.shape[1])) if gathered is None else gathered
+            gathered[places[is_row]] = rows[is_row]
+            np.add.at(seen, places[is_row], 1)
+    assert gathered is not None, "no rank has evaluated anything"
+    assert (seen == 1).all(), "a row was evaluated twice or not at all"
+    return gathered

@@ -1,0 +1,134 @@
+"""Report a failure in one line, from one rank, whatever state the other ranks are in.
+
+There are two kinds. Errors that every rank raises at the same place (a user's mistake, a stop request, a non-finite
+loss) are printed by rank 0, and all ranks exit in order. Any other error belongs to one rank: its peers then lose
+contact, find out which ranks are missing, and exit without waiting for anyone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from app.distributed.world import World
+from app.errors import AgreedError, AlreadyFinished, Preempted, RunError, UserError, escape_control_characters
+
+ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
+STATUS_TIMEOUT_SECONDS = 3.0
+# torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
+# of these texts. Anchored, so that a path in another message can't match.
+LOST_CONTACT = re.compile(
+    r"\[[^\[\]]*\bgloo/(transport|rendezvous)/[\w/]+\.(cc|h):\d+\] |Gloo connectFullMesh failed with "
+    r"|Application timeout caused pair closure|NCCL [Ee]rror|NCCL communicator was aborted"
+)
+
+
+def exit_line(problem: Exception) -> tuple[str, int]:
+    """Return the line to print for an error that all ranks have raised, and the exit status."""
+    if isinstance(problem, Preempted):
+        return f"stopped: {problem}", 75
+    if isinstance(problem, AlreadyFinished):
+        return str(problem), 0
+    if isinstance(problem, RunError):
+        note = _note(problem)
+        return f"error: {problem}" + (f" ({note})" if note else ""), 1
+    return f"error: {problem}", 2
+
+
+def report_failure(problem: Exception, world: World) -> NoReturn:
+    """Print one line for a failure of this rank, or for losing contact with others, and exit with status 1.
+
+    If contact was lost, the lowest surviving rank prints which ranks are missing, unless a rank has reported a cause of
+    its own.
+    """
+    # torchrun sends SIGTERM when the first rank exits: the line has to be printed first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
+    note = _note(problem) or "before training"
+    if not is_lost_contact(problem):
+        if not isinstance(problem, OSError):
+            traceback.print_exception(problem)
+        _exchange_status("own cause", world, wait=False)
+        print(f"error: rank {world.rank} failed {note}: {cause}", file=sys.stderr, flush=True)
+    else:
+        statuses = _exchange_status("lost contact", world, wait=True)
+        missing = [rank for rank, status in enumerate(statuses) if status is None]
+        if "own cause" not in statuses and statuses.index("lost contact") == world.rank:
+            who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
+            print(f"error: rank {world.rank} {who}, {note}", file=sys.stderr, flush=True)
+    exit_now(1)
+
+
+def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
+    """Print one line for a failure that precedes the process group, and exit with status 1."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
+    if isinstance(problem, RunError):
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    elif is_lost_contact(problem):
+        print(f"error: rank {rank} could not connect to the other ranks: {cause}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(problem)
+        print(f"error: rank {rank} failed at startup: {cause}", file=sys.stderr, flush=True)
+    exit_now(1)
+
+
+def _note(problem: Exception) -> str | None:
+    """Where training was when the exception was raised: the note that `RunRecord` adds."""
+    notes = getattr(problem, "__notes__", [])
+    return escape_control_characters(notes[-1]) if notes else None
+
+
+def is_lost_contact(problem: Exception) -> bool:
+    """Tell whether an exception says that another rank can't be reached, as opposed to a cause on this rank."""
+    if isinstance(problem, dist.DistError):
+        return True
+    return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
+
+
+def _exchange_status(status: str, world: World, wait: bool) -> list[str | None]:
+    """Publish this rank's status in the store and read the others'; None for a rank that has published none."""
+    statuses: list[str | None] = [None] * world.size
+    statuses[world.rank] = status
+
+    def exchange() -> None:
+        world.store.set(f"failure/{world.rank}", status)
+        for rank in range(world.size) if wait else ():
+            with suppress(RuntimeError):
+                world.store.wait([f"failure/{rank}"], timedelta(seconds=STATUS_TIMEOUT_SECONDS))
+                statuses[rank] = world.store.get(f"failure/{rank}").decode()
+
+    thread = threading.Thread(target=exchange, daemon=True)  # the rank that hosts the store may be unreachable
+    thread.start()
+    thread.join(STATUS_TIMEOUT_SECONDS * (1 + world.size) if wait else STATUS_TIMEOUT_SECONDS)
+    return list(statuses)
+
+
+class ShortErrorHandler(ErrorHandler):
+    """Write what torchrun's own summary shows: one line for an expected error, a traceback for any other."""
+
+    def record_exception(self, e: BaseException) -> None:
+        path = self._get_error_file_path()
+        if isinstance(e, (UserError, *ON_ALL_RANKS)) and path:
+            self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
+        else:
+            super().record_exception(e)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Exit without waiting for peers, which may be gone: a failed rank must never hang while it cleans up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

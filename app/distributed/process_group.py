@@ -1,0 +1,205 @@
+"""Start and end the process group: `with join(settings) as world:`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from app.distributed.collectives import barrier, raise_if_any_failed
+from app.distributed.environment import rank_and_sizes
+from app.distributed.failure import (
+    ON_ALL_RANKS,
+    ShortErrorHandler,
+    exit_line,
+    report_failure,
+    report_failure_to_connect,
+)
+from app.distributed.rendezvous import open_store
+from app.distributed.world import World
+from app.hardware import use_deterministic_algorithms
+from app.settings import Settings
+
+NCCL_GRACE = timedelta(seconds=60)
+
+
+@contextmanager
+def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
+    """Join the process group, together with all other ranks, and leave it with them at the end of the block.
+
+    NCCL connects GPUs (`cuda:LOCAL_RANK`), gloo connects CPUs. Plain `python -m …` makes a group of one rank, so that
+    the same code runs everywhere. An exception in the block ends the process with one line (see `failure.py`).
+
+    Args:
+        settings: this rank's.
+        problem: what keeps this rank from running, such as an unknown flag. It is raised on every rank as soon as the
+            ranks can communicate.
+    """
+    try:
+        world, problem = _start(settings, problem)
+    except Exception as failure:
+        ShortErrorHandler().record_exception(failure)
+        report_failure_to_connect(failure, rank_and_sizes()[0])
+    try:
+        raise_if_any_failed(problem, world)
+        yield world
+        barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
+    except ON_ALL_RANKS as outcome:
+        ShortErrorHandler().record_exception(outcome)
+        _exit_in_order(outcome, world)
+    except Exception as failure:
+        ShortErrorHandler().record_exception(failure)
+        report_failure(failure, world)
+    _leave()
+
+
+def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
+    """Connect the ranks; return this rank's world, and what keeps this rank from running or None."""
+    rank, size, local_rank, local_size = rank_and_sizes()
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // local_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # if unset, accelerate would choose a number of its own
+    torch.set_num_threads(threads)
+
+    timeout = timedelta(seconds=settings.ddp_timeout)
+    store = open_store(timeout)
+    offer = _offer_of(settings, local_size, problem)
+    device_type, problem = common_device_type(_exchange_offers(store, rank, size, offer, timeout), rank)
+    if device_type == "cpu":
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        return World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout), problem
+
+    device = torch.device("cuda", local_rank)
+    if settings.deterministic:
+        use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
+    torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
+    problem = _bf16_problem(settings, device)
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(timeout), device_id=device
+    )
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, size, local_rank, local_size, device, store, timeout, control_group), problem
+
+
+# ---- the device type: the same on every rank -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The device type that a rank would use, and what keeps the rank from running."""
+
+    device_type: str
+    host: str
+    problem: str | None = None
+
+
+def _offer_of(settings: Settings, local_size: int, problem: str | None) -> Offer:
+    """Describe this rank without creating a CUDA context: the ranks decide together whether to use GPUs."""
+    host = socket.gethostname()
+    if settings.use_cpu or not torch.cuda.is_available():
+        return Offer("cpu", host, problem)
+    gpus = torch.cuda.device_count()
+    if local_size > gpus:
+        problem = problem or (
+            f"--nproc_per_node={local_size}: {host} has {gpus} GPU(s) and each rank needs one: start fewer, or add "
+            f"--use_cpu"
+        )
+    return Offer("cuda", host, problem)
+
+
+def _exchange_offers(store: Store, rank: int, size: int, offer: Offer, timeout: timedelta) -> list[Offer]:
+    """Return every rank's offer, in rank order. Uses the store, because no backend has been chosen yet."""
+    store.set(f"offer/{rank}", json.dumps(asdict(offer)))
+    keys = [f"offer/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    return [Offer(**json.loads(store.get(key))) for key in keys]
+
+
+def common_device_type(offers: Sequence[Offer], rank: int) -> tuple[str, str | None]:
+    """Choose the device type that all ranks use: ranks that start different backends would wait for each other forever.
+
+    Args:
+        offers: every rank's, in rank order.
+        rank: this process's.
+
+    Returns:
+        The device type, and this rank's problem or None. If any rank has a problem, all use the CPU and gloo to report
+        it.
+    """
+    if any(offer.problem is not None for offer in offers):
+        return "cpu", offers[rank].problem
+    if len({offer.device_type for offer in offers}) == 1:
+        return offers[0].device_type, None
+    without = [f"{other} ({offer.host})" for other, offer in enumerate(offers) if offer.device_type == "cpu"]
+    return "cpu", (
+        f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
+        f"or add --use_cpu on every node"
+    )
+
+
+def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
+    # PyTorch emulates bfloat16 on older GPUs, slower than fp32 and without tensor cores: nobody wants that.
+    if not settings.bf16 or torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    return (
+        f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "
+        f"--precision fp32"
+    )
+
+
+def nccl_timeout(timeout: timedelta) -> timedelta:
+    """Return how long NCCL's watchdog waits before it aborts the process.
+
+    When a collective exceeds its timeout, the watchdog thread terminates the process from C++: no exception reaches
+    Python and our error line is never printed. Therefore Python has to time out first. Each wait of the host goes
+    either through gloo (stop requests, object collectives, barriers) or through `wait_for_device`, and both raise after
+    `--ddp_timeout`. They start to wait later than the watchdog, which counts from when a collective was enqueued, by at
+    most a step, an evaluation or a checkpoint; and the report of the failure takes a few seconds. Doubling covers both.
+    The watchdog remains as the backstop for a host that is blocked elsewhere inside CUDA.
+
+    The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1 raises in Python but blocks the host in every backward pass,
+    and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.
+    """
+    return timeout + max(timeout, NCCL_GRACE)
+
+
+# ---- leaving -------------------------------------------------------------------------------------------------------
+
+
+def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
+    """End the process after an error that all ranks have raised, once rank 0 has printed it.
+
+    torchrun ends the other ranks as soon as the first one exits.
+    """
+    line, status = exit_line(outcome)
+    if world.is_main_process:
+        print(line, file=sys.stderr, flush=True)
+    barrier(world)
+    traceback.clear_frames(outcome.__traceback__)  # their local variables hold the DDP module: see _leave
+    _leave()
+    sys.exit(status)
+
+
+def _leave() -> None:
+    """Destroy the process group, the same way in every case.
+
+    A DDP module that outlives its process group can abort the interpreter at exit ("terminate called without an active
+    exception", pytorch#190489), so it is collected first.
+    """
+    gc.collect()
+    # Not is_available(): without a context, synchronizing would create one, which --use_cpu rules out and which fails
+    # if the GPU's memory is full.
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    dist.destroy_process_group()

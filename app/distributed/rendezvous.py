@@ -1,0 +1,100 @@
+"""How the ranks find each other: a separate store for each attempt of a torchrun job.
+
+`torchrun --max-restarts` starts new processes over the same TCPStore, whose keys outlive the old processes. New ranks
+would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288), so each attempt has a
+prefix of its own. It can't be the restart count, which may differ between nodes (pytorch#108158).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from app.distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
+from app.errors import RunError
+
+RETRY = timedelta(seconds=0.2)  # a handshake key that a dead rank left delays a restart by this much
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def open_store(timeout: timedelta) -> Store:
+    """Return the store of this attempt, once all of its ranks are present. Collective.
+
+    Raises:
+        RunError: a rank did not arrive in time, or torchrun has already ended.
+    """
+    if not started_by_torchrun():
+        become_single_process()
+        return HashStore()
+    terminate_with_torchrun()
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    return per_attempt_store(store, rank, size, timeout)
+
+
+def terminate_with_torchrun() -> None:
+    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun can't end its workers.
+
+    Raises:
+        RunError: torchrun has already ended.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A process whose parent has died gets process 1 as its parent. In a container, torchrun itself may be process 1.
+    init = 1
+    if os.getppid() == init and b"python" not in Path(f"/proc/{init}/cmdline").read_bytes():
+        raise RunError(f"rank {rank_and_sizes()[0]}: torchrun ended before the ranks had connected")
+
+
+def per_attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """Agree on a prefix that only the processes of this attempt know. Collective; returns when all are present.
+
+    Each rank publishes a random token and waits for an answer to that token. Rank 0 answers each token that it finds
+    with the attempt's id and waits for a confirmation. A token that a dead rank left is never confirmed, and its
+    successor overwrites it.
+
+    Args:
+        store: the store that all attempts share.
+        rank: this process's rank.
+        size: the number of ranks.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        RunError: a rank did not arrive in time.
+    """
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        for other in range(1, size):
+            _handshake(store, other, attempt, timeout)
+    else:
+        token = uuid.uuid4().hex
+        store.set(f"handshake/{rank}", token)
+        answer = f"answer/{rank}/{token}"
+        try:
+            store.wait([answer], timeout)
+        except RuntimeError as late:
+            raise RunError(f"rank 0 did not answer rank {rank} within {timeout.total_seconds():.0f} s") from late
+        attempt = store.get(answer).decode()
+        store.set(f"confirmed/{attempt}/{rank}", "")
+    return PrefixStore(f"attempt/{attempt}", store)
+
+
+def _handshake(store: Store, other: int, attempt: str, timeout: timedelta) -> None:
+    for _ in range(int(timeout / RETRY) + 1):
+        try:
+            store.wait([f"handshake/{other}"], RETRY)
+            token = store.get(f"handshake/{other}").decode()
+            store.set(f"answer/{other}/{token}", attempt)
+            store.wait([f"confirmed/{attempt}/{other}"], RETRY)
+            return
+        except RuntimeError:  # the token was a dead rank's, or none has been published yet
+            continue
+    raise RunError(f"rank {other} did not arrive within {timeout.total_seconds():.0f} s")

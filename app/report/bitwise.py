@@ -1,0 +1,157 @@
+"""Were two runs the same training, to the bit? If not: where did they part?"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from app.errors import UserError
+from app.runs.reader import Run
+
+STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+class Tensor(NamedTuple):
+    """A stored tensor: `data` holds its bytes, uint8 (n_bytes,), still on disk."""
+
+    dtype: str
+    shape: list[int]
+    data: NDArray[np.uint8]
+
+
+Weights = dict[str, Tensor]
+
+
+def first_difference(a: Run, b: Run) -> str | None:
+    """None only where every step's loss and gradient norm, every prediction and every weight are equal to the bit.
+
+    Else one sentence that names the first difference: of the steps in order, then of their number, then of the
+    predictions in file order, then of the weights in a's order, then of the figures that follow from these. 0.0 and
+    -0.0 differ.
+
+    Raises:
+        UserError: the weights are missing, damaged or half-written.
+    """
+    ours, theirs = (read_weights(run.folder / "model") for run in (a, b))  # first: what is damaged is never compared
+    return (
+        _steps_difference(a, b)
+        or _predictions_difference(a, b)
+        or _weights_difference(ours, theirs, a.folder, b.folder)
+        or _figures_difference(a, b)
+    )
+
+
+def bitwise_equal_numbers(x: float, y: float) -> bool:
+    """Equal as float64, bit by bit."""
+    return struct.pack("<d", x) == struct.pack("<d", y)
+
+
+def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
+    """(step, key of steps.jsonl) of the first loss or gradient norm that differs; None where all common steps agree."""
+    for x, y in zip(a.steps, b.steps, strict=False):
+        for key in STEP_QUANTITIES:
+            if not bitwise_equal_numbers(x[key], y[key]):
+                return x["step"], key
+    return None
+
+
+def _steps_difference(a: Run, b: Run) -> str | None:
+    if (found := first_differing_step(a, b)) is not None:
+        step, key = found
+        x, y = (run.steps[step - 1][key] for run in (a, b))
+        return f"step {step}: the {STEP_QUANTITIES[key]} is {x!r} in {a.folder} and {y!r} in {b.folder}"
+    if len(a.steps) != len(b.steps):
+        return f"number of steps: {len(a.steps)} in {a.folder} and {len(b.steps)} in {b.folder}"
+    return None
+
+
+def _predictions_difference(a: Run, b: Run) -> str | None:
+    if a.split["classes"] != b.split["classes"] or list(a.predictions["row"]) != list(b.predictions["row"]):
+        return f"predictions: {a.folder} and {b.folder} predict other rows or classes"
+    columns = {"review": "review", "label": "label", "class": "predicted"} | {
+        f"probability of {name!r}": f"probability_{name}" for name in a.split["classes"]
+    }
+    differs = {quantity: _unlike(a.predictions[name], b.predictions[name]) for quantity, name in columns.items()}
+    rows = np.logical_or.reduce(list(differs.values())).nonzero()[0]
+    if not len(rows):
+        return None
+    first = rows[0]
+    quantity = next(name for name, unlike in differs.items() if unlike[first])
+    x, y = (run.predictions[columns[quantity]].tolist()[first] for run in (a, b))
+    row = a.predictions["row"].iloc[first]
+    return f"prediction for row {row}: the {quantity} is {x!r} in {a.folder} and {y!r} in {b.folder}"
+
+
+def _unlike(x: Any, y: Any) -> NDArray[np.bool_]:
+    """Where two columns differ: numbers by their bits, text by its letters."""
+    if x.dtype == np.float64:
+        x, y = (np.ascontiguousarray(column).view(np.uint64) for column in (x, y))
+    return np.asarray(x != y, dtype=bool)
+
+
+def _weights_difference(ours: Weights, theirs: Weights, a: Path, b: Path) -> str | None:
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        x, y = ours.get(name), theirs.get(name)
+        if x is None or y is None:
+            return f"weights: tensor {name!r} is only in {a if y is None else b}"
+        if x[:2] != y[:2]:
+            return f"weights: tensor {name!r} is {x.dtype} {x.shape} in {a} and {y.dtype} {y.shape} in {b}"
+        if not np.array_equal(x.data, y.data):
+            size = math.prod(x.shape)
+            differing = int((x.data != y.data).reshape(size, -1).any(axis=1).sum())
+            return f"weights: {differing} of {size} values of tensor {name!r} differ between {a} and {b}"
+    return None
+
+
+def _figures_difference(a: Run, b: Run) -> str | None:
+    for name in ("accuracy", "f1", "loss"):
+        x, y = (run.metrics[name] for run in (a, b))
+        if not bitwise_equal_numbers(x, y):
+            return f"test {name}: {x!r} in {a.folder} and {y!r} in {b.folder}"
+    return None
+
+
+def read_weights(folder: Path) -> Weights:
+    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names.
+
+    As bytes: that compares any dtype (numpy knows no bfloat16), maps files of any size, and needs no torch.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = {"model.safetensors"}
+        if index.exists():
+            names = {Path(name).name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
+        raise UserError(f"{index}: damaged or half-written: {problem}") from None
+    weights = {name: tensor for file in sorted(names) for name, tensor in _read_tensors(folder / file).items()}
+    if not weights:
+        raise UserError(f"{folder}: its files hold no weight")
+    return weights
+
+
+def _read_tensors(path: Path) -> Weights:
+    if not path.is_file():
+        raise UserError(f"{path}: missing: the run has not finished, or its model was removed")
+    try:
+        with safe_open(path, framework="np"):  # checks the header, every offset and the file's length
+            pass
+    except (SafetensorError, OSError) as problem:
+        raise UserError(f"{path}: damaged or half-written: {problem}") from None
+    content = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(tensor["dtype"], tensor["shape"], content[start:][slice(*tensor["data_offsets"])])
+        for name, tensor in header.items()
+    }

@@ -1,0 +1,1 @@
+"""What both paths need before and during training."""

@@ -1,7 +1,0 @@
-#!/usr/bin/env bash
-# How much faster is the default recipe than the tutorials'?  NPROC_PER_NODE=2 bash run_scripts/benchmark_recipe.sh [settings]
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-bash run_scripts/setup.sh
-exec .venv/bin/torchrun --standalone --nproc_per_node="${NPROC_PER_NODE:-2}" run_scripts/benchmark_recipe.py "$@"

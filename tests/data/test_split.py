@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.csv_table import ReviewTable, read_reviews
+from app.data.split import split_reviews
+from app.errors import UserError
+
+
+def table_of(labels: list[int], sha256: str = "0") -> ReviewTable:
+    names = tuple(str(i) for i in range(max(labels) + 1))
+    n = len(labels)
+    return ReviewTable(
+        Path("t.csv"), sha256, n, {}, names, np.arange(n), pd.Series(["好"] * n), np.asarray(labels, dtype=np.int64)
+    )
+
+
+@given(
+    counts=st.lists(st.integers(20, 60), min_size=2, max_size=4),
+    test_size=st.floats(0.2, 0.8),
+    validation_size=st.sampled_from([0.0, 0.25, 0.5]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_parts_are_disjoint_cover_all_rows_and_keep_the_classes_shares(counts, test_size, validation_size, seed):
+    table = table_of([label for label, count in enumerate(counts) for _ in range(count)])
+    split = split_reviews(table, test_size, validation_size, seed)
+    parts = (split.train, split.validation, split.test)
+    assert sorted(np.concatenate(parts)) == list(range(len(table)))
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
+    for label, count in enumerate(counts):  # the number of test rows is itself rounded up
+        share = count * len(split.test) / len(table)
+        assert abs((table.labels[split.test] == label).sum() - share) < 1
+    assert abs(len(split.test) - len(table) * test_size) < 1
+    again = split_reviews(table, test_size, validation_size, seed)
+    assert all(
+        np.array_equal(one, two) for one, two in zip(parts, (again.train, again.validation, again.test), strict=True)
+    )
+    assert again.fingerprint == split.fingerprint
+
+
+LABELS = [0, 0, 1] * 30
+
+
+def test_the_fingerprint_knows_everything_that_decides_the_rows():
+    table = table_of(LABELS)
+    base = split_reviews(table, 0.2, 0.0, 42).fingerprint
+    changed = [
+        split_reviews(table, 0.2, 0.0, 43),
+        split_reviews(table, 0.21, 0.0, 42),
+        split_reviews(table, 0.2, 0.1, 42),
+        split_reviews(table, 0.2, 0.0, 42, columns=("text", "label")),
+        split_reviews(dataclasses.replace(table, sha256="1"), 0.2, 0.0, 42),
+        split_reviews(table_of(LABELS[1:] + LABELS[:1]), 0.2, 0.0, 42),
+    ]
+    assert len({base, *(split.fingerprint for split in changed)}) == 7
+    assert len(base) == 64
+
+
+def test_classes_with_too_few_rows_and_parts_too_small_are_one_line():
+    with pytest.raises(UserError, match=r"class '1' has 1 row"):
+        split_reviews(table_of([0] * 50 + [1]), 0.2, 0.0, 42)
+    with pytest.raises(UserError, match=r"--test_size 0\.001"):
+        split_reviews(table_of(LABELS), 0.001, 0.0, 42)
+    with pytest.raises(UserError, match=r"--validation_size 0\.001"):
+        split_reviews(table_of(LABELS), 0.2, 0.001, 42)
+
+
+def test_the_real_csv_has_the_known_split(real_csv):
+    table = read_reviews(real_csv)
+    split = split_reviews(table, 0.1, 0.0, 42)
+    assert (len(split.train), len(split.test)) == (6988, 777)
+    assert abs(table.labels[split.test].mean() - table.labels.mean()) < 1e-3

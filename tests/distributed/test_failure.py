@@ -1,0 +1,93 @@
+"""What one process makes of a failure: lost contact with other ranks, or a cause of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from app.distributed.failure import is_lost_contact
+
+GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
+HINT = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:537] Read error [::1]:51910: Connection reset by peer. {HINT}"),
+        RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:33415. {HINT}"),
+        RuntimeError(f"[{GLOO}/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation"),
+        RuntimeError(f"[../{GLOO[5:]}/transport/tcp/pair.cc:144] writev [::1]:5: Broken pipe"),
+        RuntimeError(f"Gloo connectFullMesh failed with [{GLOO}/transport/tcp/pair.cc:144] timed out connecting: 1"),
+        RuntimeError("Application timeout caused pair closure"),
+        RuntimeError("NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+        dist.DistStoreError("wait timeout after 3000ms, keys: /failure/1"),
+    ],
+)
+def test_what_gloo_nccl_and_the_store_raise_is_lost_contact(problem):
+    assert is_lost_contact(problem)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[ProcessGroupGloo]]:
+    """Both ranks of a gloo group, in one process."""
+    store, groups = HashStore(), [None, None]
+
+    def meet(rank: int) -> None:
+        groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=300))
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield groups  # type: ignore[misc]
+    groups.clear()
+
+
+def test_the_installed_gloo_s_errors_are_lost_contact(pair):
+    with pytest.raises(RuntimeError) as late:
+        pair[0].allreduce([torch.ones(1)]).wait()
+    assert "Timed out" in str(late.value)
+    with pytest.raises(RuntimeError) as later:
+        pair[0].allreduce([torch.ones(1)]).wait()
+    assert is_lost_contact(late.value)
+    assert is_lost_contact(later.value)
+
+
+def test_the_installed_gloo_s_error_for_a_peer_that_left_is_lost_contact(pair):
+    pair.pop()
+    with pytest.raises(RuntimeError) as left:
+        pair[0].allreduce([torch.ones(1)]).wait()
+    assert is_lost_contact(left.value)
+
+
+WORDS = ("gloo", "igloo", "nccl", "NCCL Error", "connection closed", "connection reset", "pair closure", "pair.cc:5")
+PATHS = st.lists(st.sampled_from([*WORDS, "reviews", ".."]) | st.text(max_size=5), min_size=1, max_size=5).map("/".join)
+
+
+@given(PATHS, st.sampled_from([FileNotFoundError, PermissionError, ConnectionResetError, OSError]))
+def test_no_os_error_is_lost_contact(path, kind):
+    assert not is_lost_contact(kind(2, "Connection reset by peer", path))
+    assert not is_lost_contact(kind(f"[{GLOO}/transport/tcp/pair.cc:537] {path}"))
+
+
+@given(
+    PATHS,
+    st.sampled_from([RuntimeError, ValueError, KeyError]),
+    st.sampled_from(["{}: no such file", "{}", "/{}", "[Errno 2] No such file: '{}'", "<{}> is bad", "[{}] is bad"]),
+)
+def test_a_path_with_such_words_is_not_lost_contact(path, kind, message):
+    text = message.format("./" + path)
+    assert not is_lost_contact(kind(text))

@@ -1,0 +1,225 @@
+"""How ranks start, wait and leave; GPU behavior is tested with fakes, because the logic needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import fake_world
+
+from app import hardware
+from app.distributed.collectives import all_gather_object, wait_for_device
+from app.distributed.process_group import Offer, common_device_type, join, nccl_timeout
+from app.settings import Settings
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
+CPU, GPU = Offer("cpu", "host-a"), Offer("cuda", "host-b")
+FULL = Offer("cuda", "host-c", "too few GPUs")
+
+
+@pytest.fixture(autouse=True)
+def own_process_state(monkeypatch):
+    """Undo what a process sets once in its life."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    threads, benchmark, deterministic = (
+        *(torch.get_num_threads(), torch.backends.cudnn.benchmark),
+        torch.backends.cudnn.deterministic,
+    )
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A machine with one GPU as far as `_join` can tell; returns the list of what was called, in order."""
+    calls: list[tuple] = []
+    real_init = dist.init_process_group
+
+    def init(backend, *, timeout, device_id=None, **kwargs):
+        calls.append(("init_process_group", backend, timeout, str(device_id)))
+        real_init("gloo", timeout=timeout, **kwargs)
+
+    def set_device(device):
+        config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        calls.append(("set_device", str(device), config, torch.are_deterministic_algorithms_enabled()))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    return calls
+
+
+# ---- which device -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_agree_get_their_device_type():
+    assert common_device_type([GPU, GPU], 1) == ("cuda", None)
+    assert common_device_type([CPU, CPU], 0) == ("cpu", None)
+
+
+def test_one_rank_with_a_problem_sends_every_rank_to_the_cpu():
+    offers = [GPU, FULL, CPU]
+    assert [common_device_type(offers, rank) for rank in range(3)] == [
+        ("cpu", None),
+        ("cpu", "too few GPUs"),
+        ("cpu", None),
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_without_a_gpu_among_ranks_with_one_are_named_on_every_rank(rank):
+    device_type, problem = common_device_type([GPU, CPU, GPU], rank)
+    assert device_type == "cpu"
+    assert problem is not None
+    assert "rank(s) 1 (host-a)" in problem
+    assert "--use_cpu" in problem
+
+
+@given(st.lists(st.sampled_from([CPU, GPU, FULL]), min_size=1, max_size=6))
+def test_every_rank_chooses_the_same_device_type(offers):
+    chosen = {common_device_type(offers, rank)[0] for rank in range(len(offers))}
+    assert len(chosen) == 1
+    if chosen == {"cuda"}:
+        assert offers == [GPU] * len(offers)
+
+
+# ---- timeouts ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(min_value=1, max_value=10**6))
+def test_nccl_aborts_well_after_python_has_timed_out(seconds):
+    timeout = timedelta(seconds=seconds)
+    assert nccl_timeout(timeout) >= 2 * timeout
+    assert nccl_timeout(timeout) >= timeout + timedelta(seconds=60)
+
+
+def test_a_gpu_run_waits_in_gloo_for_ddp_timeout_and_in_nccl_for_longer(fake_gpu):
+    with join(Settings(ddp_timeout=77)) as world:
+        assert world.device == torch.device("cuda", 0)
+        control = world.control_group
+        assert control is not None
+        assert control._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        assert all_gather_object("x", world) == ["x"]
+    name, backend, timeout, device = fake_gpu[-1]
+    assert (name, backend, device) == ("init_process_group", "nccl", "cuda:0")
+    assert timeout == timedelta(seconds=154)
+
+
+class FakeEvent:
+    """A CUDA event that completes after some queries."""
+
+    remaining = 0
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        FakeEvent.remaining -= 1
+        return FakeEvent.remaining < 0
+
+
+def test_waiting_for_the_device_ends_with_its_work_or_in_an_exception(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    gpu = replace(fake_world(device="cuda:0"), timeout=timedelta(seconds=0.05))
+    FakeEvent.remaining = 3
+    wait_for_device(gpu)
+    FakeEvent.remaining = 10**9
+    with pytest.raises(dist.DistBackendError, match="did not finish"):
+        wait_for_device(gpu)
+    wait_for_device(fake_world())  # nothing to wait for
+
+
+# ---- determinism ------------------------------------------------------------------------------------------------
+
+
+def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_touched(fake_gpu):
+    with join(Settings(deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+    assert [call[0] for call in fake_gpu] == ["set_device", "init_process_group"]
+    assert fake_gpu[0] == ("set_device", "cuda:0", ":4096:8", True)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(deterministic=True, use_cpu=True)])
+def test_other_runs_do_not_enter_deterministic_mode(fake_gpu, settings):
+    with join(settings):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+# ---- bf16 -------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_on_a_gpu_that_would_emulate_it_is_refused_with_the_way_out(fake_gpu, capsys):
+    with pytest.raises(SystemExit) as caught, join(Settings(bf16=True)):
+        pytest.fail("joined")
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cuda:0 (Tesla T4)" in line
+    assert "--precision fp32" in line
+
+
+@pytest.mark.parametrize(("supported", "use_cpu"), [(True, False), (False, True)])
+def test_bf16_is_accepted_where_the_gpu_has_it_and_on_cpus(fake_gpu, monkeypatch, supported, use_cpu):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
+    with join(Settings(bf16=True, use_cpu=use_cpu)) as world:
+        assert world.device.type == ("cpu" if use_cpu else "cuda")
+
+
+# ---- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_leaving_does_not_create_a_cuda_context(monkeypatch):
+    def no_memory() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", no_memory)
+    with join(Settings(use_cpu=True)):
+        pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+def test_on_a_real_gpu_the_same_attention_step_has_the_same_bits():
+    hardware.use_deterministic_algorithms()
+
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(256, 8, batch_first=True, device="cuda")
+        table = torch.nn.Embedding(50, 256, device="cuda")
+        layer(table(torch.randint(50, (64, 128), device="cuda"))).square().sum().backward()
+        return torch.cat([p.grad.flatten() for m in (layer, table) for p in m.parameters()])
+
+    first = gradient()
+    assert all(torch.equal(first, gradient()) for _ in range(5))
+
+
+@pytest.mark.gpu
+def test_a_cpu_run_leaves_a_real_gpu_alone():
+    code = (
+        "import torch; from app.distributed.process_group import join; from app.settings import Settings\n"
+        "with join(Settings(use_cpu=True)): pass\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,93 @@
+"""The living find one another, whatever the dead have left in the store."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from app.distributed.rendezvous import per_attempt_store
+from app.errors import RunError
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def connect(request):
+    """A function that gives a thread its own connection to one store."""
+    if request.param == "hash":
+        shared = HashStore()
+        yield lambda: shared
+    else:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield lambda: TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+
+def meet(connect, size, delays=None, ranks=None):
+    """Each of the ranks in a thread of its own; what each was given, by rank."""
+    found, errors = {}, {}
+
+    def run(rank):
+        try:
+            threading.Event().wait((delays or {}).get(rank, 0))
+            found[rank] = per_attempt_store(connect(), rank, size, TIMEOUT)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (ranks or range(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "hangs"
+    assert not errors
+    return found
+
+
+def assert_together(stores):
+    """They see one another's keys."""
+    word = uuid.uuid4().hex
+    stores[0].set("word", word)
+    assert {store.get("word").decode() for store in stores.values()} == {word}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_get_the_same_store(connect, size):
+    stores = meet(connect, size)
+    assert set(stores) == set(range(size))
+    assert_together(stores)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_the_hellos_of_dead_ranks_lead_nobody_astray(connect, late):
+    """The dead left hellos of all ranks, answered or not; a new rank comes later than the rest."""
+    first = meet(connect, 3)
+    first[0].set("address", "of the dead")
+    dead = connect()
+    for rank in (1, 2):
+        dead.set(f"handshake/{rank}", uuid.uuid4().hex)  # said by one that died before it was answered
+    second = meet(connect, 3, delays={late: 1.3})
+    assert_together(second)
+    assert not second[1].check(["address"]), "the new attempt reads what the previous one left"
+
+
+def test_ten_generations_one_after_the_other(connect):
+    for number in range(10):
+        stores = meet(connect, 3)
+        assert not stores[2].check(["seen"])
+        stores[0].set("seen", str(number))
+
+
+def test_a_death_between_answer_and_confirmation(connect):
+    """Rank 1 says hello and dies; rank 0 has answered it by then; its successor comes while rank 0 waits."""
+    connect().set("handshake/1", "a dead one's word")
+    assert_together(meet(connect, 2, delays={1: 0.5}))
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_who_does_not_come_is_named(connect, present):
+    with pytest.raises(RunError, match=f"rank {1 - present} did not"):
+        per_attempt_store(connect(), present, 2, timedelta(seconds=1))

@@ -1,0 +1,198 @@
+"""Whatever is changed in a copy of a run, `first_difference` names it; what isn't changed, it doesn't."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import edit_json, edit_step, write_json, write_run
+from safetensors.numpy import load_file, save_file
+
+from app.errors import UserError
+from app.report.bitwise import bitwise_equal_numbers, first_difference, first_differing_step, read_weights
+from app.runs.reader import read_run
+
+
+@pytest.fixture
+def twins(review_csv, tmp_path) -> tuple[Path, Path]:
+    a = write_run(tmp_path / "a", review_csv())
+    shutil.copytree(a, tmp_path / "b")
+    return a, tmp_path / "b"
+
+
+def difference(twins: tuple[Path, Path]) -> str | None:
+    a, b = map(read_run, twins)
+    there, back = first_difference(a, b), first_difference(b, a)
+    assert (there is None) == (back is None)
+    return there
+
+
+def edit_weights(file: Path, change) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_copy_is_equal(twins):
+    assert difference(twins) is None
+
+
+@pytest.mark.parametrize(("key", "words"), [("loss", "the loss"), ("grad_norm", "the gradient norm")])
+def test_the_last_bit_of_a_step_is_seen_and_the_first_such_step_named(twins, key, words):
+    for step in (5, 9):
+        before = read_run(twins[0]).steps[step - 1][key]
+        edit_step(twins[1], step, **{key: math.nextafter(before, 9)})
+    assert difference(twins).startswith(f"step 5: {words} is ")
+    assert first_differing_step(*map(read_run, twins)) == (5, key)
+
+
+def test_within_a_step_the_loss_comes_first(twins):
+    edit_step(twins[1], 3, loss=0.5, grad_norm=0.5)
+    assert difference(twins).startswith("step 3: the loss is ")
+
+
+def test_minus_zero_is_not_zero(twins):
+    edit_step(twins[0], 2, loss=0.0)
+    edit_step(twins[1], 2, loss=-0.0)
+    assert difference(twins) == f"step 2: the loss is 0.0 in {twins[0]} and -0.0 in {twins[1]}"
+
+
+def test_a_missing_step_is_seen_but_after_the_common_ones(twins):
+    file = twins[1] / "steps.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
+    assert difference(twins) == f"number of steps: 12 in {twins[0]} and 10 in {twins[1]}"
+    assert first_differing_step(*map(read_run, twins)) is None
+    edit_step(twins[1], 4, loss=0.1)
+    assert difference(twins).startswith("step 4: ")
+
+
+def edit_prediction(run: Path, line: int, column: int, change) -> str:
+    file = run / "predictions.csv"
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    cells = lines[line].split(",")
+    cells[column] = change(cells[column])
+    lines[line] = ",".join(cells)
+    file.write_text("".join(lines), "utf-8")
+    return cells[0]
+
+
+def test_the_last_bit_of_a_probability_is_seen_and_its_row_named(twins):
+    edit_prediction(twins[1], 7, 3, lambda cell: repr(math.nextafter(float(cell), 0)))
+    row = edit_prediction(twins[1], 4, 4, lambda cell: repr(math.nextafter(float(cell), 2)))
+    assert difference(twins).startswith(f"prediction for row {row}: the probability of '1' is ")
+
+
+def test_a_class_is_seen(twins):
+    flip = {"0": "1", "1": "0"}.__getitem__
+    row = edit_prediction(twins[1], 4, 2, flip)
+    for column in (3, 4):
+        edit_prediction(twins[1], 4, column, lambda cell: repr(1 - float(cell)))
+    right = [cells.split(",")[1:3] for cells in (twins[1] / "predictions.csv").read_text("utf-8").splitlines()[1:]]
+    metrics = json.loads((twins[1] / "metrics.json").read_text())
+    write_json(twins[1] / "metrics.json", metrics | {"accuracy": sum(x == y for x, y in right) / len(right)})
+    assert difference(twins).startswith(f"prediction for row {row}: the class is ")
+
+
+def test_labels_that_were_changed_and_leave_the_accuracy_as_it_is_are_seen(twins):
+    flip = {"0": "1", "1": "0"}.__getitem__
+    for run in twins:
+        row = edit_prediction(run, 1, 1, flip)
+        metrics = json.loads((run / "metrics.json").read_text())
+        write_json(run / "metrics.json", metrics | {"accuracy": metrics["accuracy"] - 1 / metrics["n_test"]})
+    assert difference(twins) is None
+    for line in (1, 2):
+        edit_prediction(twins[1], line, 1, flip)
+    assert difference(twins).startswith(f"prediction for row {row}: the label is ")
+
+
+@pytest.mark.parametrize("figure", ["f1", "loss"])
+def test_a_figure_that_does_not_follow_from_the_predictions_is_seen(twins, figure):
+    edit_json(twins[1] / "metrics.json", **{figure: 0.25})
+    assert difference(twins).startswith(f"test {figure}: ")
+
+
+def test_one_bit_of_one_weight_is_seen_and_its_tensor_named(twins):
+    def change(tensors):
+        tensors["layer.weight"].view(np.uint32)[1, 2] ^= 1
+
+    edit_weights(twins[1] / "model" / "model.safetensors", change)
+    assert "1 of 12 values of tensor 'layer.weight' differ" in difference(twins)
+
+
+def test_the_sign_of_a_zero_weight_is_seen(twins):
+    edit_weights(twins[1] / "model" / "model.safetensors", lambda tensors: tensors["layer.bias"].__setitem__(0, -0.0))
+    assert "1 of 3 values of tensor 'layer.bias' differ" in difference(twins)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("layer.bias"), "tensor 'layer.bias' is only in"),
+        (lambda t: t.update(extra=np.ones(1, np.float32)), "tensor 'extra' is only in"),
+        (lambda t: t.update({"layer.bias": np.zeros(3, np.float16)}), "tensor 'layer.bias' is F32 [3]"),
+        (lambda t: t.update({"layer.bias": np.zeros((3, 1), np.float32)}), "and F32 [3, 1] in"),
+    ],
+)
+def test_tensors_of_other_names_types_and_shapes(twins, change, words):
+    edit_weights(twins[1] / "model" / "model.safetensors", change)
+    assert words in difference(twins)
+
+
+def test_sharded_weights_are_the_same_weights(twins):
+    folder = twins[1] / "model"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor}, folder / f"model-{number}.safetensors")
+    index = {"weight_map": {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}}
+    write_json(folder / "model.safetensors.index.json", index)
+    assert difference(twins) is None
+    edit_weights(folder / "model-1.safetensors", lambda t: next(iter(t.values())).__iadd__(1))
+    assert difference(twins).startswith("weights: ")
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-1\.safetensors: missing"):
+        difference(twins)
+
+
+def test_weights_that_numpy_has_no_type_for(tmp_path):
+    import torch
+    from safetensors.torch import save_file as save_tensors
+
+    save_tensors({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    (weight,) = read_weights(tmp_path).values()
+    assert (weight.dtype, weight.shape, weight.data.tobytes()) == ("BF16", [2], b"\x80\x3f\x80\x3f")
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b"\xff" * 9])
+def test_damaged_weights_are_one_line_that_names_the_file_even_where_the_steps_differ(twins, damage):
+    file = twins[1] / "model" / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    edit_step(twins[1], 1, loss=0.5)
+    with pytest.raises(UserError) as problem:
+        difference(twins)
+    assert str(file) in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_missing_weights_and_a_damaged_index(twins):
+    (twins[1] / "model" / "model.safetensors.index.json").write_text('{"weight_map": [')
+    with pytest.raises(UserError, match=r"index\.json: damaged"):
+        difference(twins)
+    (twins[1] / "model" / "model.safetensors.index.json").unlink()
+    (twins[1] / "model" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors: missing"):
+        difference(twins)
+
+
+@given(st.floats(), st.floats())
+def test_same_bits_agrees_with_repr(x, y):
+    """repr tells all floats apart but for NaN's payload, and -0.0 from 0.0."""
+    if not (math.isnan(x) and math.isnan(y)):
+        assert bitwise_equal_numbers(x, y) == (repr(x) == repr(y))
+    assert bitwise_equal_numbers(x, x)

@@ -1,0 +1,160 @@
+"""comparison.md and comparison.html say what comparison.json holds; untrusted text stays text in both."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+from run_folders import edit_json, write_run
+
+from app.report.comparison import compare_runs, compare_seeds
+from app.report.formats import markdown_cell
+from app.report.render import as_html, as_markdown, settings_rows, write_comparison
+from app.runs.reader import read_run
+
+SCRIPT = "<script>document.title='ran'</script>"
+IMAGE = "<img src=x onerror=\"document.title='ran'\">"
+
+
+class Tags(HTMLParser):
+    """Collects the tags, the attributes and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def comparison(review_csv, tmp_path):
+    """Two different runs on reviews and classes that would run as HTML."""
+    reviews = pd.read_csv(review_csv(120))
+    reviews["review"] += f" {SCRIPT}{IMAGE} | `code` [link](http://example.invalid) \x1b[31m"
+    reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE})
+    reviews.to_csv(tmp_path / "reviews.csv", index=False)
+    a, b = (write_run(tmp_path / n, tmp_path / "reviews.csv", chance=c) for n, c in (("a", 0), ("b", 1)))
+    edit_json(a / "settings.json", learning_rate=0.5, path=f"{SCRIPT}$\\frac{{$")
+    return compare_runs(read_run(a), read_run(b))
+
+
+def test_the_page_runs_nothing_and_asks_for_nothing(comparison):
+    assert comparison["disagreements"]
+    page = Tags(as_html(comparison))
+    assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    addresses = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action", "data")]
+    assert all(address.startswith("#") for address in addresses)
+    policies = [value for name, value in page.attributes if name == "content" and "default-src 'none'" in value]
+    assert len(policies) == 1
+    assert "script" not in policies[0], "nothing that default-src forbids is let in again"
+    assert not re.search(r"url\((?!#)|@import", as_html(comparison))
+
+
+def test_hostile_text_is_shown_to_the_letter(comparison):
+    text = Tags(as_html(comparison)).text
+    assert SCRIPT in text
+    assert IMAGE in text
+    assert "$\\frac{$" in text
+
+
+def test_markdown_of_hostile_text(comparison):
+    markdown = as_markdown(comparison)
+    assert "<" not in markdown
+    assert "\x1b" not in markdown
+    assert "](http" not in markdown
+    rows = [line for line in markdown.splitlines() if "onerror" in line and line.startswith("| ") and "http" in line]
+    assert rows
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("ddp_loop", "ddp_loop"),
+        ("_a_ *b*", r"\_a\_ \*b\*"),
+        ("[+0.0, +4.4]", "[+0.0, +4.4]"),
+        ("[a](b)", r"[a]\(b)"),
+        ("a\nb\x1b[0m\u202ec", "a b [0m c"),
+        ("<b>&", "&lt;b&gt;&amp;"),
+        ("x" * 200, "x" * 159 + "…"),
+    ],
+)
+def test_cells(text, cell):
+    assert markdown_cell(text) == cell
+
+
+def test_what_the_page_says(comparison):
+    text = Tags(as_html(comparison)).text
+    assert comparison["verdict"].split(":")[0].lower() in text.lower()
+    assert comparison["first_difference"] in text
+    statistics = comparison["statistics"]
+    for side in "ab":
+        assert f"{100 * statistics[f'accuracy_{side}']['low']:.1f}%" in text
+    for item in comparison["disagreements"][:40]:
+        assert f"row {item['row']} " in text
+        for chances in item["probabilities"]:
+            assert f"{100 * max(chances):.1f}%" in text
+    assert "learning_rate" in text
+
+
+def test_settings_that_differ_come_first_and_are_marked(comparison):
+    rows = settings_rows(comparison)
+    marked = [row["name"] for row in rows if row["differs"]]
+    assert marked == ["learning_rate"]
+    assert rows[0] == {"name": "learning_rate", "values": [0.5, 1e-3], "differs": True}
+    assert "versions.python" in [row["name"] for row in rows]
+    assert as_html(comparison).count('class="differs"') == 1
+
+
+def test_the_page_says_why_there_are_no_floors(comparison):
+    without = comparison | {"floors": None, "why_no_floors": "reviews.csv: no such file"}
+    assert "reviews.csv: no such file" in as_html(without)
+    assert "reviews.csv: no such file" in as_markdown(without)
+
+
+def test_seeds_are_a_section(review_csv, tmp_path):
+    pairs = []
+    for seed in (1, 2):
+        runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), chance=i, seed=seed) for i, x in enumerate("ab")]
+        pairs.append(tuple(map(read_run, runs)))
+    comparison = compare_seeds(pairs)
+    markdown, text = as_markdown(comparison), Tags(as_html(comparison)).text
+    for page in (markdown, text):
+        assert "Over 2 seeds" in page
+        assert "Equal to the bit at 0 of 2 seeds" in page
+    assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in markdown
+    one = compare_seeds(pairs[:1])
+    assert "Over 1 seed" in as_html(one)
+    assert "undecided" in as_markdown(one).lower() or "indistinguishable" in as_markdown(one).lower()
+
+
+def test_many_classes_are_pairs_and_not_a_matrix(review_csv, tmp_path):
+    csv = review_csv(240, classes=tuple(f"class {i}" for i in range(8)))
+    comparison = compare_runs(*(read_run(write_run(tmp_path / n, csv, chance=c)) for n, c in (("a", 0), ("b", 1))))
+    page = as_html(comparison)
+    assert "pairs confused most often" in page
+    assert 'class="confusion"' not in page
+
+
+def test_the_three_files(comparison, tmp_path):
+    (tmp_path / "out").mkdir()
+    markdown = write_comparison(comparison, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "comparison.html",
+        "comparison.json",
+        "comparison.md",
+    ]
+    assert (tmp_path / "out" / "comparison.md").read_text("utf-8") == markdown
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text("utf-8")) == comparison

@@ -1,0 +1,53 @@
+"""One folder belongs to one job, and its name is on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.errors import UserError
+from app.runs import folder as run_folder
+from app.runs.folder import claim_folder, create_folder
+
+
+@pytest.fixture
+def flushed(monkeypatch) -> list[str]:
+    """Record the names of the folders that are flushed to disk."""
+    names: list[str] = []
+    flush = run_folder.flush
+    monkeypatch.setattr(run_folder, "flush", lambda path: (names.append(path.name), flush(path)))
+    return names
+
+
+@pytest.mark.parametrize("create", [create_folder, claim_folder])
+def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, create):
+    create(str(tmp_path / "a" / "b" / "run"), tmp_path)
+    assert {tmp_path.name, "a", "b"} <= set(flushed)
+    flushed.clear()
+    create(None, tmp_path / "c" / "runs")
+    assert {tmp_path.name, "c", "runs"} <= set(flushed)
+
+
+def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_refused(tmp_path, monkeypatch):
+    """Between the first look and the lock, another job may have started, finished and released its lock."""
+    lock = run_folder.lock
+
+    def lock_late(folder: Path) -> int:
+        (folder / "metrics.json").touch()
+        return lock(folder)
+
+    monkeypatch.setattr(run_folder, "lock", lock_late)
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        claim_folder(str(tmp_path / "run"), tmp_path)
+
+
+def test_a_claimed_folder_is_locked_and_latest_is_left_to_the_caller(tmp_path):
+    folder, descriptor = claim_folder(None, tmp_path)
+    with pytest.raises(UserError, match="has not ended"):
+        run_folder.lock(folder)
+    os.close(descriptor)
+    assert not (tmp_path / "latest").exists()
+    run_folder.point_latest(folder)
+    assert (tmp_path / "latest").resolve() == folder.resolve()

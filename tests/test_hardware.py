@@ -1,0 +1,50 @@
+"""What a device can do is looked up, never guessed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.hardware import DATA_SHEETS, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H200", 989.5e12, 67e12),
+        ("NVIDIA H200 NVL", 835.5e12, 60e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 67e12),
+        ("NVIDIA H100 NVL", 835.5e12, 60e12),
+        ("NVIDIA H100 PCIe", 756.5e12, 51e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+    ],
+)
+def test_a_listed_gpu_has_its_data_sheet_s_dense_peak(name, bf16, fp32):
+    assert peak_flops(name, "bf16") == bf16
+    assert peak_flops(name, "fp32") == fp32
+    assert peak_flops(name, "fp64") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 MIG 7g.141gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
+        *("NVIDIA A100X", "NVIDIA A800-SXM4-80GB", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 64GB HBM2"),
+        *("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "GRID A100-10C", "NVIDIA H100L-94C", "NVIDIA B200"),
+        *("", "cpu (x86_64)", "NVIDIA A100", "Tesla T4"),
+    ],
+)
+def test_a_gpu_that_only_resembles_a_listed_one_has_no_figure(name):
+    assert peak_flops(name, "bf16") is None
+    assert peak_flops(name, "fp32") is None
+
+
+@given(st.sampled_from(sorted(DATA_SHEETS)), st.text(max_size=12), st.text(max_size=12))
+def test_no_other_name_has_a_figure(name, before, after):
+    other = before + name + after
+    if other not in DATA_SHEETS:
+        assert peak_flops(other, "bf16") is None
+    if before not in DATA_SHEETS:
+        assert peak_flops(before, "fp32") is None

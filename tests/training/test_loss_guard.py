@@ -1,0 +1,65 @@
+"""A step whose gradient norm is not finite changes nothing, and the host did not have to wait for the norm."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from worlds import fake_world
+
+from app.settings import Settings
+from app.training import loss_guard
+from app.training.loss_guard import nonfinite_error, skip_step_if_nonfinite
+from app.training.optim import build_optimizer
+
+
+def training(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2)).to(dtype)
+    return model, build_optimizer(model, Settings(), 1e-2)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, guarded: bool, factor: float = 1.0) -> None:
+    dtype = next(model.parameters()).dtype
+    (model(torch.ones(3, 5, dtype=dtype)).square().sum() * factor).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if guarded:
+        skip_step_if_nonfinite(optimizer, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_finite_steps_are_bitwise_what_they_are_without_the_guard(dtype):
+    plain, guarded = training(dtype), training(dtype)
+    for _ in range(4):
+        step(*plain, guarded=False)
+        step(*guarded, guarded=True)
+    for a, b in zip(plain[0].parameters(), guarded[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [optimizer.state_dict()["state"] for _, optimizer in (plain, guarded)]
+    assert all(torch.equal(states[0][i][name], x) for i, values in states[1].items() for name, x in values.items())
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(factor):
+    model, optimizer = training()
+    step(model, optimizer, guarded=True)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer, guarded=True, factor=factor)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    for i, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state["state"][i][name], value) for name, value in values.items())
+    step(model, optimizer, guarded=True)
+    assert not all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_error_names_ranks_and_rows(monkeypatch):
+    reports = [(True, "1, 2"), (False, "7, 9")]
+    monkeypatch.setattr(loss_guard, "all_gather_object", lambda mine, world: [reports[0], mine])
+    error = nonfinite_error(4, torch.tensor(float("nan")), torch.tensor(float("nan")), [7, 9], fake_world())
+    assert str(error) == "step 4: the loss is not finite on rank 1, rows 7, 9; the optimizer has not made this step"
+    error = nonfinite_error(4, torch.tensor(1.0), torch.tensor(float("inf")), [7, 9], fake_world())
+    assert str(error) == "step 4: the gradients are inf; the optimizer has not made this step"

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from app.settings import Settings
+from app.training.optim import build_optimizer, build_scheduler, warmup_steps
+
+
+def test_biases_and_norms_do_not_decay_and_nothing_is_left_out():
+    model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    optimizer = build_optimizer(model, Settings(weight_decay=0.1), 1e-3)
+    decayed, kept = (group["params"] for group in optimizer.param_groups)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in kept} == {n for n in names.values() if n.endswith("bias") or "LayerNorm" in n}
+    assert len(decayed) + len(kept) == len(names)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
+def test_warm_up_is_a_number_of_steps_or_below_one_a_share(asked, steps):
+    assert warmup_steps(Settings(warmup_steps=asked), 100) == steps
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_zero():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_scheduler(optimizer, Settings(warmup_steps=10), 110)
+    rates = []
+    for _ in range(110):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == 0.0
+    assert rates[10] == max(rates) == 1.0
+    assert rates[60] == pytest.approx(0.5)
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.0)
