@@ -1,0 +1,50 @@
+"""What a parallel training strategy has to provide."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from app.settings import Settings
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Strategy(Protocol):
+    """How parameters, gradients and optimizer state are distributed over the ranks.
+
+    `wrapped` is what `wrap` returned, `model` the module inside it. Every method that gathers or loads is collective:
+    under a sharded strategy no rank holds the whole state, so all ranks have to take part.
+    """
+
+    name: str
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module whose forward and backward passes train the model on all ranks. Collective."""
+
+    def build_optimizer(self, wrapped: torch.nn.Module, settings: Settings, learning_rate: float) -> Any:
+        """Return the optimizer of the parameters that this rank updates."""
+
+    def no_sync(self, wrapped: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward() accumulates gradients without reducing them over the ranks."""
+
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a global norm.
+
+        Returns:
+            The norm before clipping, a scalar, equal on every rank.
+        """
+
+    def gather_model_state(self, model: torch.nn.Module) -> Tensors:
+        """Return the complete state dict on rank 0, and an empty one on the other ranks. Collective."""
+
+    def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
+        """Load a complete state dict, which every rank passes. Collective."""
+
+    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the complete optimizer state on rank 0, and an empty one on the other ranks. Collective."""
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load a complete optimizer state, which every rank passes. Collective."""
