@@ -117,7 +117,7 @@ def ablate_recipe(settings: Settings, ranks: int, seeds: int) -> int:
     """
     from app.distributed.environment import check_environment
     from app.experiments.ablation import ablate, as_markdown, check_batches
-    from app.training.prepare import read_and_split
+    from app.training.build import read_and_split
 
     check_environment()
     _, split, _ = read_and_split(settings, ranks)

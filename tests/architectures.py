@@ -36,7 +36,7 @@ from transformers import (
 import app.ddp_loop
 import app.runs.resume
 import app.trainer_run
-import app.training.prepare
+import app.training.build
 from app.cli import launch, parse_settings
 from app.distributed.process_group import join
 from app.model.tiny_bert import learn_tokenizer
@@ -120,7 +120,7 @@ class Watch:
         self.ddp: dict[str, Any] = {}
         self.loaded: list[Any] = []
         self.changes: list[tuple[str, str]] = []
-        load, wrap, finish = app.training.prepare.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
+        load, wrap, finish = app.training.build.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
 
         def load_and_watch(*arguments: Any) -> Any:
             classifier = load(*arguments)
@@ -140,7 +140,7 @@ class Watch:
             finish(record, *arguments)
 
         RunRecord.finish = look_and_finish  # type: ignore[method-assign]
-        app.training.prepare.load_classifier = load_and_watch
+        app.training.build.load_classifier = load_and_watch
         DistributedDataParallel.__init__ = wrap_and_watch  # type: ignore[method-assign]
 
     @staticmethod

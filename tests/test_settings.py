@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from worlds import fake_world
 
 from app.cli import as_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.settings import GROUPS, Settings
+from app.strategies.ddp import DDP
 from app.training.optim import build_optimizer, build_scheduler
 
 
@@ -135,7 +137,9 @@ def test_every_number_trains_or_is_one_short_line_that_names_its_flag(name, valu
         assert len(told.splitlines()) == 1
         assert len(told) < 400
         return
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3)
+    optimizer = build_optimizer(
+        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, DDP(settings, fake_world())
+    )
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     for _ in range(3):
         optimizer.step()

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from app.data.csv_table import ReviewTable
-from app.data.loaders import Collator, shard_loader, train_loader
+from app.data.loaders import Collator, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan, plan_batches
 from app.data.split import Indices, Split
 from app.data.tokenize import lengths_of, tokenize
@@ -37,9 +37,10 @@ from app.model.load import load_classifier, load_tokenizer
 from app.report.formats import markdown_environment
 from app.report.statistics import Interval, paired_seeds
 from app.settings import Settings
+from app.strategies.ddp import DDP
+from app.training.build import read_and_split
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
-from app.training.prepare import read_and_split
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the ranks
 
@@ -181,7 +182,7 @@ def train(settings: Settings, recipe: Variant, reviews: Reviews, ranks: int, wor
     classifier = load_classifier(settings, reviews.table.class_names, reviews.tokenizer)
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
     rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    optimizer, scheduler = optimization(model, settings, recipe, plan, rate)
+    optimizer, scheduler = optimization(model, settings, recipe, plan, rate, world)
     autocast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
     turns = list(simulate_ranks(settings, recipe, reviews, plan, world))
 
@@ -205,11 +206,14 @@ def train(settings: Settings, recipe: Variant, reviews: Reviews, ranks: int, wor
     model.eval()
     test = reviews.split.test
     collator = Collator(reviews.tokenizer)
-    loader = shard_loader(reviews.rows.select(test), reviews.lengths[test], collator, world, settings)
+    labels = reviews.table.labels[test]
+    eval_set = build_eval_set(
+        "test", reviews.rows.select(test), reviews.lengths[test], labels, collator, world, settings
+    )
     correct = np.empty(len(test), dtype=bool)
-    places = iter(loader.sampler)
+    places = iter(eval_set.positions)
     with torch.no_grad(), autocast():
-        for batch in loader:
+        for batch in eval_set.loader:
             targets = batch.pop("labels").numpy()
             logits = model(**{name: tensor.to(world.device) for name, tensor in batch.items()}).logits
             correct[list(islice(places, len(targets)))] = logits.argmax(dim=1).cpu().numpy() == targets
@@ -217,10 +221,10 @@ def train(settings: Settings, recipe: Variant, reviews: Reviews, ranks: int, wor
 
 
 def optimization(
-    model: torch.nn.Module, settings: Settings, recipe: Variant, plan: BatchPlan, rate: float
+    model: torch.nn.Module, settings: Settings, recipe: Variant, plan: BatchPlan, rate: float, world: World
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     if recipe.optimizer == "AdamW":
-        usual = build_optimizer(model, settings, rate)
+        usual = build_optimizer(model, settings, rate, DDP(settings, world))
         return usual, build_scheduler(usual, settings, plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
     # With the kernel that torch chooses, as the usual script gets it; fused only rounds differently.
@@ -264,7 +268,7 @@ def simulate_ranks(
     )
     for rank in range(plan.ranks):
         place = replace(world, rank=rank, size=plan.ranks, local_rank=rank, local_size=plan.ranks)
-        loader = train_loader(reviews.rows.select(mine), reviews.lengths[mine], collator, plan, place, settings)
+        loader = build_train_loader(reviews.rows.select(mine), reviews.lengths[mine], collator, plan, place, settings)
         yield SimulatedRank(loader, settings.seed + recipe.dropout_seed + rank, plan, world.device)
 
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.data.loaders import shard_loader
 from app.data.sampler import FullBatchSampler, LengthGroupedSampler, plan_batches
 from app.distributed.world import World
 from app.errors import UserError
@@ -95,14 +94,3 @@ def test_steps_and_epochs_follow_from_the_rows():
     assert plan_batches(Settings(num_train_epochs=0.5), 6_988, 1).total_steps == 109
     capped = plan_batches(Settings(max_steps=300), 6_988, 1)
     assert (capped.total_steps, capped.epochs) == (300, 2)
-
-
-@given(n=st.integers(1, 100), size=st.integers(1, 7))
-def test_each_row_is_evaluated_on_exactly_one_rank(n, size):
-    lengths = np.random.default_rng(n).integers(1, 50, size=n)
-    shards = [
-        list(shard_loader(list(range(n)), lengths, lambda rows: rows, world(rank, size), Settings()).sampler)
-        for rank in range(size)
-    ]
-    assert sorted(row for shard in shards for row in shard) == list(range(n))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1

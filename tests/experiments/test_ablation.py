@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import fake_world
 
 from app.compare import ablate_recipe
 from app.data.sampler import plan_batches
@@ -96,7 +97,7 @@ def test_adam_differs_from_adamw_in_decay_and_schedule_alone():
     model = torch.nn.Linear(2, 2)
     plan = plan_batches(settings, 100, 1)
     recipes = Variant(), Variant(optimizer="Adam")
-    ours, theirs = (optimization(model, settings, recipe, plan, 1e-3)[0] for recipe in recipes)
+    ours, theirs = (optimization(model, settings, recipe, plan, 1e-3, fake_world())[0] for recipe in recipes)
     of_adam = {"weight_decay": 0, "decoupled_weight_decay": False, "fused": None}
     assert type(theirs) is torch.optim.Adam
     assert theirs.defaults == ours.defaults | of_adam

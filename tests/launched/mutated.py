@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import app.ddp_loop as loop
-import app.training.prepare as preparation
+import app.training.build as preparation
 from app.cli import launch
 from app.data.sampler import FullBatchSampler
 
