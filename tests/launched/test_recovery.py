@@ -168,7 +168,7 @@ def test_two_damaged_checkpoints_are_passed_over_and_said(undisturbed, shared, t
     cut.write_bytes(cut.read_bytes()[:-1])
     done = run("ddp_loop", folder, shared, *FULL, "--resume_from_checkpoint", "auto")
     assert done.status == 0, done.err
-    told = [line for line in done.out.splitlines() if "is passed over" in line]
+    told = [line for line in done.out.splitlines() if "is skipped" in line]
     assert [re.search(r"checkpoint-(\d+) is", line)[1] for line in told] == [str(STEPS), "20"]
     assert "(step 15)" in done.out
     assert_same(undisturbed("ddp_loop"), folder)
