@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from app.distributed.environment import check_environment, rank_and_sizes
+from app.distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes
 from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
 from app.distributed.process_group import join
 from app.errors import UserError, escape_unencodable_output, shorten
@@ -147,6 +147,7 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
     try:
         try:
             settings = parse_settings(description)
+            check_accelerate_environment(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("a problem that one rank passes to join is raised on all ranks") from problem
