@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import PROJECT, SAMPLE_CSV
 
-from app.distributed.environment import LOWEST, NEEDED_BY_RANK, check_environment
+from app.distributed.environment import (
+    LOWEST,
+    NEEDED_BY_RANK,
+    check_accelerate_environment,
+    check_environment,
+)
 from app.errors import UserError
+from app.settings import Settings
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 TORCHRUN |= {"MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -91,3 +97,85 @@ def test_an_entry_point_prints_one_line(tmp_path, variables):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert next(iter(variables)) in line
+
+
+# ---- variables that accelerate launch exports ------------------------------------------------------------------------
+
+PLAIN_ACCELERATE_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+    "ACCELERATE_USE_CPU": "False",
+}
+
+
+@pytest.fixture
+def accelerate_environment(monkeypatch):
+    """Replace all variables of accelerate, and pretend that there is or is not a GPU."""
+
+    def replace(variables: dict[str, str], has_gpu: bool = False) -> None:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "has_gpu"),
+    [
+        ({}, {}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {"use_cpu": True}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {"bf16": True}, True),  # TrainingArguments(bf16=True) takes precedence over "no"
+        (PLAIN_ACCELERATE_LAUNCH, {"precision": "fp64"}, True),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"bf16": True}, True),
+        ({"ACCELERATE_USE_CPU": "True"}, {"use_cpu": True}, True),
+        ({"ACCELERATE_USE_CPU": "True"}, {}, False),
+        ({"ACCELERATE_TORCH_DEVICE": "cpu"}, {"use_cpu": True}, True),
+        ({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "0"}, {}, True),
+        ({"ACCELERATE_LOG_LEVEL": "info", "ACCELERATE_DEBUG_MODE": "true"}, {}, True),
+    ],
+)
+def test_accelerate_variables_that_agree_or_have_no_effect_are_accepted(
+    accelerate_environment, variables, settings, has_gpu
+):
+    accelerate_environment(variables, has_gpu)
+    check_accelerate_environment(Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "settings", "remedy"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", {}, "add --precision bf16, or unset it"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", {"precision": "fp64"}, "add --precision bf16, or unset it"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {"bf16": True}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", {}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "unset it"),
+        ("ACCELERATE_DYNAMO_USE_DYNAMIC", "perhaps", {}, "unset it"),
+        ("ACCELERATE_USE_FSDP", "true", {}, "unset it"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", {}, "unset it"),
+        ("ACCELERATE_USE_MEGATRON_LM", "True", {}, "unset it"),
+        ("ACCELERATE_USE_CPU", "True", {}, "add --use_cpu, or unset it"),
+        ("ACCELERATE_USE_CPU", "", {}, "must be true or false"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:1", {}, "CUDA_VISIBLE_DEVICES"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:0", {"use_cpu": True}, "unset it"),
+    ],
+)
+def test_an_accelerate_variable_that_contradicts_the_settings_is_refused(
+    accelerate_environment, name, value, settings, remedy
+):
+    accelerate_environment(PLAIN_ACCELERATE_LAUNCH | {name: value}, has_gpu=True)
+    with pytest.raises(UserError) as problem:
+        check_accelerate_environment(Settings(**settings))
+    message = str(problem.value)
+    assert message.startswith(f"{name}=")
+    assert value in message
+    assert remedy in message
+    assert len(message.splitlines()) == 1
