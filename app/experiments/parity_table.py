@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.cli import settings_parser
 from app.errors import RunError, UserError
-from app.experiments.train_pair import PATHS, train
+from app.experiments.train_pair import train_pair
 from app.files import write_text
 from app.report.bitwise import first_difference
 from app.runs.folder import RUNS, create_folder
@@ -103,8 +103,7 @@ def compare_cell(cell: Cell, settings: Settings, folder: Path) -> tuple[str, boo
         precision=precision,  # type: ignore[arg-type]
         bf16=False,
     )
-    place = folder / "-".join(map(str, cell))
-    a, b = (train(road, mine, ranks, place) for road in PATHS)
+    a, b = train_pair(mine, ranks, folder / "-".join(map(str, cell)))
     apart = first_difference(a, b)
     if apart is None and a.evaluations != b.evaluations:
         apart = "an evaluation in mid-training"
