@@ -61,14 +61,29 @@ def resolve_nproc_per_node(value: str, use_cpu: bool) -> int:
     """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
 
     Raises:
-        UserError: neither `auto` nor a positive whole number.
+        UserError: neither `auto` nor a positive whole number, or more than this machine has GPUs.
     """
     if value == "auto":
         return default_nproc_per_node(use_cpu)
     # At most 4 digits: int() refuses very long numbers.
     if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
+        check_gpus(int(value), use_cpu)
         return int(value)
     raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
+
+
+def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
+    """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
+
+    Raises:
+        UserError: more processes than GPUs.
+    """
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    if 0 < gpus < nproc_per_node:
+        raise UserError(
+            f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "
+            f"most {gpus}, or add --use_cpu"
+        )
 
 
 def torchrun_command(
