@@ -40,7 +40,7 @@ run() {
   child=$!
   set +m
   wait "$child" || fail "failed: $*"
-  child=
+  child=''
 }
 
 clean_up() {
@@ -62,9 +62,10 @@ if [ -f "$stamp" ] && { [ "$(head -n 1 "$stamp")" != "$root" ] || ! usable .venv
   rm -rf .venv
 fi
 
-child= new=
+child='' new=''
 trap clean_up EXIT
 for signal in HUP INT TERM; do
+  # shellcheck disable=SC2064 # expand the number now
   trap "say interrupted; exit $((128 + $(kill -l "$signal")))" "$signal"
 done
 
@@ -83,9 +84,9 @@ else
 fi
 
 # The build backend is pinned too, so install it first and build without isolation.
-pip_install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+pip_install=(.venv/bin/python -m pip install --quiet --quiet --constraint constraints.txt) # prints errors only
 run "${pip_install[@]}" setuptools
 run "${pip_install[@]}" --no-build-isolation --editable '.[dev]'
 
 requested_state >"$stamp"
-new=
+new=''
