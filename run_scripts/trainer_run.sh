@@ -8,6 +8,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash run_scripts/setup.sh
 # torchrun's own --nproc_per_node=gpu fails without GPUs.
-count='from app.distributed.launcher import default_nproc_per_node; print(default_nproc_per_node())'
-processes=${NPROC_PER_NODE:-$(.venv/bin/python -c "$count")}
+processes=${NPROC_PER_NODE:-$(.venv/bin/python -m app.distributed.launcher "$@")}
 exec .venv/bin/torchrun --standalone --nproc_per_node="$processes" -m app.trainer_run "$@"
