@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from app.distributed.world import World
 from app.errors import UserError
-from app.settings import Settings
+from app.settings import Settings, resolve_train_batch_size
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         UserError: the batch can't be divided (names the nearest sizes that can), or there are fewer training rows than
             one batch.
     """
-    size, accumulation = settings.train_batch_size, settings.gradient_accumulation_steps
+    size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = world_size * accumulation
     if size % shares:
         below, above = size // shares * shares, math.ceil(size / shares) * shares

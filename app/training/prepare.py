@@ -76,7 +76,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    settings = replace(settings, learning_rate=learning_rate)
+    settings = replace(settings, learning_rate=learning_rate, train_batch_size=data.plan.global_size)
     with raise_on_all_ranks(world):
         check_fits(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
     with local_main_process_first(world):

@@ -94,3 +94,8 @@ def test_steps_and_epochs_follow_from_the_rows():
     assert plan_batches(Settings(num_train_epochs=0.5), 6_988, 1).total_steps == 109
     capped = plan_batches(Settings(max_steps=300), 6_988, 1)
     assert (capped.total_steps, capped.epochs) == (300, 2)
+
+
+def test_a_batch_size_per_rank_is_resolved_to_the_global_one():
+    plan = plan_batches(Settings(per_device_train_batch_size=4, gradient_accumulation_steps=3), 1_000, 2)
+    assert (plan.global_size, plan.micro_size) == (24, 4)
