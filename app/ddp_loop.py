@@ -40,6 +40,7 @@ from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
+from app.strategies.ddp import DDP
 from app.training.console import closing_block
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
@@ -59,7 +60,7 @@ def fine_tune(settings: Settings, world: World) -> None:
 
         # 7. THE RESULT, on the test rows, which nothing has been selected on.
         scores, logits = evaluate(ddp, prepared.test_loader, prepared.test_labels, settings, world)
-        prepared.record.finish(ddp.module, prepared.tokenizer, logits, scores)
+        prepared.record.finish(DDP(settings, world), ddp.module, prepared.tokenizer, logits, scores)
     world.print_main(closing_block(scores, prepared.record))
 
 
@@ -138,15 +139,13 @@ def train(prepared: Preparation, settings: Settings, world: World, stop: StopReq
             # checkpoint. It is written before the evaluation, which may take longer than the time that is left.
             stop_requested = stop.agreed()
             if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
-                record.save_checkpoint(
-                    step, plan, partial(write_training_state, ddp.module, optimizer, scheduler, world)
-                )
+                record.save_checkpoint(step, partial(write_training_state, ddp.module, optimizer, scheduler, world))
             if stop_requested and step < plan.total_steps:
-                raise record.preempted(step, plan.total_steps)
+                raise record.preempted(step)
             if plan.due(settings.eval_strategy, settings.eval_steps, step):
                 watch(ddp, step, prepared, settings, world)
     bar.close()
-    record.load_best(ddp.module)
+    record.load_best(DDP(settings, world), ddp.module)
     return ddp
 
 
@@ -191,7 +190,7 @@ def watch(ddp: DistributedDataParallel, step: int, prepared: Preparation, settin
     record.write_steps()
     scores, _ = evaluate(ddp, prepared.watched_loader, prepared.watched_labels, settings, world)
     record.write_evaluation(step, step / prepared.plan.steps_per_epoch, prepared.watched, scores.n, asdict(scores))
-    record.keep_best(step, ddp.module, asdict(scores))
+    record.keep_best(step, DDP(settings, world), ddp.module, asdict(scores))
     record.start_clock()
 
 

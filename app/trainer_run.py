@@ -41,6 +41,7 @@ from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
+from app.strategies.ddp import DDP
 from app.training.console import closing_block
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
@@ -88,7 +89,7 @@ def train_and_test(prepared: Preparation, settings: Settings, world: World, stop
     prediction = trainer.predict(prepared.test_loader.dataset)
     logits = np.asarray(prediction.predictions)
     scores = score(logits, prepared.test_labels)
-    prepared.record.finish(prepared.model, prepared.tokenizer, logits, scores)
+    prepared.record.finish(DDP(settings, world), prepared.model, prepared.tokenizer, logits, scores)
     return scores
 
 
@@ -98,14 +99,14 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to use DDP"
         if trainer.state.global_step < total_steps:
-            raise prepared.record.preempted(trainer.state.global_step, total_steps)
+            raise prepared.record.preempted(trainer.state.global_step)
     elif checkpoint is not None:  # only evaluations are left, and Trainer would make a step too many
         read_weights(checkpoint, prepared.model)
         trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan):
             trainer.evaluate()
-    prepared.record.load_best(prepared.model)
+    prepared.record.load_best(DDP(prepared.record.settings, world), prepared.model)
 
 
 def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArguments:
@@ -197,7 +198,7 @@ class ScheduleCallback(TrainerCallback):
                 if self.world.is_main_process:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
-            self.record.save_checkpoint(step, self.plan, fill)
+            self.record.save_checkpoint(step, fill)
         stopping = stop_requested and step < self.plan.total_steps
         control.should_training_stop = control.should_training_stop or stopping
         control.should_evaluate = not stopping and self.plan.due(settings.eval_strategy, settings.eval_steps, step)
@@ -259,7 +260,8 @@ class ReviewTrainer(Trainer):
         step, n = self.state.global_step, len(self.prepared.watched_labels)
         figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         self.record.write_evaluation(step, step / self.prepared.plan.steps_per_epoch, self.prepared.watched, n, figures)
-        self.record.keep_best(step, self.prepared.model, figures)
+        strategy = DDP(self.record.settings, self.world)
+        self.record.keep_best(step, strategy, self.prepared.model, figures)
         self.record.start_clock()
         return metrics
 

@@ -17,7 +17,8 @@ from transformers import set_seed
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.world import World
 from app.errors import RunError
-from app.runs.resume import MODEL, OPTIMIZER, RANDOM, SCHEDULE, Resume
+from app.runs.resume import Resume
+from app.runs.schema import MODEL, OPTIMIZER, RANDOM, SCHEDULE
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +30,7 @@ def write_training_state(
     streams = all_gather_object({name: stream.numpy() for name, stream in random_streams(world).items()}, world)
     if not world.is_main_process:
         return
-    write_weights(folder, model)
+    write_weights(folder, model.state_dict())
     state = optimizer.state_dict()
     moments = {f"{i}.{name}": value for i, values in state["state"].items() for name, value in values.items()}
     save_file(_unshared(moments), folder / OPTIMIZER)
@@ -63,7 +64,7 @@ def read_training_state(
         streams = load_file(folder / RANDOM)
         restore_streams({n.removeprefix(mine): x for n, x in streams.items() if n.startswith(mine)}, world)
     else:
-        set_seed(resume.other_seed + world.rank)
+        set_seed(resume.new_seed + world.rank)
 
 
 def build_buckets(ddp: torch.nn.Module, batch: Tensors, world: World) -> None:
@@ -102,9 +103,9 @@ def require_gradients(model: torch.nn.Module) -> None:
         )
 
 
-def write_weights(folder: Path, model: torch.nn.Module) -> None:
-    """The model's parameters and buffers, as model.safetensors."""
-    save_file(_unshared(model.state_dict()), folder / MODEL)
+def write_weights(folder: Path, state: Tensors) -> None:
+    """Write a model's complete state dict as model.safetensors."""
+    save_file(_unshared(state), folder / MODEL)
 
 
 def read_weights(folder: Path, model: torch.nn.Module) -> None:

@@ -21,7 +21,8 @@ from app.errors import RunError, UserError
 from app.experiments.train_pair import PATHS, train
 from app.files import write_text
 from app.report.bitwise import first_difference
-from app.runs.folder import RUNS, create_folder
+from app.runs.folder import create_folder
+from app.runs.schema import RUNS
 from app.settings import Settings
 
 RANKS, ACCUMULATION = (1, 2, 3), (1, 2, 4)

@@ -31,9 +31,11 @@ from app.errors import UserError
 from app.metrics.score import load_metrics
 from app.model.hub import resolve_commit
 from app.model.load import load_classifier, load_tokenizer
+from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
+from app.runs.open import open_run
 from app.runs.record import RunRecord
-from app.runs.resume import Resume, check_fits, find_resume
+from app.runs.resume import Resume, find_resume
 from app.settings import Settings
 from app.training.console import quiet_libraries, start_up_block
 from app.training.loss_guard import skip_step_if_nonfinite
@@ -122,7 +124,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     settings.learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     with raise_on_all_ranks(world):
-        check_fits(resume, path_name, settings, split.fingerprint, plan.total_steps, commit)
+        check_compatible(resume, path_name, settings, split.fingerprint, plan.total_steps, commit)
     with local_main_process_first(world):
         load_metrics()  # now: an evaluation that fails after hours of training would be too late
 
@@ -141,7 +143,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         return [int(row) for row in table.rows[split.train[positions]]]
 
     watched = "validation" if len(split.validation) else "test"
-    record = RunRecord(path_name, settings, table, split, world, resume, rows_of_step, commit)
+    record = open_run(path_name, settings, table, split, world, resume, rows_of_step, commit)
     world.print_main(
         start_up_block(path_name, settings, table, split, plan, classifier, record.folder, world, resume, commit)
     )

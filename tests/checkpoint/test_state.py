@@ -163,7 +163,7 @@ def test_every_stream_goes_on_from_any_place(seed, drawn, gaussian):
 
 def test_weights_that_share_memory_are_written_and_read(tmp_path):
     model, other = Model(), Model()
-    write_weights(tmp_path, model)
+    write_weights(tmp_path, model.state_dict())
     read_weights(tmp_path, other)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
