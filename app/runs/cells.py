@@ -12,9 +12,7 @@ from __future__ import annotations
 import re
 
 FORMULA = "=+-@＝＋－＠"
-SEPARATORS = (
-    r",;\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029"  # and all kinds of line ends
-)
+SEPARATORS = r",;\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029"  # and all kinds of line ends
 # White space, control and format characters, variation selectors.
 INVISIBLE = r"\s\x00-\x1f\x7f-\x9f\u00ad\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
 QUOTES = "\"'“”‘’＂＇"

@@ -58,7 +58,7 @@ def _metadata(info: RunInfo, metrics: Mapping[str, Any]) -> ModelCardData:
         for name, title in (("accuracy", "Accuracy"), ("f1", "F1"))
     ]
     return ModelCardData(
-        base_model=base if base == model and _is_repository(model) else None,
+        base_model=base if base and not Path(model).is_dir() and _is_repository(base) else None,
         language="zh" if csv.name in CHINESE else None,
         license="unknown",
         library_name="transformers",

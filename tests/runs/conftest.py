@@ -41,6 +41,7 @@ def new_record(world, tmp_path, review_csv) -> Iterator[Callable[..., tuple[RunR
 @pytest.fixture
 def fill() -> Callable[[Path], None]:
     """Write a checkpoint's files, except the one that the record writes."""
+
     def write(folder: Path) -> None:
         for name in CHECKPOINT_FILES:
             if name != RUN_STATE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,11 @@ from app.errors import Preempted, RunError, UserError
 from app.runs import record as record_module
 from app.runs import steps as steps_module
 from app.runs.contents import RunInfo
+from app.runs.folder import lock
 from app.runs.metrics_log import MetricsLog
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
-from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
+from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
 from app.settings import Settings
 
 # ---- the console -----------------------------------------------------------------------------------------------------
@@ -301,11 +303,12 @@ def test_a_stop_without_its_checkpoint_is_a_failure(new_record, saved, outcome):
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_releases_its_folder(new_record, monkeypatch):
+def test_a_finished_run_unlocks_its_folder(new_record, monkeypatch):
     record, plan = new_record()
     record.begin(plan)
     add_steps(record, 1)
     monkeypatch.setattr(record_module, "write_results", lambda *_: None)
+    with pytest.raises(UserError, match="has not ended"):
+        lock(record.folder)
     record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
-    assert record.lock is None
-    assert (record.folder / STEPS.name).exists()
+    os.close(lock(record.folder))
