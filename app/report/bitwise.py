@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from app.errors import UserError
 from app.runs.reader import Run
+from app.runs.schema import MODEL_FOLDER
 
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
@@ -39,7 +40,9 @@ def first_difference(a: Run, b: Run) -> str | None:
     Raises:
         UserError: the weights are missing, damaged or half-written.
     """
-    ours, theirs = (read_weights(run.folder / "model") for run in (a, b))  # first: what is damaged is never compared
+    ours, theirs = (
+        read_weights(run.folder / MODEL_FOLDER) for run in (a, b)
+    )  # first: what is damaged is never compared
     return (
         _steps_difference(a, b)
         or _predictions_difference(a, b)

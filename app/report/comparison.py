@@ -22,6 +22,7 @@ from app.report.statistics import (
     verdict,
 )
 from app.runs.reader import Run
+from app.runs.schema import PREDICTIONS
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu")
@@ -153,7 +154,7 @@ def calibration(run: Run) -> dict[str, Any]:
         bins = [dataclasses.asdict(row) for row in calibration_bins(probabilities, labels)]
         return {"ece": expected_calibration_error(probabilities, labels), "bins": bins}
     except ValueError as problem:
-        raise UserError(f"{run.folder / 'predictions.csv'}: {problem}") from None
+        raise UserError(f"{run.folder / PREDICTIONS}: {problem}") from None
 
 
 def by_length(run: Run) -> list[dict[str, Any]]:
