@@ -1,1 +1,1 @@
-"""What a comparison says: statistics, figures, pages."""
+"""Comparison of two runs: statistics, plots and the report."""
