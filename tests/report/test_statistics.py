@@ -89,7 +89,7 @@ def test_the_size_of_mcnemars_test_is_at_most_its_level():
 
 
 def test_false_positive_rate_and_coverage_of_simulated_runs():
-    """Two models of the same true accuracy, 0.9, on 777 rows that are hard or easy for both models: 2,000 comparisons."""
+    """Two models of the same true accuracy, 0.9, on 777 rows that are hard or easy for both: 2,000 comparisons."""
     rng, runs, n = np.random.default_rng(20_241), 2_000, 777
     hardness = rng.beta(4.5, 0.5, size=(runs, n))
     a, b = rng.random((runs, n)) < hardness, rng.random((runs, n)) < hardness
