@@ -43,7 +43,7 @@ def write_run(
         chance: the seed of losses, probabilities and weights; runs with the same seed are equal.
         escaped: write predictions.csv like the current version; otherwise like the first version.
     """
-    in_cell = escape if escaped else first_escape
+    escape_cell = escape if escaped else first_escape
     draw = np.random.default_rng(chance)
     settings = {
         "csv": str(reviews),
@@ -97,7 +97,7 @@ def write_run(
         writer.writerow([escape(name) if escaped else name for name in prediction_columns(names)])
         for i, position in enumerate(split.test):
             numbers = map(repr, probabilities[i].tolist())
-            words = [in_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            words = [escape_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
             writer.writerow([table.rows[position], *words[:2], *numbers, words[2]])
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
     save_file(weights, folder / MODEL_FOLDER / MODEL, {"format": "pt"})
