@@ -1,1 +1,1 @@
-"""Fine-tune a text classifier on two roads, a DDP loop by hand and transformers.Trainer, and compare them."""
+"""samebits: fine-tune a text classifier with PyTorch DDP and with transformers.Trainer, bitwise identically."""
