@@ -15,6 +15,7 @@ from app.settings import ModelSettings, Settings, TrainingSettings
 # of the training is compared as the total number of steps, the model as its folder or commit, and bf16 as precision.
 MAY_DIFFER = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
 MAY_DIFFER |= {"model", "revision", "trust_remote_code"}
+MAY_DIFFER |= {"per_device_train_batch_size"}  # the resolved global batch size is compared
 # These decide which weights are the best. eval_batch_size affects the rounding of the scores, and with it the choice
 # between two that are nearly equal.
 BEST_SETTINGS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
