@@ -132,7 +132,7 @@ def test_an_unknown_class_names_the_file(pair):
         edit_json(run.folder / "split.json", classes=["0", "2"])
         file = run.folder / "predictions.csv"
         file.write_text(file.read_text("utf-8").replace("probability_1", "probability_2"), "utf-8")
-    with pytest.raises(UserError, match=r"predictions\.csv: label '1' is no class"):
+    with pytest.raises(UserError, match=r"predictions\.csv: label '1' is not a class"):
         compare_runs(read_run(a.folder), read_run(b.folder))
 
 
