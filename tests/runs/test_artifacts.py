@@ -12,6 +12,9 @@ from run_records import Copies, add_steps, correct_predictions
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -75,6 +78,18 @@ def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build
     loaded = type(model).from_pretrained(tmp_path / MODEL_FOLDER)
     for (name, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("build", [bert, bart, gpt2])
+def test_a_sharded_model_is_saved_like_a_plain_one(world, tmp_path, build):
+    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9)
+    model.save_pretrained(tmp_path / "expected")
+    (tmp_path / SETTINGS.name).touch()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    write_model(tmp_path, model, state, tokenizer, "card")
+    for file in (tmp_path / "expected").iterdir():
+        assert (tmp_path / MODEL_FOLDER / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
