@@ -1,4 +1,4 @@
-"""Write the folders of finished runs without training, for tests of the code that reads them."""
+"""Folders as finished runs leave them, written without training: for tests of what reads them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,12 @@ def write_run(
     escaped: bool = True,
     **settings: Any,
 ) -> Path:
-    """Write a run folder and return it.
+    """A run over the CSV `reviews`. What it learned hangs on `chance` alone: equal chances, equal runs.
 
     Args:
-        folder: the run folder to create.
-        reviews: the CSV.
-        path: the training path.
-        chance: seed of losses, predictions and weights; runs with the same one are identical.
-        steps: number of training steps.
-        escaped: escape predictions.csv as runs do now; otherwise as the first version did.
-        settings: replace or add to settings.json.
+        escaped: Write predictions.csv as runs do now; else as the first version did.
     """
-    escape_cell = escape if escaped else first_escape
+    in_cell = escape if escaped else first_escape
     draw = np.random.default_rng(chance)
     settings = {
         "csv": str(reviews),
@@ -80,18 +74,18 @@ def write_run(
         for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), start=1)
     ]
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
-    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | metrics
+    figures = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
+    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | figures
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     speed = {"train_seconds": 2.0, "train_examples_per_second": 160.0, "peak_memory_bytes": [2**28, 2**28]}
-    write_json(folder / "metrics.json", metrics | {"n_test": n} | speed)
+    write_json(folder / "metrics.json", figures | {"n_test": n} | speed)
     with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         headers = [escape(f"probability_{name}") if escaped else f"probability_{name}" for name in names]
         writer.writerow(["row", "label", "predicted", *headers, "review"])
         for i, position in enumerate(split.test):
             chances = map(repr, probabilities[i].tolist())
-            words = [escape_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            words = [in_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
             writer.writerow([table.rows[position], *words[:2], *chances, words[2]])
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
@@ -99,7 +93,7 @@ def write_run(
 
 
 def first_escape(text: str) -> str:
-    """Escape a cell as the first version did."""
+    """The escape of the first version."""
     return "'" + text if text.lstrip()[:1] in tuple("=+-@") and not text.lstrip("-").isdecimal() else text
 
 
@@ -112,7 +106,7 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 
 def edit_step(folder: Path, number: int, **changes: Any) -> None:
-    """Replace values in one line of steps.jsonl."""
+    """Changes values of one line of steps.jsonl."""
     file = folder / "steps.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[number - 1] |= changes

@@ -1,1 +1,1 @@
-"""Comparison of two runs: statistics, plots and the report."""
+"""The comparison of two runs: statistics, plots, pages."""
