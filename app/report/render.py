@@ -86,8 +86,8 @@ def identity(comparison: dict[str, Any]) -> str:
     """Return what is bitwise identical, or the first difference, in a sentence or two."""
     steps, rows = comparison["common_steps"], comparison["runs"][0]["n_test"]
     sentence = (
-        f"bitwise identical are the losses and gradient norms of all {steps} steps, the predictions for all {rows} "
-        "test rows and all weights."
+        f"the losses and gradient norms of all {steps} steps, the predictions for all {rows} test rows and all weights "
+        "are bitwise identical."
     )
     if comparison["first_difference"] is not None:
         sentence = f"first difference: {comparison['first_difference']}."

@@ -1,0 +1,106 @@
+"""Fault injection without training: how it observes a run, kills a process, and compares results."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sys
+
+import psutil
+import pytest
+from run_folders import edit_step, write_run
+
+from app.distributed.launcher import TorchrunJob
+from app.experiments import fault_injection
+from app.experiments.fault_injection import find_difference, hash_results, kill
+from app.experiments.fault_moments import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, Moment, RunFiles, is_due
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A running process that stands for the job and for its only rank."""
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    with TorchrunJob(command, stdout=tmp_path / "log", grace_seconds=0) as running:
+        yield running
+
+
+def test_a_run_is_training_once_the_current_processes_have_written_a_file(tmp_path):
+    files = RunFiles(tmp_path)
+    assert not files.is_training()
+    (tmp_path / "settings.json").write_text("{}")
+    assert files.is_training()
+    files.ranks_restarted()
+    assert not files.is_training(), "the file is from the processes before the restart"
+    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
+    assert files.is_training()
+
+
+def test_the_progress_of_a_run_is_read_from_its_files(tmp_path):
+    files = RunFiles(tmp_path)
+    assert (files.last_step("steps.jsonl"), files.checkpoint_in_staging()) == (0, 0)
+    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n{"step": 12}\n')
+    (tmp_path / "checkpoints" / ".staging" / "checkpoint-10").mkdir(parents=True)
+    assert (files.last_step("steps.jsonl"), files.checkpoint_in_staging()) == (12, 10)
+    with (tmp_path / "steps.jsonl").open("a") as log:
+        log.write('{"st')
+    assert files.last_step("steps.jsonl") == 0, "a line that is being written"
+
+
+def test_the_moment_of_an_evaluation_is_after_a_step_at_which_only_an_evaluation_is_due(tmp_path):
+    condition = next(draw for draw in MOMENTS if draw.__name__ == "in_an_evaluation")(random.Random(1), 10.0).condition
+    files = RunFiles(tmp_path)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0}\n')
+
+    def holds_after(step: int) -> bool:
+        (tmp_path / "steps.jsonl").write_text(json.dumps({"step": step}) + "\n")
+        return condition(files)
+
+    hits = {step for step in range(1, STEPS + 1) if holds_after(step)}
+    assert hits
+    assert all(is_due(step, EVAL_STEPS) and not is_due(step, SAVE_STEPS) for step in hits)
+    last = max(hits)
+    assert holds_after(last)
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps({"step": last}) + "\n")
+    assert not holds_after(last), "the evaluation is over"
+
+
+def test_a_rank_is_killed_at_its_moment(job, tmp_path):
+    target = psutil.Process(job.torchrun.pid)
+    assert kill(target, job, RunFiles(tmp_path), Moment(lambda files: True, 0.0))
+    assert job.wait(10) == -signal.SIGKILL
+
+
+def test_a_rank_survives_a_moment_that_has_passed(job, tmp_path):
+    conditions = iter([True, False])  # it holds before the delay and not after it
+
+    def condition(files: RunFiles) -> bool:
+        holds = next(conditions, None)
+        if holds is None:
+            job.torchrun.kill()
+        return bool(holds)
+
+    assert not kill(psutil.Process(job.torchrun.pid), job, RunFiles(tmp_path), Moment(condition, 0.0))
+    assert next(conditions, None) is None
+
+
+def test_results_are_compared_without_their_times(review_csv, tmp_path):
+    undisturbed = write_run(tmp_path / "a", review_csv())
+    shutil.copytree(undisturbed, tmp_path / "b")
+    hashes = hash_results(undisturbed)
+    edit_step(tmp_path / "b", 3, seconds=99.0)
+    assert find_difference(tmp_path / "b", hashes) is None
+    edit_step(tmp_path / "b", 3, loss=0.25)
+    assert find_difference(tmp_path / "b", hashes) == "steps.jsonl differ"
+    (tmp_path / "b" / "predictions.csv").unlink()
+    assert find_difference(tmp_path / "b", hashes).startswith("incomplete run: ")
+
+
+@pytest.mark.parametrize("flags", [["--kills", "0"], ["--ranks", "-1"], ["--csv", "missing.csv"]])
+def test_a_mistake_is_one_line(monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["fault_injection", *flags])
+    assert fault_injection.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert flags[1] in line

@@ -1,0 +1,106 @@
+"""`app.compare` until its jobs start: how many processes, which errors, and what a failed job leaves behind."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from run_folders import write_run
+
+from app import compare
+from app.errors import RunError
+from app.experiments import train_pair
+from app.runs.reader import read_run
+from app.settings import Settings
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """A function that runs app.compare in this process; returns its exit status and the lines on standard error."""
+
+    def run(*flags: object) -> tuple[int, list[str]]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["compare", *map(str, flags)])
+        return compare.main(), capsys.readouterr().err.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "processes"),
+    [
+        (0, [], 2),
+        (1, [], 1),
+        (4, [], 4),
+        (1, ["--use_cpu"], 2),
+        (1, ["--nproc_per_node", "auto"], 1),
+        (4, ["--nproc_per_node", "3"], 3),
+        (1, ["--nproc_per_node", "3", "--use_cpu"], 3),
+    ],
+)
+def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path, monkeypatch, gpus, flags, processes):
+    started = []
+
+    def train_path(path_name, settings, nproc_per_node, folder):
+        started.append((path_name, nproc_per_node))
+        return read_run(write_run(folder, review_csv(), path=path_name))
+
+    monkeypatch.setattr(train_pair, "train_path", train_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    status, lines = call("--csv", review_csv(), "--train_batch_size", 12, "--no_baselines", *flags)
+    assert (status, lines) == (0, [])
+    assert started == [("ddp_loop", processes), ("trainer_run", processes)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--nproc_per_node", "0"], "--nproc_per_node 0: must be auto or a whole number, 1 or more"),
+        (["--nproc_per_node", "many"], "--nproc_per_node many: must be auto or a whole number, 1 or more"),
+        (["--nproc_per_node", "2"], "--nproc_per_node 2: this machine has 1 GPU(s)"),
+        (["--seeds", "0"], "--seeds 0: must be 1 or more"),
+        (["--seeds", 2**31], "--seeds 2147483648: the last seed must be at most 2147483647"),
+        (["runs/a"], "1 run folder(s) given: name two, or none to train both paths"),
+        (["a", "b", "--ablate"], "--ablate trains runs of its own"),
+        (["--ablate", "--assert_equal"], "--ablate trains runs of its own"),
+        (["a", "b"], "a: no such run folder"),
+        (["--csv", "missing.csv"], "missing.csv: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_job_starts(call, tmp_path, monkeypatch, flags, names):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(train_pair, "train_path", lambda *_: pytest.fail("started"))
+    status, lines = call(*flags)
+    assert (status, len(lines)) == (2, 1)
+    assert lines[0].startswith("error: ")
+    assert names in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_failed_job_is_named_with_its_files_if_there_are_any(tmp_path, monkeypatch, writes):
+    folder = tmp_path / "comparison" / "trainer_run"
+    folder.parent.mkdir()
+    program = f"import os, sys; {f'os.mkdir({str(folder)!r});' if writes else ''} sys.exit(3)"
+    monkeypatch.setattr(train_pair, "torchrun_command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(RunError) as error:
+        train_pair.train_path("trainer_run", Settings(), 2, folder)
+    files = f"; its files are in {folder}" if writes else ""
+    assert str(error.value) == f"trainer_run failed with exit status 3{files}"
+    assert folder.parent.exists() == writes
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (RunError("it failed"), 1, "error: it failed"),
+        (KeyboardInterrupt(), 130, "interrupted: every job that was started has ended"),
+    ],
+)
+def test_failures_and_interrupts_are_one_line(call, monkeypatch, error, status, line):
+    def train_pairs(*_):
+        raise error
+
+    monkeypatch.setattr(compare, "train_pairs", train_pairs)
+    assert call() == (status, [line])
