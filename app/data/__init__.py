@@ -1,1 +1,1 @@
-"""From a CSV of reviews to batches."""
+"""Reviews: CSV, split, tokens, batches and loaders."""
