@@ -1,1 +1,1 @@
-"""Reviews: CSV, split, tokens, batches and loaders."""
+"""Data: from a CSV of reviews to batches of token ids."""

@@ -1,1 +1,1 @@
-"""Classification metrics: an `evaluate` module, and `score`, which computes all scores of an evaluation."""
+"""Classification metrics."""
