@@ -1,4 +1,4 @@
-"""What machine and what code this is; where that isn't known, None and never a guess."""
+"""Facts about the machine and the code that runs on it. What is unknown is None, never a guess."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 
 import torch
 
 from app.settings import REPOSITORY
 
-# Dense bf16 (tensor cores) and fp32 (CUDA cores; PyTorch leaves TF32 off for matrix products) in FLOP/s, by the exact
-# name that the driver reports. From NVIDIA's data sheets, which list tensor core figures with sparsity, twice the dense
-# ones: "H100 Tensor Core GPU" (SXM: 1,979 and 67 TFLOPS; NVL: 1,671 and 60; its first edition for PCIe: 1,513 and 51),
-# "H200 Tensor Core GPU" (SXM: 1,979 and 67; NVL: 1,671 and 60), "A100 Tensor Core GPU" (every form: 624 and 19.5).
-DATA_SHEETS = {
+# Dense peak in FLOP/s: bf16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
+# default), by the exact name that the driver reports. From NVIDIA's data sheets, whose tensor core numbers "with
+# sparsity" are twice the dense ones:
+# - "H100 Tensor Core GPU": SXM 1,979 (with sparsity) and 67 TFLOPS, NVL 1,671 and 60; first edition, PCIe: 1,513 and 51
+# - "H200 Tensor Core GPU": SXM 1,979 and 67, NVL 1,671 and 60
+# - "A100 Tensor Core GPU": every form factor 624 and 19.5
+# - "A10 Tensor Core GPU": 250 (125 dense) and 31.2
+# - "L4 Tensor Core GPU": 242 and 30.3
+# - "T4 Tensor Core GPU": no bf16, 8.1
+# - "V100 Tensor Core GPU": no bf16; SXM2 15.7, PCIe 14, V100S PCIe 16.4
+# - "NVIDIA Ada GPU Architecture" (white paper), GeForce RTX 4090: 165.2 dense with fp32 accumulation, and 82.6
+DATA_SHEETS: dict[str, tuple[float | None, float]] = {
     "NVIDIA H200": (989.5e12, 67e12),
     "NVIDIA H200 NVL": (835.5e12, 60e12),
     "NVIDIA H100 80GB HBM3": (989.5e12, 67e12),  # SXM
@@ -26,19 +34,30 @@ DATA_SHEETS = {
     "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
     "NVIDIA A100-PCIE-40GB": (312e12, 19.5e12),
     "NVIDIA A100 80GB PCIe": (312e12, 19.5e12),
+    "NVIDIA A10": (125e12, 31.2e12),
+    "NVIDIA L4": (121e12, 30.3e12),
+    "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
+    "Tesla T4": (None, 8.1e12),
+    "Tesla V100-SXM2-16GB": (None, 15.7e12),
+    "Tesla V100-SXM2-32GB": (None, 15.7e12),
+    "Tesla V100-PCIE-16GB": (None, 14e12),
+    "Tesla V100-PCIE-32GB": (None, 14e12),
+    "Tesla V100S-PCIE-32GB": (None, 16.4e12),
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+LARGEST_PRODUCT = 8192  # rows and columns
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Look up the dense peak of a device in FLOP/s.
 
     Args:
-        device_name: as `device_name` returns it. Only exact names match: a part of a name would credit a MIG slice
-            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower variant (H20, H800, GH200) with another device's peak.
-        precision: `fp32` or `bf16`; others are not listed.
+        device_name: As `device_name` returns it. Only exact names match: matching parts of names would give a MIG slice
+            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower variant (H20, H800, GH200) the peak of another device.
+        precision: `fp32` or `bf16`; other precisions are not listed.
 
     Returns:
-        The peak, or None for a device or precision that is not listed: never a guess.
+        The peak, or None if the device or precision is not listed.
     """
     if device_name not in DATA_SHEETS:
         return None
@@ -46,18 +65,58 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return {"bf16": bf16, "fp32": fp32}.get(precision)
 
 
+@torch.no_grad()
+def measure_peak_flops(device: torch.device, precision: str) -> float:
+    """Measure the peak of this rank's device in FLOP/s with square matrix products, for devices without a data sheet.
+
+    Takes a few seconds. Call it before training, on all ranks of a node at once: they share the CPU's caches and
+    power budget then as they do in training. The global random number generators are not used. The peak memory
+    statistics of a GPU are reset.
+
+    Args:
+        device: The device of this rank.
+        precision: `fp32`, `bf16` or `fp64`.
+
+    Returns:
+        The speed of the fastest product. Two sizes alternate, so that a slow moment affects both.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random_matrix(n: int) -> torch.Tensor:
+        # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
+        return torch.rand(n, n, generator=generator).to(device, DTYPES[precision])
+
+    def seconds(matrix: torch.Tensor) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.matmul(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    small = large = random_matrix(256)
+    seconds(small)  # initializes the library
+    while len(large) < LARGEST_PRODUCT and seconds(large) < 0.05:  # on some CPUs, bf16 is very slow
+        small, large = large, random_matrix(2 * len(large))
+    best = max(2 * len(matrix) ** 3 / seconds(matrix) for _ in range(5) for matrix in (small, large))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
+
+
 def use_deterministic_algorithms() -> None:
-    """Make CUDA compute the same bits each time on the same hardware and library versions.
+    """Make CUDA compute identical bits every time on the same hardware and library versions.
 
     Call it before the CUDA context and the NCCL communicator are created, in both training paths.
 
-    Under strict determinism (warn_only=False) PyTorch raises where an operation has no deterministic implementation,
-    takes the deterministic backward passes of flash and memory-efficient attention, leaves out cuDNN's attention, and
-    turns NCCL's NVLS all-reduce off (NCCL_ALGO=^NVLS, unless the user has set NCCL_ALGO).
+    Under strict determinism (warn_only=False), PyTorch raises for operations without a deterministic implementation,
+    uses the deterministic backward passes of flash and memory-efficient attention, disables cuDNN's attention, and
+    disables NCCL's NVLS all-reduce (NCCL_ALGO=^NVLS, unless the user has set NCCL_ALGO).
     """
-    # Trainer's full_determinism would do the same to one path only, and add CUDA_LAUNCH_BLOCKING=1, which serializes
-    # every kernel and is needed for no operation here. cuBLAS is deterministic with a workspace of fixed size; the
-    # size is fixed here too, because another one may select other algorithms.
+    # Trainer's full_determinism would do the same for only one path, and add CUDA_LAUNCH_BLOCKING=1, which serializes
+    # every kernel and is not needed for any operation here. cuBLAS is deterministic with a workspace of fixed size.
+    # The size itself is fixed as well, because another one may select other algorithms.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -65,7 +124,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs, with `+` where tracked files were changed since; None outside a checkout."""
+    """Return the commit of the running code, with `+` if tracked files have changed; None outside a git checkout."""
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
@@ -81,13 +140,14 @@ def git_commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the GPU's name as the driver reports it, or `cpu` with the machine's architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({platform.machine()})"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: the allocator's peak on a GPU, the resident set's on a CPU."""
+    """Return the peak memory of this process: allocated on the GPU, or resident in main memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

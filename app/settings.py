@@ -62,7 +62,7 @@ class ModelSettings:
 
 @dataclass
 class TrainingSettings:
-    _argument_group_name = "training: the same in both training paths"
+    _argument_group_name = "training (identical in both training paths)"
 
     train_batch_size: int = setting(
         32, "global batch size: examples per optimizer step over all ranks and accumulation steps"
@@ -103,8 +103,7 @@ class TrainingSettings:
 @dataclass
 class EvaluationSettings:
     _argument_group_name = (
-        "evaluation during training: on the validation rows if there are any, otherwise on the test rows (for "
-        "monitoring only)"
+        "evaluation during training, on the validation rows or, without any, on the test rows (for monitoring only)"
     )
 
     eval_strategy: Literal["epoch", "steps", "no"] = setting("epoch", "when to evaluate")
@@ -125,7 +124,8 @@ class CheckpointSettings:
         "continue", "continue or stop training if a checkpoint or log cannot be written, for example on a full disk"
     )
     resume_from_checkpoint: str | None = setting(
-        None, "folder of a checkpoint or run to resume from; `auto`: the run in --output_dir, by default the latest run"
+        None,
+        "checkpoint or run folder to resume from; `auto`: the run in --output_dir or, if not given, the latest run",
     )
     load_best_model_at_end: bool = setting(
         False, "finish with the weights that were best on the validation rows instead of the last weights"

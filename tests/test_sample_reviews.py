@@ -1,4 +1,4 @@
-"""The bundled reviews: rebuilt to the byte, in the real file's form, learnable and yet not trivial."""
+"""The bundled sample: reproducible byte for byte, formatted like the real file, learnable but not trivial."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def reviews() -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
-def test_the_script_rebuilds_the_committed_bytes(tmp_path: Path, hash_seed: str) -> None:
+def test_the_script_reproduces_the_committed_file(tmp_path: Path, hash_seed: str) -> None:
     rebuilt = tmp_path / "rebuilt.csv"
     command = [sys.executable, str(DATA / "make_sample_reviews.py"), "--output", str(rebuilt)]
     printed = subprocess.run(
         command, check=True, capture_output=True, encoding="utf-8", env={**os.environ, "PYTHONHASHSEED": hash_seed}
     ).stdout
     assert rebuilt.read_bytes() == SAMPLE.read_bytes()
-    figures = printed.strip().split(": ", 1)[1]
+    statistics = printed.strip().split(": ", 1)[1]
     readme = " ".join((DATA / "README.md").read_text(encoding="utf-8").split())
-    assert figures in readme, f"data/README.md should quote: {figures}"
+    assert statistics in readme, f"data/README.md should quote: {statistics}"
 
 
-def test_bytes_have_the_form_of_the_real_file() -> None:
+def test_the_file_is_formatted_like_the_real_one() -> None:
     content = SAMPLE.read_bytes()
     assert content.startswith(b"label,review\n1,")
     assert content.endswith(b"\n")
@@ -46,14 +46,14 @@ def test_bytes_have_the_form_of_the_real_file() -> None:
     content.decode("utf-8")
 
 
-def test_both_csv_readers_see_the_same_rows(reviews: pd.DataFrame) -> None:
+def test_pandas_and_the_csv_module_read_the_same_rows(reviews: pd.DataFrame) -> None:
     with SAMPLE.open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
     assert header == list(reviews.columns) == ["label", "review"]
     assert rows == [[str(label), review] for label, review in reviews.itertuples(index=False)]
 
 
-def test_reviews_are_many_distinct_and_trimmed(reviews: pd.DataFrame) -> None:
+def test_there_are_many_distinct_and_trimmed_reviews(reviews: pd.DataFrame) -> None:
     bare = reviews["review"].str.replace(r"\s", "", regex=True)
     assert len(reviews) >= 1200
     assert bare.is_unique
@@ -61,32 +61,32 @@ def test_reviews_are_many_distinct_and_trimmed(reviews: pd.DataFrame) -> None:
     assert (reviews["review"] == reviews["review"].str.strip()).all()
 
 
-def test_labels_are_sorted_and_in_the_real_proportion(reviews: pd.DataFrame) -> None:
+def test_labels_are_sorted_and_distributed_like_the_real_ones(reviews: pd.DataFrame) -> None:
     assert set(reviews["label"]) == {0, 1}
     assert reviews["label"].is_monotonic_decreasing
     assert 0.66 <= reviews["label"].mean() <= 0.70
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_short_and_long_reviews_in_both_classes(reviews: pd.DataFrame, label: int) -> None:
+def test_both_classes_have_short_and_long_reviews(reviews: pd.DataFrame, label: int) -> None:
     lengths = reviews.loc[reviews["label"] == label, "review"].str.len()
     assert 60 <= lengths.median() <= 110
     assert (lengths <= 10).sum() >= 20
-    assert (lengths > 126).mean() >= 0.15  # what a model of 128 tokens has to cut
+    assert (lengths > 126).mean() >= 0.15  # truncated by a model that reads 128 tokens
     assert lengths.max() >= 800
 
 
 @pytest.mark.parametrize("mark", [",", '"', "\n", "“", "|", "1", "check"])
-def test_awkward_characters_occur_in_both_classes(reviews: pd.DataFrame, mark: str) -> None:
+def test_special_characters_occur_in_both_classes(reviews: pd.DataFrame, mark: str) -> None:
     assert set(reviews.loc[reviews["review"].str.contains(mark, regex=False), "label"]) == {0, 1}
 
 
-def test_no_pattern_is_left_unexpanded(reviews: pd.DataFrame) -> None:
+def test_no_template_is_left_unexpanded(reviews: pd.DataFrame) -> None:
     text = reviews["review"].str.replace("-_-||", "", regex=False)
     assert not text.str.contains(r"[\[\]{}|]|None|praise|complaint").any()
 
 
-def test_word_counts_learn_much_but_not_everything(reviews: pd.DataFrame) -> None:
+def test_a_linear_model_learns_much_but_not_everything(reviews: pd.DataFrame) -> None:
     accuracies = []
     for seed in (0, 1):
         train, test = train_test_split(reviews, test_size=0.1, stratify=reviews["label"], random_state=seed)

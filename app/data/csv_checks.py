@@ -2,7 +2,7 @@
 
 `pandas.read_csv` silently accepts several kinds of malformed files: text after a closing quote, rows with too few
 fields, rows with one field too many (their first field becomes an index), and lines that end in a bare carriage return
-(some of them are lost). One streaming pass finds these, so that a malformed file is reported with its line instead.
+(some of them are lost). The checks report such files with the line of the first problem.
 """
 
 from __future__ import annotations

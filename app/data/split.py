@@ -1,4 +1,4 @@
-"""The stratified, seeded split into training, validation and test rows, and its fingerprint."""
+"""Split reviews into training, validation and test rows: stratified, seeded and identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Split:
-    """Positions in the review table, each array int64, sorted, and disjoint from the others.
+    """The rows of each part, as positions in the review table. Parts are disjoint.
 
-    `fingerprint` is the SHA-256 over the file's bytes, its columns, the cleaning rules, seed, sizes and positions: two
-    runs with equal fingerprints train, validate and test on the same rows.
+    Attributes:
+        train: int64, sorted.
+        validation: int64, sorted; empty if there are no validation rows.
+        test: int64, sorted.
+        fingerprint: SHA-256 of the file's bytes, columns, cleaning rules, seed, sizes and positions. Runs with equal
+            fingerprints train, validate and test on the same rows.
     """
 
     train: Indices
@@ -37,16 +41,23 @@ def split_reviews(
     seed: int,
     columns: tuple[str, str] = ("review", "label"),
 ) -> Split:
-    """Sets `test_size` of the rows apart for testing, then `validation_size` of the remaining ones for choosing.
+    """Hold out test rows, then validation rows from the remaining ones.
+
+    Args:
+        table: The reviews.
+        test_size: Fraction of all rows.
+        validation_size: Fraction of the remaining rows; 0 for none.
+        seed: Determines the split.
+        columns: Names of the text and label columns, which are part of the fingerprint.
 
     Raises:
-        UserError: a class has too few rows to be in every part, or a part would have fewer rows than there are classes.
+        UserError: A class has too few rows to be in every part, or a part would have fewer rows than there are classes.
     """
-    everything = np.arange(len(table), dtype=np.int64)
-    train, test = _set_apart(table, everything, test_size, "test_size", seed)
+    all_rows = np.arange(len(table), dtype=np.int64)
+    train, test = _hold_out(table, all_rows, test_size, "test_size", seed)
     validation = np.empty(0, dtype=np.int64)
     if validation_size:
-        train, validation = _set_apart(table, train, validation_size, "validation_size", seed)
+        train, validation = _hold_out(table, train, validation_size, "validation_size", seed)
 
     digest = hashlib.sha256(
         json.dumps([table.sha256, columns, CLEANING_RULES, seed, test_size, validation_size]).encode()
@@ -56,20 +67,21 @@ def split_reviews(
     return Split(train, validation, test, digest.hexdigest())
 
 
-def _set_apart(table: ReviewTable, rows: Indices, share: float, flag: str, seed: int) -> tuple[Indices, Indices]:
+def _hold_out(table: ReviewTable, rows: Indices, share: float, flag: str, seed: int) -> tuple[Indices, Indices]:
+    """Return the remaining and the held-out rows, each sorted."""
     labels = table.labels[rows]
     counts = np.bincount(labels, minlength=len(table.class_names))
     rarest = int(counts.argmin())
     if counts[rarest] < 2:
         raise UserError(
-            f"{table.path}: class {table.class_names[rarest]!r} has {counts[rarest]} row to share between training and "
-            f"--{flag} {share}: each class needs 2 rows or more"
+            f"{table.path}: class {table.class_names[rarest]!r} has {counts[rarest]} row to divide between training "
+            f"and --{flag} {share}; each class needs at least 2"
         )
     try:
-        kept, apart = train_test_split(rows, test_size=share, stratify=labels, random_state=seed)
+        kept, held_out = train_test_split(rows, test_size=share, stratify=labels, random_state=seed)
     except ValueError:
         raise UserError(
-            f"--{flag} {share} of {len(rows)} rows leaves a part with fewer rows than the {len(counts)} classes: "
-            f"choose a share nearer to 0.5 or give more rows ({table.path})"
+            f"--{flag} {share} of {len(rows)} rows leaves a part with fewer rows than the {len(counts)} classes; "
+            f"choose a fraction closer to 0.5 or provide more rows ({table.path})"
         ) from None
-    return np.sort(kept), np.sort(apart)
+    return np.sort(kept), np.sort(held_out)

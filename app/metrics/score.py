@@ -1,4 +1,4 @@
-"""From logits to figures, through the `evaluate` modules of this folder."""
+"""Compute the scores of an evaluation from its logits."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import confusion_matrix
 
 from app.errors import RunError, UserError
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Figures of one evaluation over `n` rows.
+    """Scores of one evaluation.
 
-    With two classes, f1, precision and recall are those of the second one (of label 1 where labels are 0 and 1); with
-    more they are the unweighted mean over the classes. `loss` is the mean cross-entropy in nats.
-    `confusion_matrix[i][j]` counts the rows of class i that were predicted as class j.
+    With two classes, F1, precision and recall refer to the second class (label 1 if the labels are 0 and 1); with more
+    classes they are unweighted (macro) averages.
+
+    Attributes:
+        accuracy: Fraction of the rows whose class was predicted correctly.
+        f1: Harmonic mean of precision and recall.
+        precision: Fraction of the rows predicted as a class that belong to it.
+        recall: Fraction of the rows of a class that were predicted as it.
+        loss: Mean cross-entropy in nats.
+        confusion_matrix: `confusion_matrix[i][j]` is the number of rows of class i that were predicted as class j.
+        n: Number of rows.
     """
 
     accuracy: float
@@ -35,48 +41,50 @@ class Scores:
     n: int
 
 
-NAMES = ("accuracy", "f1", "precision", "recall")
-
-
 @cache
-def _metric(name: str) -> Any:
-    return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
+def _metrics() -> Any:
+    import evaluate  # here: it imports transformers' pipelines, which --help and invalid flags need not wait for
+
+    return evaluate.load(str(Path(__file__).with_name("classification.py")), keep_in_memory=True)
 
 
 def load_metrics() -> None:
-    """Load the metric modules, so that a problem with them is found before the training.
+    """Load the `evaluate` module before training, so that a problem with it is found early.
 
     Raises:
-        UserError: `evaluate` cannot write to its cache of modules.
+        UserError: The module cache of `evaluate` cannot be written.
     """
     try:
-        for name in NAMES:
-            _metric(name)
+        _metrics()
     except OSError as problem:
         raise UserError(
             f"{problem.filename or 'the cache of `evaluate`'}: cannot be written: {problem.strerror}: set HF_HOME to a "
-            f"folder that can be written"
+            f"writable folder"
         ) from None
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
-    """Scores the rows' logits, float (n, classes), against their class ids, int64 (n,).
+    """Score predicted logits.
+
+    Args:
+        logits: Float (n, classes).
+        labels: Class ids, int64 (n,).
 
     Raises:
-        RunError: the loss is not finite: the weights are beyond saving.
+        RunError: The loss is not finite, so the weights are unusable.
     """
+    from sklearn.metrics import confusion_matrix
+
     n, n_classes = logits.shape
     predicted = logits.argmax(axis=1)
     log_probabilities = torch.from_numpy(logits).double().log_softmax(dim=1).numpy()
     average = "binary" if n_classes == 2 else "macro"
-    figures: dict[str, float] = _metric("accuracy").compute(predictions=predicted, references=labels)
-    for name in ("f1", "precision", "recall"):
-        figures |= _metric(name).compute(predictions=predicted, references=labels, average=average)
+    metrics: dict[str, float] = _metrics().compute(predictions=predicted, references=labels, average=average)
     loss = float(-log_probabilities[np.arange(n), labels].mean())
     if not math.isfinite(loss):
         raise RunError(f"the loss of the {n} rows that were evaluated is {loss}")
     return Scores(
-        **figures,
+        **metrics,
         loss=loss,
         confusion_matrix=confusion_matrix(labels, predicted, labels=range(n_classes)).tolist(),
         n=n,

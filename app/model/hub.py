@@ -1,4 +1,4 @@
-"""Files of a model on the Hub, pinned to one commit, or of a local folder."""
+"""Load a model's files from one commit on the Hub, or from a local folder."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from transformers.utils import CONFIG_NAME
 from app.errors import UserError
 from app.settings import TINY, ModelSettings
 
+NOT_CACHED = "the Hub cannot be reached, and the model is not in the local cache"
+
 
 def resolve_commit(settings: ModelSettings) -> str | None:
-    """Resolve `--model` and `--revision` to the hash of a commit on the Hub.
+    """Resolve `--model` and `--revision` to a commit on the Hub.
 
-    A branch such as `main` can move between two requests: resolve it once and load every file from that commit.
+    A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
+    commit.
 
     Returns:
-        The hash, or None for a local folder and for `tiny`. Without a connection it is that of the local cache.
+        The commit hash, from the local cache if there is no connection. None for a local folder and for `tiny`.
 
     Raises:
-        UserError: no such model or revision, `--revision` without a model of the Hub, or the Hub can't be reached and
-            the model is not in the local cache.
+        UserError: There is no such model or revision, `--revision` is given for a model that is not on the Hub, or the
+            Hub cannot be reached and the model is not in the local cache.
     """
     if settings.model != TINY:
-        _check_folder(settings.model)
+        check_folder(settings.model)
     if settings.model == TINY or Path(settings.model).is_dir():
         if settings.revision is not None:
-            raise UserError(f"--revision {settings.revision}: only models on the Hub have one, not {settings.model}")
+            raise UserError(
+                f"--revision {settings.revision}: {settings.model} is not a model on the Hub, so it has no revisions"
+            )
         return None
     commit = _hub_commit(settings.model, settings.revision)
     if commit is not None:
@@ -39,57 +44,75 @@ def resolve_commit(settings: ModelSettings) -> str | None:
     config = try_to_load_from_cache(settings.model, CONFIG_NAME, revision=settings.revision)
     if not isinstance(config, str):
         raise UserError(f"--model {settings.model}: {NOT_CACHED}")
-    return Path(config).parent.name  # the cache's layout: snapshots/<commit>/config.json
+    return Path(config).parent.name  # layout of the cache: snapshots/<commit>/config.json
 
 
-def _check_folder(model: str) -> None:
-    """A name that can only mean a local folder must be one: the Hub would answer with something about repo ids."""
+def check_folder(model: str) -> None:
+    """Check that a name that can only mean a local folder is a model folder.
+
+    Otherwise the error would be the Hub's, which is about repository ids.
+
+    Raises:
+        UserError: It is not a model folder.
+    """
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"--model {model}: the folder has no config.json, so it is no model")
+            raise UserError(f"--model {model}: is not a model folder, because it has no config.json")
     elif path.exists():
-        raise UserError(f"--model {model}: is a file; must be a folder, a name on the Hub, or `{TINY}`")
+        raise UserError(f"--model {model}: is a file; must be a folder, a model name on the Hub, or `{TINY}`")
     elif model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip():
         raise UserError(f"--model {model}: no such folder")
 
 
-def _fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **more: Any) -> Any:
+def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
+    """Call `from_pretrained` of an Auto class for the model of the settings.
+
+    Args:
+        auto_class: For example `AutoTokenizer`.
+        settings: Name the model.
+        commit: What `resolve_commit` returned.
+        kwargs: Further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: The model cannot be loaded.
+    """
     is_folder = Path(settings.model).is_dir()
     offline = not is_folder and _hub_commit(settings.model, settings.revision) is None
     if not is_folder:
-        more["revision"] = commit or settings.revision or "main"
+        kwargs["revision"] = commit or settings.revision or "main"
     try:
         return auto_class.from_pretrained(
-            settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **more
+            settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **kwargs
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as problem:
         # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
-        what = NOT_CACHED if offline else "can't be loaded: " + _first_line(problem)
-        raise UserError(f"--model {settings.model}: {what}") from None
-
-
-NOT_CACHED = "the Hub can't be reached, and the model is not in the local cache"
+        reason = NOT_CACHED if offline else f"cannot be loaded: {first_line(problem)}"
+        raise UserError(f"--model {settings.model}: {reason}") from None
 
 
 @cache
 def _hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the Hub; None where the Hub doesn't answer.
+    """Return the commit of a model on the Hub, or None if the Hub cannot be reached.
 
-    One try and at most 10 seconds: transformers alone would try six times per file, for a minute, and log each try.
+    There is one attempt of at most 10 seconds. transformers would make six attempts per file, for a minute, and log
+    each of them.
     """
     try:
         return HfApi().model_info(name, revision=revision, timeout=10).sha
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except RepositoryNotFoundError:
-        raise UserError(f"--model {name}: no such model on the Hub (or it is private: `hf auth login` first)") from None
+        raise UserError(
+            f"--model {name}: no such model on the Hub (if it is private, run `hf auth login` first)"
+        ) from None
     except HFValidationError:
-        raise UserError(f"--model {name}: no folder, no name on the Hub, and not `{TINY}`") from None
-    except Exception:  # the HTTP library's own errors: another one with each version of huggingface_hub
+        raise UserError(f"--model {name}: must be a local folder, a model name on the Hub, or `{TINY}`") from None
+    except Exception:  # errors of the HTTP library, which differ between versions of huggingface_hub
         return None
 
 
-def _first_line(problem: Exception) -> str:
+def first_line(problem: Exception) -> str:
+    """Return the first line of an exception's message, or its type if the message is empty."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return lines[0] if lines else type(problem).__name__

@@ -1,4 +1,4 @@
-"""The tokenizer and the classifier: from the Hub, from a local folder, or `tiny`."""
+"""Load the tokenizer and the classifier from the Hub, from a local folder, or as `tiny`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,26 @@ from transformers.utils import (
 )
 
 from app.errors import UserError
-from app.model.hub import _check_folder, _fetch, _first_line
+from app.model.hub import check_folder, fetch, first_line
 from app.model.tiny_bert import learn_tokenizer, tiny_config
 from app.settings import TINY, ModelSettings, Settings
 
+# Architectures derived from RoBERTa: their first position is the padding id plus one.
+OFFSET_POSITIONS = {
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
+}
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model with what a run says of it: `pretrained` is False where the weights come from the seed."""
+    """A classifier and where its weights come from.
+
+    Attributes:
+        model: The classifier, in training precision.
+        pretrained: False if all weights were initialized from the seed.
+        origin: Description for the startup message.
+    """
 
     model: PreTrainedModel
     pretrained: bool
@@ -46,62 +56,70 @@ class Classifier:
 def load_tokenizer(
     settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, or for `tiny` one learned from the training rows.
+    """Load the model's tokenizer or, for `tiny`, learn one from the training rows.
 
     Args:
-        commit: what `resolve_commit` has returned.
+        settings: Name the model.
+        train_texts: The training reviews, used only for `tiny`.
+        commit: What `resolve_commit` returned.
 
     Raises:
-        UserError: no such model, or no tokenizer in its folder, or the Hub can't be reached.
+        UserError: There is no such model, it has no usable tokenizer, or the Hub cannot be reached.
     """
     if settings.model == TINY:
         return learn_tokenizer(train_texts)
-    _check_folder(settings.model)
-    tokenizer: PreTrainedTokenizerBase = _fetch(AutoTokenizer, settings, commit)
+    check_folder(settings.model)
+    tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if tokenizer.pad_token_id is None:
-        raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
+        raise UserError(
+            f"--model {settings.model}: its tokenizer has no padding token, which is needed to form batches"
+        )
     return tokenizer
 
 
 def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
-    """The config of the model asked for; None for `tiny`, whose config depends on the vocabulary.
+    """Load the model's config; None for `tiny`, whose config depends on its vocabulary.
 
     Args:
-        commit: what `resolve_commit` has returned.
+        settings: Name the model.
+        commit: What `resolve_commit` returned.
 
     Raises:
-        UserError: no such model, or the Hub can't be reached.
+        UserError: There is no such model, or the Hub cannot be reached.
     """
     if settings.model == TINY:
         return None
-    _check_folder(settings.model)
-    config: PretrainedConfig = _fetch(AutoConfig, settings, commit)
+    check_folder(settings.model)
+    config: PretrainedConfig = fetch(AutoConfig, settings, commit)
     return config
 
 
 def load_classifier(
     settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
 ) -> Classifier:
-    """The classifier in training precision, its head sized and named by the data's classes.
+    """Load the classifier in training precision, with a head for the classes of the data.
 
-    Weights that don't come with the model (the head, or all of them) are drawn from the seed: the same on every rank.
+    Weights that do not come with the model (the head, or all of them) are initialized from the seed, identically on
+    every rank.
 
     Args:
-        tokenizer: the model's. Its `model_input_names` become the inputs that the model takes.
-        commit: what `resolve_commit` has returned.
+        settings: Name the model and override its dropout.
+        class_names: The label of each class id.
+        tokenizer: The model's tokenizer. Its `model_input_names` are set to the inputs that the model accepts.
+        commit: What `resolve_commit` returned.
 
     Raises:
-        UserError: no such model, one that can't classify sequences, one that doesn't fit its tokenizer, or
-            `max_length` beyond what it can read.
+        UserError: There is no such model, it cannot classify sequences, it does not match its tokenizer, or
+            `max_length` exceeds what it can process.
     """
     fetched = load_config(settings, commit)
     if fetched is None:
         config: PretrainedConfig = tiny_config(len(tokenizer), tokenizer.pad_token_id)
-        pretrained, origin = False, "tiny BERT (2 layers x 128), weights from the seed"
+        pretrained, origin = False, "tiny BERT (2 layers x 128), initialized from the seed"
     else:
         config = fetched
         pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
-        origin = settings.model if pretrained else f"{settings.model} has no weights: they come from the seed"
+        origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -111,25 +129,23 @@ def load_classifier(
     _check_layerdrop(settings, config)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
-    longest = longest_input(config, tokenizer)
-    if settings.max_length > longest:
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} reads {longest} tokens at most")
+    limit = max_input_length(config, tokenizer)
+    if settings.max_length > limit:
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
 
     set_seed(settings.seed)
     if pretrained:
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # its report of the new head is one line in our start-up block instead
-        model = _fetch(
-            AutoModelForSequenceClassification, settings, commit, config=config, ignore_mismatched_sizes=True
-        )
+        logging.set_verbosity_error()  # its warning about the new head is replaced by a line of the startup message
+        model = fetch(AutoModelForSequenceClassification, settings, commit, config=config, ignore_mismatched_sizes=True)
         logging.set_verbosity(verbosity)
     else:
         try:
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=settings.trust_remote_code)
         except (ValueError, AttributeError, TypeError) as problem:
-            raise UserError(f"--model {settings.model}: {_first_line(problem)}") from None
-    # Classification heads take **kwargs but don't normalise by num_items_in_batch, as Trainer believes of models that
-    # do: it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
+            raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
+    # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
+    # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
     _match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
@@ -138,28 +154,28 @@ def load_classifier(
 
 
 def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """Make every gradient NaN if the loss is not finite, so that all ranks see it in the norm.
+    """Make every gradient NaN if the loss is not finite, so that all ranks detect it in the gradient norm.
 
-    Without this, an infinite loss can have finite gradients (cross-entropy over logits that are far apart). A finite
-    loss is multiplied by 1.0, which changes no bit of it.
+    An infinite loss can have finite gradients (cross-entropy of logits that are far apart). A finite loss is multiplied
+    by 1.0, which does not change a bit of it.
     """
     if isinstance(outputs, dict) and outputs.get("loss") is not None:  # remote code may return a tuple
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
 
 
 def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make every change to the config that Trainer would make to a model's, so that it finds nothing to change.
+    """Make the changes that Trainer would make to the config of a model, before the model is built.
 
-    It would come too late there: embeddings take their `padding_idx` from the config when they are built.
+    Trainer makes them too late: embeddings take their `padding_idx` from the config when they are built.
     """
-    config.use_cache = False  # training needs no cache of keys and values, and a model's kernels may depend on it
-    config.return_dict = True  # both training paths read outputs by name
+    config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
+    config.return_dict = True  # both training paths access outputs by name
     text_config = config.get_text_config()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token_id, declared = getattr(tokenizer, name), getattr(text_config, name, None)
         if token_id is None or token_id == declared:
             continue
-        if isinstance(declared, list):  # several tokens can end a text: keep the others
+        if isinstance(declared, list):  # several tokens can end a text; keep the others
             if token_id in declared:
                 continue
             token_id = [token_id, *declared] if name == "eos_token_id" else token_id
@@ -171,51 +187,52 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
     size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
     if size is not None and token_id is not None and token_id >= size:
         raise UserError(
-            f"--model {settings.model}: the id of its tokenizer's padding token is {token_id}, but its config has "
-            f"vocab_size {size}: resize the model's embeddings, or use a padding token that it knows"
+            f"--model {settings.model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
+            f"{size}: resize the model's embeddings, or use a padding token in its vocabulary"
         )
 
 
 def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encoder-decoders such as BART and T5 classify what they read at the end-of-sequence token."""
+    """Encoder-decoders such as BART and T5 classify the hidden state of the end-of-sequence token."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.is_encoder_decoder and not set(ends) & set(tokenizer("a")["input_ids"]):
         raise UserError(
-            f"--model {settings.model}: classifies by the end-of-sequence token, which its tokenizer does not add to a "
-            "text: set one that does"
+            f"--model {settings.model}: classifies by the end-of-sequence token, but its tokenizer does not append "
+            "one: configure the tokenizer to append it"
         )
 
 
 def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
-    """LayerDrop skips layers on each rank by chance. DDP must know, or a rank waits for gradients that never come."""
+    """LayerDrop skips random layers on each rank. Unless DDP expects this, it waits forever for their gradients."""
     for name, value in config.to_dict().items():
         if "layerdrop" in name and value and not settings.ddp_find_unused_parameters:
             raise UserError(
-                f"--model {settings.model}: its config sets {name} to {value}, so steps leave out layers: add "
+                f"--model {settings.model}: its config sets {name} to {value}, so training steps skip layers: add "
                 "--ddp_find_unused_parameters"
             )
 
 
 def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Let the tokenizer yield what the model takes, whatever its own configuration says.
+    """Make the tokenizer return the inputs that the model accepts, regardless of the tokenizer's configuration.
 
-    Without the mask a model would read padding as text, and it may refuse or misread an input that it doesn't name.
+    Without the attention mask, a model would treat padding as text. An input that it does not name may be rejected or
+    misinterpreted.
     """
-    takes = inspect.signature(model.forward).parameters
-    if "input_ids" not in takes:
-        return  # a wrapper around the actual model, whose arguments can't be known
-    names = [name for name in tokenizer.model_input_names if name in takes]
-    if "attention_mask" in takes and "attention_mask" not in names:
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        return  # a wrapper around the actual model, whose inputs are unknown
+    names = [name for name in tokenizer.model_input_names if name in accepted]
+    if "attention_mask" in accepted and "attention_mask" not in names:
         names.append("attention_mask")
     if names != list(tokenizer.model_input_names):
         tokenizer.model_input_names = names
-        tokenizer.init_kwargs["model_input_names"] = names  # what save_pretrained writes
+        tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
 
 
 def override_dropout(config: PretrainedConfig, probability: float) -> None:
-    """Sets every dropout probability of a model's config, whatever the architecture calls it.
+    """Set every dropout probability in a model's config, whatever the architecture calls it.
 
-    LayerDrop, which skips whole layers, is something else and stays.
+    LayerDrop, which skips whole layers, is left unchanged.
     """
     for name, value in config.to_dict().items():
         is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
@@ -223,22 +240,13 @@ def override_dropout(config: PretrainedConfig, probability: float) -> None:
             setattr(config, name, probability)
 
 
-def longest_input(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that the model can read. RoBERTa's kin count positions from the padding id on, and so lose that many."""
+def max_input_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the maximum number of tokens that the model can process.
+
+    Position embeddings below the padding id plus one are unused in models derived from RoBERTa.
+    """
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not positions or positions < 0:
         return int(tokenizer.model_max_length)
     offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
     return int(min(positions - offset, tokenizer.model_max_length))
-
-
-OFFSET_POSITIONS = {
-    "roberta",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "camembert",
-    "longformer",
-    "mpnet",
-    "xmod",
-    "data2vec-text",
-}

@@ -1,5 +1,4 @@
-"""The embedded default model: a BERT of 2 layers x 128 and a vocabulary learned from the training rows. Needs no
-network."""
+"""The default model: a BERT with 2 layers x 128 and a vocabulary learned from the training rows. Needs no network."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 VOCABULARY_SIZE = 8_000
-LONGEST_PIECE = 4  # characters: longer pieces are whole phrases, seen too rarely to learn from a few thousand reviews
+MAX_TOKEN_LENGTH = 4  # characters; longer tokens are whole phrases, too rare to learn from a few thousand reviews
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -20,10 +19,12 @@ SPECIAL_TOKENS = {
 
 
 def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """BPE (Sennrich et al. 2016) over characters. Deterministic: equal texts give equal bytes at any number of threads.
+    """Learn a BPE tokenizer over characters (Sennrich et al. 2016).
+
+    It is deterministic: equal texts give identical tokenizers with any number of threads.
 
     Args:
-        texts: the training reviews and no others: pieces learned from test rows would leak.
+        texts: The training reviews only. A vocabulary learned from test rows would be a leak.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -33,7 +34,7 @@ def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
-        max_token_length=LONGEST_PIECE,
+        max_token_length=MAX_TOKEN_LENGTH,
         special_tokens=list(SPECIAL_TOKENS.values()),
         show_progress=False,
     )
@@ -53,7 +54,10 @@ def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(vocabulary_size: int, pad_token_id: int) -> BertConfig:
-    """About 1.5 million parameters: an epoch of the real CSV takes half a minute on one CPU thread."""
+    """Return the config of a BERT with about 1.5 million parameters.
+
+    An epoch of the real CSV takes half a minute on one CPU thread.
+    """
     return BertConfig(
         vocab_size=vocabulary_size,
         pad_token_id=pad_token_id,

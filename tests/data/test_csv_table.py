@@ -313,8 +313,8 @@ def test_a_single_class_is_rejected(csv_file):
 
 @pytest.mark.parametrize("content", [b"label,review\n1,a\n0,b\0c\n", b"label,review\n1,\xff\n0,\0"])
 def test_a_binary_file_is_rejected_with_the_position_of_its_nul_byte(csv_file, content):
-    where = f"line 3, byte offset {content.index(0)}"
-    assert one_line_error(csv_file(content)) == f"is a binary file, not a CSV (NUL byte at {where})"
+    position = f"line 3, byte offset {content.index(0)}"
+    assert one_line_error(csv_file(content)) == f"is a binary file, not a CSV (NUL byte at {position})"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
@@ -328,10 +328,10 @@ def test_utf_16_without_a_bom_is_reported_as_binary(csv_file):
 
 def test_an_undecodable_file_names_the_position_in_each_encoding(csv_file):
     content = "label,review\n1,好\n".encode() + b"0,\xff\n"
-    where = f"line 3, byte offset {content.index(0xFF)}"
+    position = f"line 3, byte offset {content.index(0xFF)}"
     # GB18030 fails earlier: the three bytes of 好 and the line end are not two GB18030 characters.
     gb18030 = f"line 2, byte offset {content.index('好'.encode()) + 2}"
-    assert f"neither UTF-8 ({where}) nor GB18030 ({gb18030})" in one_line_error(csv_file(content))
+    assert f"neither UTF-8 ({position}) nor GB18030 ({gb18030})" in one_line_error(csv_file(content))
 
 
 def test_a_corrupt_file_with_a_utf_8_bom_is_not_read_as_gb18030(csv_file):
@@ -349,7 +349,7 @@ def test_latin_1_that_decodes_as_gb18030_is_rejected(csv_file):
 
 
 @pytest.mark.parametrize(
-    ("rows", "where", "what"),
+    ("rows", "position", "problem"),
     [
         ('1,a\n0,"b\n1,c\n', "line 3, column 'review'", "has no closing quote"),
         ('1,a\n0,"b""c\n1,d', "line 3, column 'review'", "has no closing quote"),
@@ -369,10 +369,10 @@ def test_latin_1_that_decodes_as_gb18030_is_rejected(csv_file):
         ('1,a,"b\n', "line 2, field 3", "has no closing quote"),
     ],
 )
-def test_a_broken_quote_error_names_line_and_column(csv_file, rows, where, what):
+def test_a_broken_quote_error_names_line_and_column(csv_file, rows, position, problem):
     message = one_line_error(csv_file("label,review\n" + rows))
-    assert message.startswith(f"{where}: ")
-    assert what in message
+    assert message.startswith(f"{position}: ")
+    assert problem in message
 
 
 def test_a_broken_quote_in_the_header_is_rejected(csv_file):

@@ -1,3 +1,5 @@
+"""The split and its fingerprint."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,13 +30,13 @@ def table_of(labels: list[int], sha256: str = "0") -> ReviewTable:
     validation_size=st.sampled_from([0.0, 0.25, 0.5]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_parts_are_disjoint_cover_all_rows_and_keep_the_classes_shares(counts, test_size, validation_size, seed):
+def test_parts_are_disjoint_and_cover_all_rows_and_preserve_class_proportions(counts, test_size, validation_size, seed):
     table = table_of([label for label, count in enumerate(counts) for _ in range(count)])
     split = split_reviews(table, test_size, validation_size, seed)
     parts = (split.train, split.validation, split.test)
     assert sorted(np.concatenate(parts)) == list(range(len(table)))
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
-    for label, count in enumerate(counts):  # the number of test rows is itself rounded up
+    for label, count in enumerate(counts):  # because the number of test rows is rounded up
         share = count * len(split.test) / len(table)
         assert abs((table.labels[split.test] == label).sum() - share) < 1
     assert abs(len(split.test) - len(table) * test_size) < 1
@@ -48,7 +50,7 @@ def test_parts_are_disjoint_cover_all_rows_and_keep_the_classes_shares(counts, t
 LABELS = [0, 0, 1] * 30
 
 
-def test_the_fingerprint_knows_everything_that_decides_the_rows():
+def test_the_fingerprint_covers_everything_that_determines_the_split():
     table = table_of(LABELS)
     base = split_reviews(table, 0.2, 0.0, 42).fingerprint
     changed = [
@@ -63,7 +65,7 @@ def test_the_fingerprint_knows_everything_that_decides_the_rows():
     assert len(base) == 64
 
 
-def test_classes_with_too_few_rows_and_parts_too_small_are_one_line():
+def test_classes_with_too_few_rows_and_parts_that_are_too_small_are_rejected():
     with pytest.raises(UserError, match=r"class '1' has 1 row"):
         split_reviews(table_of([0] * 50 + [1]), 0.2, 0.0, 42)
     with pytest.raises(UserError, match=r"--test_size 0\.001"):

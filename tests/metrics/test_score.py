@@ -1,3 +1,5 @@
+"""Scores of an evaluation, compared with scikit-learn."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -6,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from app.errors import RunError
-from app.metrics.score import score
+from app.errors import RunError, UserError
+from app.metrics import score as metrics_module
+from app.metrics.score import load_metrics, score
 
 
 @given(n=st.integers(1, 40), classes=st.integers(2, 4), seed=st.integers(0, 999))
-def test_figures_are_scikit_learn_s(n, classes, seed):
+def test_scores_equal_those_of_scikit_learn(n, classes, seed):
     random = np.random.default_rng(seed)
     logits, labels = random.normal(size=(n, classes)), random.integers(0, classes, size=n)
     predicted = logits.argmax(axis=1)
@@ -27,12 +30,22 @@ def test_figures_are_scikit_learn_s(n, classes, seed):
     assert scores.n == n
 
 
-def test_huge_logits_give_a_finite_loss():
+def test_huge_logits_have_a_finite_loss():
     assert score(np.array([[1e4, -1e4], [-1e4, 1e4]]), np.array([0, 0])).loss == 1e4
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_fails_the_run(value):
+def test_a_non_finite_loss_fails_the_run(value):
     logits = np.array([[0.0, 1.0], [0.0, value]])
     with pytest.raises(RunError, match="the loss of the 2 rows that were evaluated is nan"):
         score(logits, np.array([0, 1]))
+
+
+def test_a_module_cache_that_cannot_be_written_is_reported(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "/home/user/.cache")
+
+    metrics_module._metrics.cache_clear()
+    monkeypatch.setattr("evaluate.load", refuse)
+    with pytest.raises(UserError, match=r"/home/user/\.cache: cannot be written: Permission denied: set HF_HOME"):
+        load_metrics()

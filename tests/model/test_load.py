@@ -1,4 +1,4 @@
-"""Models of several architectures in folders that the test writes, as a user's own would be."""
+"""Loading models of several architectures from local folders and from the Hub's cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from app.data.loaders import Collator
 from app.errors import UserError
 from app.model import hub as hub_module
 from app.model.hub import resolve_commit
-from app.model.load import align_with_trainer, load_classifier, load_tokenizer, longest_input, override_dropout
+from app.model.load import align_with_trainer, load_classifier, load_tokenizer, max_input_length, override_dropout
 from app.model.tiny_bert import learn_tokenizer
 from app.settings import Settings
 
@@ -62,7 +62,7 @@ def tokenizer():
 
 @pytest.fixture
 def folder(tmp_path, tokenizer):
-    """Writes a model folder: config and tokenizer, and weights if asked for."""
+    """Write a model folder with config and tokenizer, and optionally weights."""
 
     def write(name: str = "bert", weights: bool = False, **changes):
         known = CONFIGS | {"fnet": FNetConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=32)}
@@ -79,7 +79,7 @@ def folder(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("weights", [False, True])
-def test_any_architecture_becomes_a_classifier_of_the_data_s_classes(folder, name, weights):
+def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folder, name, weights):
     settings = Settings(model=folder(name, weights), max_length=32)
     tokenizer = load_tokenizer(settings, TEXTS)
     loaded = load_classifier(settings, ["bad", "good", "mixed"], tokenizer)
@@ -92,7 +92,7 @@ def test_any_architecture_becomes_a_classifier_of_the_data_s_classes(folder, nam
     assert output.loss.ndim == 0
 
 
-def test_weights_come_from_the_folder_or_else_from_the_seed(folder):
+def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     def weights(**settings):
         chosen = Settings(max_length=32, **settings)
         tokenizer = load_tokenizer(chosen, TEXTS)
@@ -109,7 +109,7 @@ def test_weights_come_from_the_folder_or_else_from_the_seed(folder):
     assert equal(weights(model=path), stored)
 
 
-def test_a_head_of_other_classes_is_replaced_from_the_seed(folder):
+def test_a_head_for_other_classes_is_initialized_from_the_seed(folder):
     settings = Settings(model=folder("bert", weights=True), max_length=32)
     tokenizer = load_tokenizer(settings, TEXTS)
     one, two = (load_classifier(settings, list("abcde"), tokenizer).model for _ in range(2))
@@ -128,7 +128,7 @@ def test_dropout_overrides_every_dropout(folder, name):
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_special_tokens_are_the_tokenizer_s_before_the_model_is_built(folder, tokenizer, weights):
+def test_special_tokens_are_taken_from_the_tokenizer_before_the_model_is_built(folder, tokenizer, weights):
     settings = Settings(model=folder("bert", weights, pad_token_id=7, bos_token_id=8, eos_token_id=9), max_length=32)
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     model = load_classifier(settings, ["0", "1"], tokenizer).model
@@ -137,7 +137,7 @@ def test_special_tokens_are_the_tokenizer_s_before_the_model_is_built(folder, to
     assert model.config.use_cache is False
 
 
-def test_tokens_that_the_tokenizer_does_not_define_stay(tokenizer):
+def test_special_tokens_that_the_tokenizer_lacks_are_kept(tokenizer):
     config = BertConfig(bos_token_id=8, eos_token_id=[9, 10])
     align_with_trainer(config, tokenizer)
     assert (config.bos_token_id, config.eos_token_id) == (8, [9, 10])
@@ -147,7 +147,7 @@ def test_tokens_that_the_tokenizer_does_not_define_stay(tokenizer):
 
 
 @pytest.mark.parametrize("eos_token_id", [9, [9, 10], [3, 9], None])
-def test_trainer_finds_nothing_left_to_align(tokenizer, eos_token_id):
+def test_trainer_has_nothing_left_to_align(tokenizer, eos_token_id):
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     config = BertConfig(pad_token_id=7, eos_token_id=eos_token_id)
     align_with_trainer(config, tokenizer)
@@ -156,7 +156,7 @@ def test_trainer_finds_nothing_left_to_align(tokenizer, eos_token_id):
     assert config.to_dict() == before
 
 
-def test_a_padding_token_that_the_model_does_not_know_is_one_line(folder):
+def test_a_padding_token_outside_the_vocabulary_is_rejected(folder):
     path = folder("bert")
     config = BertConfig.from_pretrained(path)
     config.vocab_size, config.pad_token_id = 5, 4
@@ -164,27 +164,27 @@ def test_a_padding_token_that_the_model_does_not_know_is_one_line(folder):
     tokenizer = load_tokenizer(Settings(model=path), TEXTS)
     tokenizer.add_special_tokens({"pad_token": "[NEW]"})
     tokenizer.save_pretrained(path)
-    assert "vocab_size 5" in one_line(Settings(model=path, max_length=32))
+    assert "vocab_size 5" in error_message(Settings(model=path, max_length=32))
 
 
-def test_an_encoder_decoder_needs_a_tokenizer_that_ends_every_text(folder, tokenizer):
+def test_an_encoder_decoder_requires_an_end_of_sequence_token(folder, tokenizer):
     settings = Settings(model=folder("bart", eos_token_id=tokenizer.sep_token_id), max_length=32)
     tokenizer = load_tokenizer(settings, [])
     load_classifier(settings, ("0", "1"), tokenizer)
     settings = Settings(model=folder("bart", eos_token_id=tokenizer.mask_token_id), max_length=32)
-    with pytest.raises(UserError, match="bart: classifies by the end-of-sequence token, which its tokenizer does not"):
+    with pytest.raises(UserError, match="bart: classifies by the end-of-sequence token, but its tokenizer does not"):
         load_classifier(settings, ("0", "1"), tokenizer)
 
 
-def test_layerdrop_needs_the_search_for_unused_parameters(folder):
+def test_layerdrop_requires_the_search_for_unused_parameters(folder):
     path = folder("bert", layerdrop=0.1)
-    assert "--ddp_find_unused_parameters" in one_line(Settings(model=path, max_length=32))
+    assert "--ddp_find_unused_parameters" in error_message(Settings(model=path, max_length=32))
     settings = Settings(model=path, max_length=32, ddp_find_unused_parameters=True)
     load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
 
 
 @pytest.mark.parametrize(
-    ("name", "listed", "taken"),
+    ("name", "configured", "accepted"),
     [
         ("bert", ["input_ids"], ["input_ids", "attention_mask"]),
         ("distilbert", ["input_ids", "token_type_ids", "attention_mask"], ["input_ids", "attention_mask"]),
@@ -192,18 +192,20 @@ def test_layerdrop_needs_the_search_for_unused_parameters(folder):
         ("fnet", ["input_ids", "attention_mask"], ["input_ids"]),
     ],
 )
-def test_a_tokenizer_yields_what_the_model_takes_and_is_saved_so(folder, tmp_path, name, listed, taken):
+def test_the_tokenizer_returns_and_saves_the_inputs_that_the_model_accepts(
+    folder, tmp_path, name, configured, accepted
+):
     settings = Settings(model=folder(name), max_length=32)
     tokenizer = load_tokenizer(settings, TEXTS)
-    tokenizer.model_input_names = listed
+    tokenizer.model_input_names = configured
     model = load_classifier(settings, ["0", "1"], tokenizer).model
     rows = tokenizer(TEXTS[:2], return_token_type_ids=True, return_attention_mask=False)
     rows = [{"labels": 0} | {key: rows[key][i] for key in rows} for i in range(2)]
     batch = Collator(tokenizer)(rows)
-    assert sorted(batch) == sorted([*taken, "labels"])
+    assert sorted(batch) == sorted([*accepted, "labels"])
     model(**batch).loss.backward()
     tokenizer.save_pretrained(tmp_path / "saved")
-    assert sorted(AutoTokenizer.from_pretrained(tmp_path / "saved").model_input_names) == sorted(taken)
+    assert sorted(AutoTokenizer.from_pretrained(tmp_path / "saved").model_input_names) == sorted(accepted)
 
 
 # ---- models on the Hub ----------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def test_a_tokenizer_yields_what_the_model_takes_and_is_saved_so(folder, tmp_pat
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """A cache of `someone/model`, whose main branch is at commit aaa… and whose other one is at bbb…."""
+    """Create a cache of `someone/model`, with commit aaa… on its main branch and bbb… on another branch."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     write_hub_cache(tmp_path / "hub", "someone/model", main="a" * 40, branch="b" * 40)
     hub_module._hub_commit.cache_clear()
@@ -221,7 +223,7 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(hub_cache, monkeypatch):
-    """The Hub answers; its branches move when the test says so. Files come from the cache."""
+    """Simulate a Hub whose branches the test can move. Files come from the cache."""
     commits = {None: "a" * 40, "branch": "b" * 40}
 
     def model_info(self, name, *, revision=None, timeout=None):
@@ -235,7 +237,7 @@ def hub(hub_cache, monkeypatch):
 
 
 def commit_of_weights(settings: Settings, commit: str) -> str:
-    """Where the weights come from that are loaded with these arguments."""
+    """Return the commit that the loaded weights come from."""
     tokenizer, name = load_tokenizer(settings, TEXTS, commit), "bert.embeddings.word_embeddings.weight"
     weights = load_classifier(settings, ["0", "1"], tokenizer, commit).model.state_dict()[name]
     (found,) = (
@@ -249,7 +251,7 @@ def commit_of_weights(settings: Settings, commit: str) -> str:
 
 @pytest.mark.parametrize(("revision", "commit"), [(None, "a" * 40), ("branch", "b" * 40)])
 @pytest.mark.parametrize("online", [False, True])
-def test_a_revision_is_resolved_to_a_commit_and_everything_is_loaded_from_it(request, online, revision, commit):
+def test_a_revision_is_resolved_to_a_commit_that_everything_is_loaded_from(request, online, revision, commit):
     request.getfixturevalue("hub" if online else "hub_cache")
     if not online:
         request.getfixturevalue("monkeypatch").setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -258,7 +260,7 @@ def test_a_revision_is_resolved_to_a_commit_and_everything_is_loaded_from_it(req
     assert commit_of_weights(settings, commit) == commit
 
 
-def test_a_branch_that_moves_between_two_requests_changes_nothing(hub):
+def test_a_branch_that_moves_between_two_requests_has_no_effect(hub):
     settings = Settings(model="someone/model", max_length=32)
     commit = resolve_commit(settings)
     hub[None] = "b" * 40
@@ -267,18 +269,18 @@ def test_a_branch_that_moves_between_two_requests_changes_nothing(hub):
     assert commit_of_weights(settings, commit) == commit
 
 
-def test_a_revision_that_is_none_is_one_line(hub, folder):
-    for settings, told in (
+def test_an_invalid_revision_is_rejected(hub, folder):
+    for settings, message in (
         (Settings(model="someone/model", revision="no-such"), "--revision no-such: someone/model has no such"),
-        (Settings(model=folder("bert"), revision="main"), "only models on the Hub have one"),
-        (Settings(revision="main"), "only models on the Hub have one"),
+        (Settings(model=folder("bert"), revision="main"), "is not a model on the Hub, so it has no revisions"),
+        (Settings(revision="main"), "is not a model on the Hub, so it has no revisions"),
     ):
-        with pytest.raises(UserError, match=told) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             resolve_commit(settings)
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_layerdrop_and_switches_are_no_dropout_probabilities():
+def test_layerdrop_and_switches_are_not_overridden_as_dropout():
     config = BertConfig()
     config.encoder_layerdrop, config.use_dropout_anywhere = 0.2, True
     override_dropout(config, 0.3)
@@ -286,13 +288,14 @@ def test_layerdrop_and_switches_are_no_dropout_probabilities():
     assert (config.encoder_layerdrop, config.use_dropout_anywhere) == (0.2, True)
 
 
-def test_a_length_beyond_the_positions_is_one_line(folder, tokenizer):
-    assert longest_input(CONFIGS["roberta"], tokenizer) == 64, "RoBERTa's positions start behind the padding id"
+def test_a_maximum_length_beyond_the_positions_is_rejected(folder, tokenizer):
+    assert max_input_length(CONFIGS["roberta"], tokenizer) == 64, "RoBERTa's positions start after the padding id"
     aligned = "the tokenizer's padding id, 0, is one less than the config's"
-    assert "--max_length 66" in one_line(Settings(model=folder("roberta"), max_length=66)), aligned
+    assert "--max_length 66" in error_message(Settings(model=folder("roberta"), max_length=66)), aligned
 
 
-def one_line(settings: Settings) -> str:
+def error_message(settings: Settings) -> str:
+    """Return the one-line message of the UserError that loading raises."""
     with pytest.raises(UserError) as caught:
         load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
     assert len(str(caught.value).splitlines()) == 1
@@ -300,31 +303,31 @@ def one_line(settings: Settings) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_model_is_one_line(tmp_path, folder, monkeypatch):
+def test_anything_that_is_not_a_model_is_rejected(tmp_path, folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "no such folder" in one_line(Settings(model=str(tmp_path / "none")))
+    assert "no such folder" in error_message(Settings(model=str(tmp_path / "none")))
     (tmp_path / "empty").mkdir()
-    assert "config.json" in one_line(Settings(model=str(tmp_path / "empty")))
+    assert "config.json" in error_message(Settings(model=str(tmp_path / "empty")))
     (tmp_path / "file.txt").touch()
-    assert "is a file" in one_line(Settings(model=str(tmp_path / "file.txt")))
-    assert "local cache" in one_line(Settings(model="nobody/no-such-model"))
-    one_line(Settings(model="no such name!"))
+    assert "is a file" in error_message(Settings(model=str(tmp_path / "file.txt")))
+    assert "local cache" in error_message(Settings(model="nobody/no-such-model"))
+    error_message(Settings(model="no such name!"))
     broken = folder("bert")
     (tmp_path / "bert" / "config.json").write_text("{")
-    one_line(Settings(model=broken))
+    error_message(Settings(model=broken))
     shutil.copy(tmp_path / "bert" / "tokenizer.json", tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "no-such-type"}')
-    one_line(Settings(model=str(tmp_path / "empty")))
+    error_message(Settings(model=str(tmp_path / "empty")))
 
 
-def test_damaged_weights_are_one_line(tmp_path, folder):
+def test_damaged_weights_are_reported(tmp_path, folder):
     path = folder("bert", weights=True)
     weights = tmp_path / "bert" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    one_line(Settings(model=path, max_length=32))
+    error_message(Settings(model=path, max_length=32))
 
 
-def test_code_of_a_model_is_never_run_unasked(folder, tmp_path):
+def test_code_of_a_model_is_not_run_without_permission(folder, tmp_path):
     path = folder("bert")
     config = tmp_path / "bert" / "config.json"
     auto = '"auto_map": {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}, '
@@ -332,17 +335,17 @@ def test_code_of_a_model_is_never_run_unasked(folder, tmp_path):
         config.read_text().replace('"model_type": "bert"', '"model_type": "evil"').replace("{", "{" + auto, 1)
     )
     (tmp_path / "bert" / "evil.py").write_text("raise SystemExit('code of the model was run')")
-    one_line(Settings(model=path))
+    error_message(Settings(model=path))
 
 
-def test_weights_are_stored_and_read_as_safetensors(folder, tmp_path):
+def test_weights_are_saved_as_safetensors(folder, tmp_path):
     path = folder("bert", weights=True)
     assert (tmp_path / "bert" / "model.safetensors").exists()
     assert isinstance(AutoModelForSequenceClassification.from_pretrained(path), BertForSequenceClassification)
 
 
 @pytest.mark.parametrize("spread", [6e38, 1.0])
-def test_an_infinite_loss_is_in_the_gradients_norm_and_a_finite_one_is_not_changed(folder, tokenizer, spread):
+def test_an_infinite_loss_makes_the_gradient_norm_nonfinite_and_a_finite_loss_is_unchanged(folder, tokenizer, spread):
     model = load_classifier(Settings(model=folder(), dropout=0.0), ["bad", "good"], tokenizer).model
     with torch.no_grad():
         model.classifier.bias.copy_(torch.tensor([spread / 2, -spread / 2]))
