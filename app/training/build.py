@@ -16,7 +16,7 @@ from app.data.csv_table import ReviewTable, read_reviews
 from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan, plan_batches
 from app.data.split import Indices, Split, split_reviews
-from app.data.tokenize import lengths_of, tokenize
+from app.data.tokenize import count_truncated, lengths_of, tokenize
 from app.distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -42,6 +42,7 @@ class ReviewData:
         tokenizer: the model's.
         rows: token ids and labels, in the order of the table.
         lengths: int64 (n,), the number of tokens of each row.
+        n_truncated: how many reviews have more than `max_length` tokens and were truncated.
     """
 
     table: ReviewTable
@@ -51,6 +52,7 @@ class ReviewData:
     tokenizer: PreTrainedTokenizerBase
     rows: Dataset
     lengths: NDArray[np.int64]
+    n_truncated: int
 
     @property
     def collator(self) -> Collator:
@@ -99,7 +101,8 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     with local_main_process_first(world):
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
     rows = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
-    return ReviewData(table, split, plan, commit, tokenizer, rows.remove_columns("length"), lengths_of(rows))
+    inputs = rows.remove_columns(["length", "truncated"])
+    return ReviewData(table, split, plan, commit, tokenizer, inputs, lengths_of(rows), count_truncated(rows))
 
 
 def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:

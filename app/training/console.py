@@ -58,6 +58,7 @@ def describe_run(
             "rows",
             f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
         ),
+        ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}{commit}; {classifier.model.num_parameters() / 1e6:.1f} M parameters"),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),

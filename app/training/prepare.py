@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from app.data.loaders import EvalSet
 from app.data.sampler import BatchPlan
-from app.distributed.collectives import all_gather_object, local_main_process_first, raise_on_all_ranks
+from app.distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
 from app.distributed.world import World
 from app.errors import UserError
+from app.hardware import measure_peak_flops
 from app.metrics.score import load_metrics
 from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
@@ -89,7 +90,9 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         positions = train_loader.sampler.rows_of_step((step - 1) % data.plan.steps_per_epoch)  # type: ignore[attr-defined]
         return [int(row) for row in data.table.rows[data.split.train[positions]]]
 
-    record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit)
+    barrier(world)  # so that all ranks measure at the same time, as they train
+    peak = measure_peak_flops(world.device, settings.precision or "fp32") if settings.measure_peak_flops else None
+    record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
