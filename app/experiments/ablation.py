@@ -111,7 +111,7 @@ def prepare_data(settings: Settings, variant: Variant, ranks: int, world: World)
         split = replace(split, train=train, validation=validation, test=test)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
     tokens = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, disable_tqdm=True)
-    return AblationData(table, split, tokenizer, tokens.remove_columns("length"), lengths_of(tokens))
+    return AblationData(table, split, tokenizer, tokens.remove_columns(["length", "truncated"]), lengths_of(tokens))
 
 
 def _split_with_datasets(rows: Indices, test_size: float, seed: int) -> tuple[Indices, Indices]:
