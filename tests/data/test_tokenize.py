@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from app.data import tokenize as tokenize_module
 from app.data.csv_table import read_reviews
 from app.data.tokenize import count_truncated, lengths_of, tokenize
 from app.errors import UserError
@@ -144,6 +145,24 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp
     assert list((tmp_path / "cache").iterdir()) == []
     if isinstance(error, OSError):
         assert "cannot be written: No space left on device" in str(caught.value)
+
+
+def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, monkeypatch):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    others = []
+    were_truncated = tokenize_module._were_truncated
+
+    def let_another_writer_finish_first(*arguments):
+        if not others:
+            others.append(None)
+            others[0] = tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
+        return were_truncated(*arguments)
+
+    monkeypatch.setattr(tokenize_module, "_were_truncated", let_another_writer_finish_first)
+    assert tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == others[0]
+    (file,) = (tmp_path / "cache").iterdir()
+    assert tokenize_module._is_intact(file, file.stem.removeprefix("tokens-"))
 
 
 @pytest.mark.parametrize("options", ["size=64k", "ro"])
