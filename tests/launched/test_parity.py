@@ -1,67 +1,132 @@
-"""The two roads are the same training to the bit: cells of the table that app.experiments.parity_table fills."""
+"""Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
+
+The cells are some of those of `app.experiments.parity_table`, on fewer rows. All runs of a number of ranks share one
+torchrun job. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import read_steps
+from jobs import TrainingRun, require_success, run_many
 from run_folders import write_run
+from sklearn.metrics import accuracy_score
 
 from app.experiments import parity_table
+from app.report.bitwise import first_difference
 from app.runs.reader import read_run
 
-# The first three have each value of each factor; with the slow ones, several ranks have each sampling and precision.
-COVERING = [
+PATHS = ("ddp_loop", "trainer_run")
+# Every value of each factor, and every pair of sampling and precision with more than one rank.
+CELLS = [
     "1,4,group_by_length,bf16",
+    "1,2,random,fp32",
     "2,1,random,bf16",
+    "2,4,group_by_length,fp32",
     "3,2,random,fp32",
-    pytest.param("2,4,group_by_length,fp32", marks=pytest.mark.slow),
-    pytest.param("3,1,group_by_length,bf16", marks=pytest.mark.slow),
+    "3,1,group_by_length,bf16",
 ]
+ROWS = 421  # 43 test rows, which neither 2 nor 3 ranks can share equally; 283 training rows, 11 batches of 24
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", "--validation_size=0.25", "--num_train_epochs=3"]
+FLAGS += ["--max_length=16", "--dropout=0.1", "--save_strategy=no", "--eval_strategy=steps", "--eval_steps=7"]
+
+
+@pytest.fixture(scope="module")
+def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
+    """A function that trains all cells of a number of ranks, and returns their folder."""
+
+    @cache
+    def train(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        table = pd.read_csv(hotel_csv).dropna()
+        table.groupby("label").head(ROWS // 2 + 1).head(ROWS).to_csv(folder / "reviews.csv", index=False)
+        runs = {}
+        for cell in CELLS:
+            size, accumulation, sampling, precision = cell.split(",")
+            flags = [f"--gradient_accumulation_steps={accumulation}", f"--precision={precision}"]
+            flags += [f"--train_sampling_strategy={sampling}"]
+            if int(size) == ranks:
+                runs |= {f"{cell}-{path}": TrainingRun(path, [*FLAGS, *flags]) for path in PATHS}
+        require_success(run_many(folder, runs, ranks))
+        return folder
+
+    return train
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("cell", COVERING)
-def test_a_cell_is_equal_to_the_bit(launch, hotel_csv, tmp_path, cell):
-    steps_per_epoch = int(pd.read_csv(hotel_csv)["review"].notna().sum() * 0.9 * 0.75) // 48  # as RECIPE divides them
-    epochs = math.ceil(200 / steps_per_epoch)  # 2, the table's own, on the real CSV; more on the smaller sample
-    flags = ["--only", cell, "--num_train_epochs", epochs, "--output_dir", "table"]
-    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=280)
-    assert done.status == 0, done.out + done.err
-    assert "1 of 1 cells equal to the bit" in (tmp_path / "table" / "parity.md").read_text()
+@pytest.mark.parametrize("cell", CELLS)
+def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
-    for road in ("ddp_loop", "trainer_run"):
-        folder = tmp_path / "table" / cell.replace(",", "-") / road
-        settings = json.loads((folder / "settings.json").read_text())
-        assert (settings["path"], settings["world_size"], settings["dropout"]) == (road, int(ranks), 0.1)
-        assert settings["gradient_accumulation_steps"] == int(accumulation)
-        assert (settings["train_sampling_strategy"], settings["precision"]) == (sampling, precision)
-        steps = read_steps(folder)
-        evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
-        assert len(steps) == epochs * steps_per_epoch >= 200
-        assert steps[-1]["epoch"] == epochs
-        assert next((line["step"], line["rows"]) for line in evaluations) == (75, "validation")
-        assert len(evaluations) > 1
+    a, b = (read_run(trained(int(ranks)) / f"{cell}-{path}") for path in PATHS)
+    for run, path in zip((a, b), PATHS, strict=True):
+        assert (run.path, run.settings["world_size"], run.settings["dropout"]) == (path, int(ranks), 0.1)
+        assert run.settings["gradient_accumulation_steps"] == int(accumulation)
+        assert (run.settings["train_sampling_strategy"], run.settings["precision"]) == (sampling, precision)
+    assert first_difference(a, b) is None
+    assert a.evaluations == b.evaluations
+    assert [(line["step"], line["rows"]) for line in a.evaluations] == [
+        (step, "validation") for step in (7, 14, 21, 28, 33)
+    ]
+    assert len(a.steps) == 33
+    assert a.steps[-1]["epoch"] == 3
+    for file in ("predictions.csv", "model/model.safetensors", "split.json"):
+        assert (a.folder / file).read_bytes() == (b.folder / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_one_cell_that_differs_fails_the_table(review_csv, tmp_path, monkeypatch, capsys, apart):
-    def train(road, settings, ranks, place):
-        odd = apart and (road, ranks, settings.precision) == ("trainer_run", 3, "bf16")
-        return read_run(write_run(place / road, review_csv(), path=road, chance=int(odd)))
+@pytest.mark.launched
+@pytest.mark.parametrize("cell", ["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32"])
+@pytest.mark.parametrize("path", PATHS)
+def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained, cell, path):
+    folder = trained(int(cell[0]))
+    run = folder / f"{cell}-{path}"
+    assert {file.name for file in run.iterdir()} - {"checkpoints", ".lock"} == {
+        *("settings.json", "split.json", "steps.jsonl", "evaluations.jsonl", "metrics.json", "predictions.csv"),
+        "model",
+    }
+    metrics, split = (json.loads((run / f"{name}.json").read_text()) for name in ("metrics", "split"))
+    predictions, source = pd.read_csv(run / "predictions.csv"), pd.read_csv(folder / "reviews.csv")
+    n_test = math.ceil(ROWS * 0.1)  # --test_size
+    assert len(predictions) == predictions["row"].nunique() == metrics["n_test"] == split["n_test"] == n_test
+    assert predictions["row"].is_monotonic_increasing
+    assert metrics["accuracy"] == accuracy_score(predictions["label"], predictions["predicted"])
+    assert (source["label"].loc[predictions["row"]].to_numpy() == predictions["label"].to_numpy()).all()
+    assert len(metrics["peak_memory_bytes"]) == int(cell[0])
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
+    flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 120, "--output_dir", "table"]
+    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=500)
+    assert done.status == 0, done.out + done.err
+    assert "1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
+    for path in PATHS:
+        run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
+        assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 120)
+        assert [line["step"] for line in run.evaluations] == [75, 120]
+
+
+@pytest.mark.parametrize("is_different", [False, True])
+def test_one_cell_that_differs_fails_the_table(review_csv, tmp_path, monkeypatch, capsys, is_different):
+    def train(path_name, settings, ranks, place):
+        odd = is_different and (path_name, ranks, settings.precision) == ("trainer_run", 3, "bf16")
+        return read_run(write_run(place / path_name, review_csv(), path=path_name, chance=int(odd)))
 
     monkeypatch.setattr(parity_table, "train", train)
     cells = ["1,1,random,fp32", "3,2,random,bf16"]
     flags = [f"--only={cell}" for cell in cells] + [f"--output_dir={tmp_path / 'table'}"]
     monkeypatch.setattr(sys, "argv", ["parity_table", *flags])
-    assert parity_table.main() == int(apart)
+    assert parity_table.main() == int(is_different)
     out = capsys.readouterr().out
-    assert f"{2 - apart} of 2 cells equal to the bit" in out
-    assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == apart
+    assert f"{2 - is_different} of 2 cells" in out
+    assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == is_different
 
 
 def test_the_table_has_every_combination_and_no_other_cell(monkeypatch):
