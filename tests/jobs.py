@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pandas as pd
 import psutil
 import pytest
+
+from app.distributed.launcher import TorchrunJob, torchrun_command
 
 PROJECT = Path(__file__).parents[1]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
@@ -53,57 +51,12 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+def write_subset(csv: Path, target: Path, rows: int) -> None:
+    """Write some rows of a CSV of reviews, the same ones each time, to another file."""
+    pd.read_csv(csv).dropna().sample(rows, random_state=0).to_csv(target, index=False)
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """All processes, whatever their session or parent, that were started with this mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("SAMEBITS_TEST_JOB") == mark:
-                found.append(process)
-        except (psutil.Error, OSError):  # it ended while its environment was being read, or belongs to another user
-            continue
-    return found
-
-
-def end_processes(mark: str, patience: float = 30) -> list[str]:
-    """End what is left of a job that should have ended.
-
-    Args:
-        patience: seconds that the processes get to end by themselves: torchrun's own helpers take a moment to notice
-            that their parent has ended, and a rank finishes its step first.
-
-    Returns:
-        The command line of each process that had to be killed.
-    """
-    _, alive = psutil.wait_procs(processes_of(mark), timeout=patience)
-    left = []
-    for process in alive:
-        with suppress(psutil.Error):
-            left.append(" ".join(process.cmdline()))
-            process.send_signal(signal.SIGKILL)
-    return left
-
-
-def command_of(module: str, flags: Sequence[Any], ranks: int, torchrun: Sequence[str] = ("--standalone",)) -> list[str]:
-    """The command that starts a module in `ranks` processes under torchrun, or in plain Python for 0.
-
-    Args:
-        module: its name, or the path of a script.
-        torchrun: flags of torchrun; by default a single node with a free port of its own.
-    """
-    program = [module] if module.endswith(".py") else ["-m", module]
-    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *launcher, *program, *map(str, flags)]
-
-
-def environment_of(mark: str) -> dict[str, str]:
-    """The environment of a job's processes, which `processes_of` finds by the mark."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    path = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
-    return variables | {"PYTHONPATH": path, "SAMEBITS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"}
+# ---- jobs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -120,16 +73,16 @@ class Finished:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
-class Job:
-    """A job in processes of its own. Use it as a context manager: its end leaves no process behind.
+class Job(TorchrunJob):
+    """A job whose output is kept. Leaving its context kills whatever is left of it.
 
     Args:
         program: `ddp_loop`, `trainer_run`, another module's full name, or the path of a script.
         flags: its command line.
         cwd: its working directory.
         ranks: processes, or 0 for plain Python.
-        torchrun: as for `command_of`.
-        prefix: a command that runs the job, such as `unshare -m`.
+        torchrun_flags: as for `torchrun_command`.
+        prefix: a command that replaces itself with the job, such as `unshare -m`.
         environment: more variables.
     """
 
@@ -139,58 +92,51 @@ class Job:
         *flags: Any,
         cwd: Path,
         ranks: int = 2,
-        torchrun: Sequence[str] = ("--standalone",),
+        torchrun_flags: Sequence[str] = ("--standalone",),
         prefix: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        self.mark = uuid.uuid4().hex
         module = program if program.endswith(".py") or "." in program else f"app.{program}"
-        self.command = [*prefix, *command_of(module, flags, ranks, torchrun)]
-        variables = environment_of(self.mark) | environment
         self._folder = tempfile.TemporaryDirectory()
-        self.logs = [Path(self._folder.name, name) for name in ("out", "err")]
-        with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
-            self.process = subprocess.Popen(
-                self.command, cwd=cwd, env=variables, stdout=out, stderr=err, start_new_session=True
-            )
+        super().__init__(
+            [*prefix, *torchrun_command(module, flags, ranks, torchrun_flags)],
+            environment={"HF_HUB_OFFLINE": "1"} | environment,
+            cwd=cwd,
+            stdout=Path(self._folder.name, "out"),
+            stderr=Path(self._folder.name, "err"),
+            grace_seconds=0,
+        )
 
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank."""
-        return next(p for p in processes_of(self.mark) if p.environ().get("RANK") == str(rank))
+        process = self.find_rank(rank)
+        assert process is not None, f"no rank {rank}:\n{self.text}"
+        return process
 
     def wait_for(self, holds: Callable[[], bool], limit: float = LIMIT) -> None:
         """Wait until a condition holds while the job runs."""
-        deadline = time.monotonic() + limit
-        while not holds():
-            assert self.process.poll() is None, f"ended too early:\n{self.text}"
-            assert time.monotonic() < deadline, f"nothing happened in {limit} s:\n{self.text}"
-            time.sleep(0.01)
+        try:
+            assert self.wait_until(holds, limit), f"ended too early:\n{self.text}"
+        except TimeoutError:
+            raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
 
     def finish(self, limit: float = LIMIT) -> Finished:
         """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
         try:
-            self.process.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.command} took more than {limit} s:\n{self.text}") from None
-        left = end_processes(self.mark)
-        assert not left, f"{self.command} left processes behind: {left}"
-        return Finished(self.process.returncode, *(log.read_text() for log in self.logs))
+            status = self.wait(limit)
+        except TimeoutError as late:
+            raise AssertionError(f"{late}:\n{self.text}") from None
+        leftovers = self.kill_leftovers()
+        assert not leftovers, f"{self.command} left processes behind: {leftovers}"
+        return Finished(status, self.stdout.read_text(), self.stderr.read_text())
 
     @property
     def text(self) -> str:
         """All that the job has printed so far."""
-        return "\n".join(log.read_text() for log in self.logs)
+        return f"{self.stdout.read_text()}\n{self.stderr.read_text()}"
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        for process in processes_of(self.mark):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
         self._folder.cleanup()
 
 
@@ -258,7 +204,8 @@ def run_many(
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))
     flags = ["--use_cpu", "--threads=1", "--ddp_timeout=120"]
-    with Job(str(MANY_RUNS), *flags, cwd=folder, ranks=ranks, RUNS=str(file), **environment) as job:
+    variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
+    with Job(str(MANY_RUNS), *flags, cwd=folder, ranks=ranks, **variables, **environment) as job:
         done = job.finish(limit)
     assert done.status == 0, done.out + done.err
     return {name: Outcome(**x) for name, x in json.loads(file.with_name("outcomes.json").read_text()).items()}

@@ -1,47 +1,286 @@
-"""Starts a torchrun job as a child, shows what it shows, and ends it with us."""
+"""Run torchrun as a child process. Every program and test that starts a job uses this module.
+
+    command = torchrun_command("app.ddp_loop", ["--max_steps=3"], nproc_per_node=2)
+    with TorchrunJob(command) as job:
+        status = job.wait(timeout=300)
+
+The job never outlives the `with` block: whatever ends the block (an exception, Ctrl-C, SIGTERM, SIGHUP) ends all of the
+job's processes.
+
+As a program, print the default number of processes for the training flags that follow (the run scripts use it):
+
+    python -m app.distributed.launcher --use_cpu
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
+import psutil
+import torch
+
+from app.errors import UserError, shorten
 from app.interrupts import as_interrupt
 from app.settings import REPOSITORY
 
-GRACE_SECONDS = 40  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
+CPU_PROCESSES = 2
+# Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
+JOB_VARIABLE = "SAMEBITS_JOB"
+# A job that is started from within another one must not take over its ranks.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+LEFTOVER_SECONDS = 15.0
+GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
+POLL_SECONDS = 0.02
+T = TypeVar("T")
 
 
-def torchrun(module: str, flags: Sequence[str], nproc_per_node: int, threads: int = 0) -> int:
-    """Runs `torchrun --standalone --nproc_per_node=N -m module flags`; returns its exit status.
+def default_nproc_per_node(use_cpu: bool) -> int:
+    """Return the number of GPUs if there are any, otherwise 2.
 
-    Whatever ends this process while it waits (Ctrl-C, SIGTERM, an exception) ends the job first, with all its workers.
+    Args:
+        use_cpu: ignore GPUs, as `--use_cpu` does.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc_per_node}"]
-    # Said here, torchrun needn't decide on a number of threads and tell of it.
-    threads = threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-    with as_interrupt(signal.SIGTERM, signal.SIGHUP):
-        # A session of its own: Ctrl-C in a terminal would reach torchrun twice, and the second one cuts its clean-up
-        # short.
-        job = subprocess.Popen([*command, "-m", module, *flags], env=environment, start_new_session=True)
+    # device_count() asks the driver without creating a CUDA context, which would occupy memory on every GPU.
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    return gpus or CPU_PROCESSES
+
+
+def resolve_nproc_per_node(value: str, use_cpu: bool) -> int:
+    """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
+
+    Raises:
+        UserError: neither `auto` nor a positive whole number, or more than this machine has GPUs.
+    """
+    if value == "auto":
+        return default_nproc_per_node(use_cpu)
+    # At most 4 digits: int() refuses very long numbers.
+    if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
+        check_gpus(int(value), use_cpu)
+        return int(value)
+    raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
+
+
+def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
+    """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
+
+    Raises:
+        UserError: more processes than GPUs.
+    """
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    if 0 < gpus < nproc_per_node:
+        raise UserError(
+            f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "
+            f"most {gpus}, or add --use_cpu"
+        )
+
+
+def torchrun_command(
+    program: str | Path,
+    flags: Sequence[Any] = (),
+    nproc_per_node: int = CPU_PROCESSES,
+    torchrun_flags: Sequence[str] = ("--standalone",),
+) -> list[str]:
+    """Return the command that runs a program under torchrun, with this interpreter.
+
+    Args:
+        program: a module's name, or a script's path, which ends in `.py`.
+        flags: the program's; converted to text.
+        nproc_per_node: number of processes; 0 for plain python without torchrun.
+        torchrun_flags: more flags of torchrun; by default a single node, which finds a free port itself.
+    """
+    target = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
+    torchrun = ["-m", "torch.distributed.run", *torchrun_flags, f"--nproc_per_node={nproc_per_node}"]
+    return [sys.executable, *(torchrun if nproc_per_node else []), *target, *map(str, flags)]
+
+
+class TorchrunJob:
+    """A job and all of its processes. Entering the context starts the job, leaving it ends what is left of the job.
+
+    Args:
+        command: from `torchrun_command`, possibly after a prefix that replaces itself with it, such as `unshare -m`.
+        environment: variables to add to this process's own.
+        cwd: the job's working directory; by default this process's. `app` can be imported from anywhere.
+        stdout: file for the job's standard output; by default this process's standard output.
+        stderr: file for standard error; by default the same as `stdout`.
+        grace_seconds: time between SIGTERM and SIGKILL when a running job is terminated; 0 kills it at once.
+
+    Attributes:
+        torchrun: the child process: torchrun, or python if `nproc_per_node` is 0.
+    """
+
+    torchrun: subprocess.Popen[bytes]
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdout: Path | None = None,
+        stderr: Path | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self.command, self.cwd = list(command), cwd
+        self.stdout, self.stderr, self.grace_seconds = stdout, stderr, grace_seconds
+        self.job_id = uuid.uuid4().hex
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))
+        self.environment = inherited | {"PYTHONPATH": path} | dict(environment or {}) | {JOB_VARIABLE: job_ids}
+        self._signals = ExitStack()
+
+    def start(self) -> None:
+        """Start the job. A caller without a `with` statement must call `terminate()` in the end."""
+        with ExitStack() as files:
+            stdout = files.enter_context(self.stdout.open("wb")) if self.stdout else None
+            stderr = files.enter_context(self.stderr.open("wb")) if self.stderr else None
+            self.torchrun = subprocess.Popen(
+                self.command,
+                cwd=self.cwd,
+                env=self.environment,
+                stdout=stdout,
+                stderr=stderr or (subprocess.STDOUT if stdout else None),
+                # Ctrl-C in a terminal would reach torchrun twice, and the second signal interrupts its clean-up.
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether torchrun is still running."""
+        return self.torchrun.poll() is None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for torchrun to end; return its exit status (negative for a signal).
+
+        Raises:
+            TimeoutError: it is still running after `timeout` seconds.
+        """
         try:
-            return job.wait()
-        finally:
-            if job.poll() is None:
-                _end(job)
+            return self.torchrun.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"still running after {timeout:g} s: {' '.join(self.command)}") from None
+
+    def wait_until(self, condition: Callable[[], T], timeout: float | None = None) -> T | None:
+        """Poll until a condition is true; return its value, or None if the job ended first.
+
+        Raises:
+            TimeoutError: the condition is still false after `timeout` seconds.
+        """
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing happened within {timeout:g} s: {' '.join(self.command)}")
+            with suppress(subprocess.TimeoutExpired):
+                self.torchrun.wait(POLL_SECONDS)
+                return None
+        return value
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the job's processes that exist, in any session and with any parent, and those of jobs it started."""
+        everything = list(psutil.process_iter())
+        return [one for one in everything if self.job_id in (_variable(one, JOB_VARIABLE) or "").split("/")]
+
+    def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
+        """Return the process of a rank, or None if there is none.
+
+        Args:
+            rank: the global rank.
+            restart_count: how often torchrun has restarted the job's ranks; by default any number.
+        """
+        # Only torchrun's own children: a data loader's workers inherit the rank's environment.
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.torchrun.pid).children():
+                count = _variable(process, "TORCHELASTIC_RESTART_COUNT")
+                if _variable(process, "RANK") == str(rank) and restart_count in (None, int(count or 0)):
+                    return process
+        return None
+
+    def kill_leftovers(self, timeout: float = LEFTOVER_SECONDS) -> list[str]:
+        """Kill the processes that still exist after torchrun has ended; return their command lines.
+
+        Args:
+            timeout: seconds to wait for them first: torchrun's helpers take a moment to notice that it has ended, and
+                ranks finish their step.
+        """
+        leftovers = []
+        for process in self._wait_for_processes(timeout):
+            with suppress(psutil.Error):
+                leftovers.append(" ".join(process.cmdline()))
+                process.kill()
+        self._wait_for_processes(LEFTOVER_SECONDS)
+        return leftovers
+
+    def _wait_for_processes(self, timeout: float) -> list[psutil.Process]:
+        """Return the processes that have not ended after so many seconds."""
+        # Not psutil.wait_procs(), which waits for zombies too; in a container they may stay forever.
+        deadline = time.monotonic() + timeout
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return alive
+
+    def terminate(self) -> None:
+        """End a running job: ask torchrun to end its ranks, and kill what is left after `grace_seconds`."""
+        if self.running and self.grace_seconds:
+            self.torchrun.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.torchrun.wait(self.grace_seconds)
+        self.torchrun.kill()  # before the ranks, which it could restart
+        self.torchrun.wait()
+        # torchrun has waited for its ranks; only its helpers may take a moment longer.
+        self.kill_leftovers(timeout=min(self.grace_seconds, 2.0))
+
+    def __enter__(self) -> TorchrunJob:
+        self._signals.enter_context(as_interrupt(signal.SIGTERM, signal.SIGHUP))
+        try:
+            self.start()
+        except BaseException:
+            self._signals.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._signals, _ignore_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.terminate() if self.running else self.kill_leftovers()
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun, which ends its workers; they also end by themselves where it is killed. Not to be interrupted."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    job.send_signal(signal.SIGTERM)
+def _variable(process: psutil.Process, name: str) -> str | None:
+    with suppress(psutil.Error):  # it has ended, or belongs to another user
+        value: str | None = process.environ().get(name)
+        return value
+    return None
+
+
+@contextmanager
+def _ignore_signals(*numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
-        job.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Print the default number of processes. Flags other than `--use_cpu` are ignored: the job checks them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
+    arguments, _ = parser.parse_known_args()
+    print(default_nproc_per_node(use_cpu=arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,34 +1,42 @@
-"""Are the two roads the same training, to the bit? Every combination of ranks, accumulation, sampling and precision.
+"""Check that both paths are bitwise identical for every combination of ranks, accumulation, sampling and precision.
 
     python -m app.experiments.parity_table
     python -m app.experiments.parity_table --only 2,4,random,bf16 --only 3,1,group_by_length,fp32 --csv reviews.csv
 
-Each cell trains app.ddp_loop and app.trainer_run for two epochs of about a hundred steps, with dropout and evaluations
-in mid-training, and says what `app.compare --assert_equal` says of them. Exits 1 unless all are equal. Any training
-flag given goes to all runs.
+Each of the 36 cells trains both paths for two epochs of about a hundred steps on the real CSV, with dropout and with
+evaluations during training, and compares them as `app.compare --assert_equal` does. The exit status is 1 unless all
+cells are identical. Training flags are passed on to every run. To check a cell quickly, shorten the runs:
+
+    python -m app.experiments.parity_table --only 2,1,random,bf16 --max_steps 8 --eval_steps 3 \\
+        --csv data/sample_reviews.csv
+
+bf16 is slow on CPUs that emulate its matrix products: a whole cell then takes minutes, the shortened one seconds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 from app.cli import settings_parser
-from app.errors import RunError, UserError
-from app.experiments.train_pair import PATHS, train
+from app.distributed.launcher import check_gpus
+from app.errors import UserError, shorten
+from app.experiments.program import run_program
+from app.experiments.train_pair import train_pair
 from app.files import write_text
 from app.report.bitwise import first_difference
 from app.runs.folder import RUNS, create_folder
+from app.runs.reader import Run
 from app.settings import Settings
 
-RANKS, ACCUMULATION = (1, 2, 3), (1, 2, 4)
+RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)
 SAMPLING, PRECISION = ("random", "group_by_length"), ("fp32", "bf16")
-# Of the real CSV's 7,765 reviews these make 2 epochs of 109 steps; 48 rows can be divided among all ranks x
-# accumulation steps.
-RECIPE = {
+# With the real CSV's 7,765 reviews these make 2 epochs of 109 steps. A batch of 48 can be divided among every number of
+# ranks x accumulation steps.
+DEFAULTS = {
     "train_batch_size": 48,
     "validation_size": 0.25,
     "num_train_epochs": 2.0,
@@ -39,77 +47,88 @@ RECIPE = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-HEAD = (
-    "| ranks | accumulation | sampling | precision | steps | evaluations | verdict |\n|---|---|---|---|---|---|---|\n"
+HEADER = (
+    "| ranks | accumulation | sampling | precision | steps | evaluations | first difference |\n"
+    "|---|---|---|---|---|---|---|\n"
 )
 Cell = tuple[int, int, str, str]
 
 
 def main() -> int:
-    try:
-        cells, settings = parse()
-        folder = create_folder(settings.output_dir, RUNS / "parity")
-        rows, equal = [], 0
-        for number, cell in enumerate(cells, start=1):
-            started = time.monotonic()
-            row, same = compare_cell(cell, settings, folder)
-            rows.append(row)
-            equal += same
-            print(f"\ncell {number} of {len(cells)}, {time.monotonic() - started:.0f} s: {row}", flush=True)
-            table = f"{HEAD}{''.join(rows)}\n{equal} of {len(rows)} cells equal to the bit\n"
-            write_text(folder / "parity.md", table)
-        print(f"\n{table}\nwritten to {folder}/parity.md")
-        return 0 if equal == len(cells) else 1
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except RunError as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_program(_main)
+
+
+def _main() -> int:
+    cells, settings = parse()
+    folder = create_folder(settings.output_dir, RUNS / "parity")
+    rows, identical = [], 0
+    for number, cell in enumerate(cells, start=1):
+        started = time.monotonic()
+        a, b = train_pair(cell_settings(cell, settings), cell[0], folder / "-".join(map(str, cell)))
+        difference = find_difference(a, b)
+        rows.append(table_row([*cell, len(a.steps), len(a.evaluations), difference or "none"]))
+        identical += difference is None
+        print(f"\ncell {number} of {len(cells)}, {time.monotonic() - started:.0f} s: {rows[-1]}", flush=True)
+        table = f"{HEADER}{''.join(rows)}\n{identical} of {len(rows)} cells bitwise identical\n"
+        write_text(folder / "parity.md", table)
+    print(f"\n{table}\nwritten to {folder}/parity.md")
+    return 0 if identical == len(cells) else 1
 
 
 def parse() -> tuple[list[Cell], Settings]:
-    """The cells to fill, all unless some are named, and what all runs have in common.
+    """Return the cells to train, by default all, and the settings that they share.
 
     Raises:
-        UserError: a cell that is none of the table's, or a wrong flag.
+        UserError: a cell that is not in the table, more ranks than GPUs, or an invalid flag.
     """
     parser = settings_parser(__doc__)
-    parser.set_defaults(**RECIPE)
-    parser.add_argument("--only", action="append", metavar="RANKS,ACCUMULATION,SAMPLING,PRECISION", help="this cell")
+    parser.set_defaults(**DEFAULTS)
+    parser.add_argument(
+        "--only", action="append", metavar="RANKS,ACCUMULATION,SAMPLING,PRECISION", help="train this cell; repeatable"
+    )
     values = parser.values(sys.argv[1:])
-    cells = list(product(RANKS, ACCUMULATION, SAMPLING, PRECISION))
-    named = {",".join(map(str, cell)): cell for cell in cells}
-    asked = values.pop("only") or list(named)
-    for name in asked:
-        if name not in named:
-            raise UserError(f"--only {name}: no such cell; the first one is {next(iter(named))}")
-    return [named[name] for name in asked], Settings(**values)
+    cells = {",".join(map(str, cell)): cell for cell in product(RANKS, ACCUMULATION_STEPS, SAMPLING, PRECISION)}
+    names = values.pop("only") or list(cells)
+    for name in names:
+        if name not in cells:
+            factors = "; ".join(
+                f"{factor} one of {', '.join(map(str, levels))}"
+                for factor, levels in (
+                    ("RANKS", RANKS),
+                    ("ACCUMULATION", ACCUMULATION_STEPS),
+                    ("SAMPLING", SAMPLING),
+                    ("PRECISION", PRECISION),
+                )
+            )
+            raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
+    settings = Settings(**values)
+    check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
+    return [cells[name] for name in names], settings
 
 
-def compare_cell(cell: Cell, settings: Settings, folder: Path) -> tuple[str, bool]:
-    """The table's row, and whether the two roads are equal to the bit.
-
-    Raises:
-        RunError: a road failed.
-    """
-    ranks, accumulation, sampling, precision = cell
-    mine = dataclasses.replace(
+def cell_settings(cell: Cell, settings: Settings) -> Settings:
+    """Return the settings of a cell's runs."""
+    _, accumulation_steps, sampling, precision = cell
+    return replace(
         settings,
-        gradient_accumulation_steps=accumulation,
+        gradient_accumulation_steps=accumulation_steps,
         train_sampling_strategy=sampling,  # type: ignore[arg-type]
         precision=precision,  # type: ignore[arg-type]
         bf16=False,
     )
-    place = folder / "-".join(map(str, cell))
-    a, b = (train(road, mine, ranks, place) for road in PATHS)
-    apart = first_difference(a, b)
-    if apart is None and a.evaluations != b.evaluations:
-        apart = "an evaluation in mid-training"
-    row = f"| {' | '.join(map(str, cell))} | {len(a.steps)} | {len(a.evaluations)} | {apart or 'equal'} |\n"
-    return row, apart is None
+
+
+def find_difference(a: Run, b: Run) -> str | None:
+    """Return the first difference between two runs, including the evaluations during training, or None."""
+    difference = first_difference(a, b)
+    if difference is None and a.evaluations != b.evaluations:
+        return "an evaluation during training"
+    return difference
+
+
+def table_row(cells: Iterable[object]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Train both paths as child jobs."""
+"""Train both paths as child jobs and read their results back."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from app.cli import as_flags
+from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError
 from app.runs.folder import RUNS, create_folder
 from app.runs.reader import Run, read_run
@@ -16,41 +18,67 @@ PATHS = ("ddp_loop", "trainer_run")
 
 
 def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
-    """Trains on both roads, with each seed in turn; the folder that holds it all, and the pairs of runs.
+    """Train both paths with each of several seeds.
+
+    Args:
+        settings: of all runs; `seed` is the first seed.
+        nproc_per_node: number of processes of each run.
+        seeds: number of seeds.
+
+    Returns:
+        The folder that holds all runs, and a pair of runs for each seed.
 
     Raises:
-        UserError: a mistake in data, batch or model: found here, it is one line and not one from each process.
-        RunError: a road failed.
+        UserError: a mistake in data, batch or model. It is found here, before any job starts.
+        RunError: a path failed.
     """
+    # Imported late: with two finished runs, `compare` needs none of these.
     from app.model.hub import resolve_commit
     from app.model.load import load_config
     from app.training.prepare import read_and_split
 
     read_and_split(settings, nproc_per_node)
-    settings = dataclasses.replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
+    settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
     load_config(settings, settings.revision)
     folder = create_folder(settings.output_dir, RUNS / "comparisons")
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):
-        place = folder if seeds == 1 else folder / f"seed-{seed}"
-        pairs.append([train(road, dataclasses.replace(settings, seed=seed), nproc_per_node, place) for road in PATHS])
-    return folder, [(a, b) for a, b in pairs]
+        pair_folder = folder if seeds == 1 else folder / f"seed-{seed}"
+        pairs.append(train_pair(replace(settings, seed=seed), nproc_per_node, pair_folder))
+    return folder, pairs
 
 
-def train(road: str, settings: Settings, nproc_per_node: int, folder: Path) -> Run:
-    """One road in a torchrun job of its own.
+def train_pair(settings: Settings, nproc_per_node: int, folder: Path) -> tuple[Run, Run]:
+    """Train both paths, one after the other, into `folder/ddp_loop` and `folder/trainer_run`.
 
     Raises:
-        RunError: it failed.
+        RunError: a path failed.
     """
-    from app.distributed.launcher import torchrun
+    a, b = (train_path(path_name, settings, nproc_per_node, folder / path_name) for path_name in PATHS)
+    return a, b
 
-    print(f"\n--- {road}, seed {settings.seed} ---", flush=True)
-    place = folder / road
-    flags = as_flags(dataclasses.replace(settings, output_dir=str(place)))
-    status = torchrun(f"app.{road}", flags, nproc_per_node, settings.threads)
+
+def train_path(path_name: str, settings: Settings, nproc_per_node: int, folder: Path) -> Run:
+    """Train one path in a torchrun job, which prints to this process's output.
+
+    Args:
+        path_name: `ddp_loop` or `trainer_run`.
+        settings: of the run; `output_dir` is ignored.
+        nproc_per_node: number of processes.
+        folder: the run folder to create.
+
+    Raises:
+        RunError: the job failed.
+    """
+    print(f"\n--- {path_name}, seed {settings.seed} ---", flush=True)
+    command = torchrun_command(f"app.{path_name}", as_flags(replace(settings, output_dir=str(folder))), nproc_per_node)
+    # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
+    with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
+        status = job.wait()
     if status != 0:
         with suppress(OSError):
-            folder.rmdir()  # only where it is empty
-        raise RunError(f"{road} failed" + (f"; what it left is in {place}" if place.exists() else ""))
-    return read_run(place)
+            folder.parent.rmdir()  # only if it is empty
+        kept = f"; its files are in {folder}" if folder.exists() else ""
+        raise RunError(f"{path_name} failed with exit status {status}{kept}")
+    return read_run(folder)

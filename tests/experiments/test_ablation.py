@@ -1,3 +1,5 @@
+"""The variants of the ablation and the table of their effects."""
+
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -8,28 +10,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.compare import ablate_recipe
+from app.compare import run_ablation
 from app.data.sampler import plan_batches
 from app.errors import UserError
-from app.experiments.ablation import Outcome, Variant, as_markdown, counted, differences, effect, optimization, read
+from app.experiments.ablation import build_optimization, prepare_data, repeat_padded_rows
+from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
+from app.experiments.ablation_variants import Variant, build_variants
 from app.settings import Settings
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (3, 4)])
-def test_each_difference_is_one_change_and_no_two_are_the_same(ranks, accumulation):
+def test_each_variant_changes_one_thing_and_no_two_change_the_same(ranks, accumulation):
     ours = asdict(Variant())
     changes = [
-        {name for name, value in asdict(recipe).items() if value != ours[name]}
-        for recipe in differences(ranks, accumulation).values()
+        {name for name, value in asdict(variant).items() if value != ours[name]}
+        for variant in build_variants(ranks, accumulation).values()
     ]
     assert all(len(change) == 1 for change in changes)
     assert set.union(*changes) == set(ours)
 
 
 @given(st.integers(8, 99), st.integers(1, 8))
-def test_the_padded_shares_hold_each_row_once_and_the_first_ones_again(n, ranks):
+def test_padded_shards_contain_each_row_once_and_the_first_rows_again(n, ranks):
     rows = np.arange(n)
-    padded = counted(rows, ranks)
+    padded = repeat_padded_rows(rows, ranks)
     extra = -n % ranks
     assert sorted(padded) == sorted([*rows, *rows[:extra]])
 
@@ -38,10 +42,10 @@ def outcome(losses, correct):
     return Outcome(losses, np.array(correct, dtype=bool))
 
 
-def test_an_effect_is_that_of_theirs_less_ours_over_the_seeds():
+def test_the_effect_of_a_variant_is_its_mean_difference_from_the_baseline_over_seeds():
     ours = [outcome([0.7, 0.5, 0.4], [1, 1, 0, 0]), outcome([0.7, 0.6, 0.5], [1, 0, 0, 0])]
     theirs = [outcome([0.7, 0.5], [1, 1, 1, 0]), outcome([0.7, 0.9], [0, 1, 1, 1])]
-    found = effect(list(zip(ours, theirs, strict=True)), Variant(batch_factor=2))
+    found = measure_effect(list(zip(ours, theirs, strict=True)), Variant(batch_factor=2))
     assert found["first_differing_steps"] == [None, 2]
     assert found["max_loss_difference"] == pytest.approx(0.3)
     assert found["mean_loss_difference"] == pytest.approx(0.3 / 4)
@@ -51,17 +55,17 @@ def test_an_effect_is_that_of_theirs_less_ours_over_the_seeds():
     assert found["changed_rows"] == (1 + 4) / 2
 
 
-def test_hits_of_repeated_rows_count_over_the_rows_that_there_are():
+def test_correct_repeated_rows_are_counted_twice_but_divided_by_the_number_of_rows():
     ours = outcome([0.7], [1, 1, 1, 1, 1, 1, 1, 1, 1])
-    theirs = Outcome([0.7], counted(ours.correct, 8))
-    found = effect([(ours, theirs)], Variant(counted_ranks=8))
-    assert (found["counted_rows"], found["accuracies"]) == (16, [16 / 9]), "more than all rows are right"
+    theirs = Outcome([0.7], repeat_padded_rows(ours.correct, 8))
+    found = measure_effect([(ours, theirs)], Variant(counted_ranks=8))
+    assert (found["counted_rows"], found["accuracies"]) == (16, [16 / 9]), "more correct predictions than rows"
     assert (found["first_differing_steps"], found["interval"], found["changed_rows"]) == ([None], None, None)
 
 
-def test_a_loss_that_is_no_number_is_left_blank_in_the_table():
+def test_a_nan_loss_is_left_blank_in_the_table():
     pair = (outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0]))
-    found = effect([pair], Variant(optimizer="Adam"))
+    found = measure_effect([pair], Variant(optimizer="Adam"))
     assert found["first_differing_steps"] == [2]
     assert found["max_loss_difference"] is None
     ablation = {
@@ -77,12 +81,12 @@ def test_a_loss_that_is_no_number_is_left_blank_in_the_table():
 
 
 @pytest.mark.parametrize("validation_size", [0.0, 0.3])
-def test_both_split_functions_set_the_same_number_of_rows_apart(world, review_csv, tmp_path, validation_size):
+def test_both_split_functions_select_the_same_number_of_rows(world, review_csv, tmp_path, validation_size):
     settings = Settings(
         csv=str(review_csv(90)), validation_size=validation_size, max_length=16, cache_dir=str(tmp_path / "cache")
     )
     ours, theirs = (
-        read(settings, Variant(split=name), 1, world).split
+        prepare_data(settings, Variant(split=name), 1, world).split
         for name in ("scikit-learn, stratified", "datasets, not stratified")
     )
     for part in ("train", "validation", "test"):
@@ -91,21 +95,21 @@ def test_both_split_functions_set_the_same_number_of_rows_apart(world, review_cs
     assert ours.test.tolist() != theirs.test.tolist()
 
 
-def test_adam_differs_from_adamw_in_decay_and_schedule_alone():
+def test_adam_differs_from_adamw_only_in_decay_and_schedule():
     settings = Settings(adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3)
     model = torch.nn.Linear(2, 2)
     plan = plan_batches(settings, 100, 1)
-    recipes = Variant(), Variant(optimizer="Adam")
-    ours, theirs = (optimization(model, settings, recipe, plan, 1e-3)[0] for recipe in recipes)
+    variants = Variant(), Variant(optimizer="Adam")
+    ours, theirs = (build_optimization(model, settings, variant, plan, 1e-3)[0] for variant in variants)
     of_adam = {"weight_decay": 0, "decoupled_weight_decay": False, "fused": None}
     assert type(theirs) is torch.optim.Adam
     assert theirs.defaults == ours.defaults | of_adam
 
 
-def test_a_difference_that_can_t_be_trained_is_found_before_anything_is(review_csv, tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of a group in an earlier test
+def test_a_variant_that_cannot_be_trained_is_reported_before_anything_is_trained(review_csv, tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # set by the process group of an earlier test
         monkeypatch.delenv(name, raising=False)
     settings = Settings(csv=str(review_csv(60)), train_batch_size=40, output_dir=str(tmp_path / "out"))
-    with pytest.raises(UserError, match=r"a batch per rank, at 4 ranks instead of 2: .*--train_batch_size 80"):
-        ablate_recipe(settings, 2, 1)
+    with pytest.raises(UserError, match=r"batch size per rank, 4 ranks instead of 2: .*--train_batch_size 80"):
+        run_ablation(settings, 2, 1)
     assert not (tmp_path / "out").exists()

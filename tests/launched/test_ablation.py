@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from jobs import SAMPLE_CSV, read_steps
 
-from app.experiments.ablation import Variant
+from app.experiments.ablation_variants import Variant
 
 pytestmark = pytest.mark.launched
 # More steps than an epoch has, micro-batches, and dropout.
@@ -20,11 +20,13 @@ EMULATION = """
 import json, sys
 from app.cli import launch
 from app.distributed.process_group import join
-from app.experiments.ablation import Variant, read, train
+from app.experiments.ablation import prepare_data, train_variant
+from app.experiments.ablation_variants import Variant
 
 def main(settings):
     with join(settings) as world:
-        outcome = train(settings, Variant(), read(settings, Variant(), 2, world), 2, world)
+        data = prepare_data(settings, Variant(), 2, world)
+        outcome = train_variant(settings, Variant(), data, 2, world)
     json.dump({"losses": outcome.losses, "correct": outcome.correct.tolist()}, open("outcome.json", "w"))
 
 launch(main, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import reference
-from jobs import TrainingRun, read_steps, require_success, run_many
+from jobs import TrainingRun, read_steps, require_success, run_many, write_subset
 
 from app.settings import Settings
 
@@ -29,7 +29,7 @@ def flags_of(**settings) -> list[str]:
 def folder(hotel_csv, tmp_path_factory) -> Path:
     """The folder of the runs PATH-RANKS-PRECISION, where 0 ranks stand for plain Python without torchrun."""
     folder = tmp_path_factory.mktemp("invariance")
-    pd.read_csv(hotel_csv).dropna().sample(ROWS, random_state=0).to_csv(folder / "reviews.csv", index=False)
+    write_subset(hotel_csv, folder / "reviews.csv", ROWS)
     for ranks in range(5):
         runs = {
             f"{path}-{ranks}-{precision}": TrainingRun(

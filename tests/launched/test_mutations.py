@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import TrainingRun, require_success, run_many
+from jobs import TrainingRun, require_success, run_many, write_subset
 
 from app.compare import main
 
@@ -33,7 +33,8 @@ SETTINGS = {  # exit status, and what the report's line starts with
 def folder(hotel_csv, tmp_path_factory) -> Path:
     """The folder of all runs. `original` is trained by the other path, so that no change is specific to one of them."""
     folder = tmp_path_factory.mktemp("mutations")
-    flags = [f"--csv={hotel_csv}", *FLAGS]
+    write_subset(hotel_csv, folder / "reviews.csv", 500)
+    flags = ["--csv=reviews.csv", *FLAGS]
     runs = {"original": TrainingRun("trainer_run", flags), "unchanged": TrainingRun("ddp_loop", flags)}
     runs |= {name: TrainingRun("ddp_loop", flags, mutation=name) for name in MUTATIONS}
     runs |= {flag: TrainingRun("ddp_loop", [*flags, flag]) for flag in SETTINGS}
@@ -48,9 +49,8 @@ def assert_equal(folder, tmp_path, monkeypatch, capsys):
 
     def run(other: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(
-            sys, "argv", ["compare", str(folder / "original"), str(folder / other), "--assert_equal"]
-        )
+        runs = [str(folder / "original"), str(folder / other)]
+        monkeypatch.setattr(sys, "argv", ["compare", *runs, "--assert_equal", "--no_baselines"])
         return main(), capsys.readouterr().err
 
     return run

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import TrainingRun, require_success, run_many
-from run_folders import write_run
+from jobs import TrainingRun, require_success, run_many, write_subset
 from sklearn.metrics import accuracy_score
 
-from app.experiments import parity_table
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
 
@@ -45,8 +42,7 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
     @cache
     def train(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        table = pd.read_csv(hotel_csv).dropna()
-        table.groupby("label").head(ROWS // 2 + 1).head(ROWS).to_csv(folder / "reviews.csv", index=False)
+        write_subset(hotel_csv, folder / "reviews.csv", ROWS)
         runs = {}
         for cell in CELLS:
             size, accumulation, sampling, precision = cell.split(",")
@@ -111,28 +107,3 @@ def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, 
         run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
         assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 120)
         assert [line["step"] for line in run.evaluations] == [75, 120]
-
-
-@pytest.mark.parametrize("is_different", [False, True])
-def test_one_cell_that_differs_fails_the_table(review_csv, tmp_path, monkeypatch, capsys, is_different):
-    def train(path_name, settings, ranks, place):
-        odd = is_different and (path_name, ranks, settings.precision) == ("trainer_run", 3, "bf16")
-        return read_run(write_run(place / path_name, review_csv(), path=path_name, chance=int(odd)))
-
-    monkeypatch.setattr(parity_table, "train", train)
-    cells = ["1,1,random,fp32", "3,2,random,bf16"]
-    flags = [f"--only={cell}" for cell in cells] + [f"--output_dir={tmp_path / 'table'}"]
-    monkeypatch.setattr(sys, "argv", ["parity_table", *flags])
-    assert parity_table.main() == int(is_different)
-    out = capsys.readouterr().out
-    assert f"{2 - is_different} of 2 cells" in out
-    assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == is_different
-
-
-def test_the_table_has_every_combination_and_no_other_cell(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["parity_table"])
-    cells, settings = parity_table.parse()
-    assert len(cells) == len(set(cells)) == 3 * 3 * 2 * 2
-    assert all(settings.train_batch_size % (ranks * accumulation) == 0 for ranks, accumulation, *_ in cells)
-    monkeypatch.setattr(sys, "argv", ["parity_table", "--only", "4,1,random,fp32"])
-    assert parity_table.main() == 2

@@ -1,0 +1,152 @@
+"""Jobs as child processes: their command, their processes, and that none of these is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from app.distributed import launcher
+from app.distributed.launcher import TorchrunJob, default_nproc_per_node, resolve_nproc_per_node, torchrun_command
+from app.errors import UserError
+
+# Starts a process in a session of its own, prints both ids, and waits for a signal that it may ignore.
+PARENT = """
+import os, signal, subprocess, sys
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+print(os.getpid(), child.pid, os.environ["EXTRA"], flush=True)
+if sys.argv[1] == "ends":
+    sys.exit(3)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A function that returns a job, plain python without torchrun, whose parent process behaves as asked."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+
+    def of(behavior: str, **options) -> TorchrunJob:
+        command = torchrun_command(script, [behavior], nproc_per_node=0)
+        return TorchrunJob(command, environment={"EXTRA": "1"}, stdout=tmp_path / "log", **options)
+
+    return of
+
+
+def printed(job: TorchrunJob) -> list[str] | None:
+    """What the parent process has printed, or None before it has started its child."""
+    text = job.stdout.read_text()
+    return text.split() if text.endswith("\n") else None
+
+
+def exist(*pids: str) -> bool:
+    return any(psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie" for pid in pids)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
+def test_auto_starts_a_process_per_gpu_and_two_on_cpus(monkeypatch, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert default_nproc_per_node(use_cpu=False) == resolve_nproc_per_node("auto", use_cpu=False) == expected
+    assert default_nproc_per_node(use_cpu=True) == resolve_nproc_per_node("auto", use_cpu=True) == 2
+
+
+def test_each_process_needs_a_gpu_if_there_are_any(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_nproc_per_node("2", use_cpu=False) == 2
+    assert resolve_nproc_per_node("3", use_cpu=True) == 3
+    with pytest.raises(
+        UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"
+    ):
+        resolve_nproc_per_node("3", use_cpu=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_nproc_per_node("3", use_cpu=False) == 3
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "９", "1" * 5000])
+def test_any_other_number_of_processes_is_one_line(value):
+    with pytest.raises(UserError, match=r"--nproc_per_node .*: must be auto or a whole number, 1 or more") as error:
+        resolve_nproc_per_node(value, use_cpu=True)
+    assert len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], 5), (["--use_cpu"], 2), (["--max_steps", "3", "--use-cpu=true"], 2), (["--seed=1"], 5)]
+)
+def test_the_module_prints_the_default_for_the_flags_of_a_run(monkeypatch, capsys, flags, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
+    launcher.main()
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():
+    assert torchrun_command("app.ddp_loop", ["--seed", 1], 0) == [sys.executable, "-m", "app.ddp_loop", "--seed", "1"]
+    command = torchrun_command(Path("/a/script.py"), (), 3, ["--standalone", "--max-restarts=2"])
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[3:] == ["--standalone", "--max-restarts=2", "--nproc_per_node=3", "/a/script.py"]
+
+
+@pytest.mark.parametrize(("behavior", "grace"), [("obeys", 30), ("deaf", 0.1), ("deaf", 0)])
+def test_leaving_the_context_ends_every_process_of_the_job(job, behavior, grace):
+    with job(behavior, grace_seconds=grace) as running:
+        parent, child, extra = running.wait_until(lambda: printed(running), timeout=60)
+        assert {process.pid for process in running.processes()} == {int(parent), int(child)}
+    assert extra == "1"
+    assert running.torchrun.returncode == (-signal.SIGTERM if behavior == "obeys" else -signal.SIGKILL)
+    assert not exist(parent, child)
+
+
+def test_processes_that_outlive_torchrun_are_reported_and_killed(job):
+    with job("ends") as ended:
+        assert ended.wait(60) == 3
+        _, child, _ = printed(ended)
+        (leftover,) = ended.kill_leftovers(timeout=0.1)
+    assert "signal.pause()" in leftover
+    assert not exist(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_this_process_ends_the_job_and_restores_the_handlers(job, number):
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    running = job("obeys")
+
+    def interrupted() -> None:
+        with running:
+            running.wait_until(lambda: printed(running), timeout=60)
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not exist(*printed(running)[:2])
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_waiting_for_a_job_is_limited_in_time(job):
+    with job("obeys", grace_seconds=0) as running:
+        with pytest.raises(TimeoutError, match=r"still running after 0\.01 s"):
+            running.wait(0.01)
+        with pytest.raises(TimeoutError, match=r"nothing happened within 0\.01 s"):
+            running.wait_until(lambda: False, timeout=0.01)
+
+
+def test_waiting_for_a_condition_stops_when_the_job_has_ended(job):
+    with job("ends", grace_seconds=0) as ended:
+        assert ended.wait_until(lambda: False) is None
+        ended.kill_leftovers(timeout=0)
+
+
+def test_a_job_does_not_take_over_the_ranks_of_this_process_but_belongs_to_its_job(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SAMEBITS_JOB", "outer")
+    job = TorchrunJob(["true"])
+    assert not {"RANK", "WORLD_SIZE"} & set(job.environment)
+    assert job.environment["SAMEBITS_JOB"] == f"outer/{job.job_id}"
