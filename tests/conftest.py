@@ -22,12 +22,16 @@ hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 
+LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+    """Skip the tests marked `gpu` on machines without one, and give those that start jobs more time."""
+    for item in items:
+        if item.get_closest_marker("launched") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
 
 @pytest.fixture(scope="session")
