@@ -1,9 +1,8 @@
-"""The command line: flags and `--config` to `Settings`, and an entry point's exit status."""
+"""The command line: parse flags and `--config` into `Settings`, and run an entry point with its exit status."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,44 +12,51 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from app.distributed.environment import check_environment, rank_and_sizes
+from app.distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes
 from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
 from app.distributed.process_group import join
 from app.errors import UserError, escape_unencodable_output, shorten
+from app.flag_hints import hint_for
 from app.settings import GROUPS, Settings
+
+BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The module's docstring as it stands, then each flag in a line of its own with its default where it has one."""
+    """Print the description unchanged, then each flag once, with its default if it has one."""
 
-    VALUES: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
+    PLACEHOLDERS: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
 
     def __init__(self, prog: str) -> None:
-        # get_terminal_size reads COLUMNS, and takes no notice of it where it is no number or 0.
+        # get_terminal_size ignores a COLUMNS variable that is not a positive number; argparse's default does not.
         super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size((100, 24)).columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`--flag VALUE`: the spelling with hyphens works too and needn't be told of each flag."""
+        """Format as `--flag VALUE`, without the alternative spelling with hyphens."""
         if not action.option_strings:
             return super()._format_action_invocation(action)
         if action.nargs in (0, "?"):  # a switch
             return action.option_strings[0]
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
-        value = choices or action.metavar or self.VALUES.get(action.type, "TEXT")
+        value = choices or action.metavar or self.PLACEHOLDERS.get(action.type, "TEXT")
         return f"{action.option_strings[0]} {value}"
 
 
 class SettingsParser(HfArgumentParser):
-    """`HfArgumentParser` whose complaints are one-line `UserError`s instead of a usage text and an exit."""
+    """An `HfArgumentParser` that raises a one-line `UserError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shorten(message, 300)} (--help lists every flag)")
+        raise UserError(f"{shorten(message, 300)} (--help lists all flags)")
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """What was asked for: defaults, then `--config`, then the command line."""
+        """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
+
+        Raises:
+            UserError: An unknown flag, a value of the wrong type, or a config file that cannot be used.
+        """
         config = self.parse(arguments)["config"]
         if config is not None:
             self.set_defaults(**self.parse_yaml(Path(config)))
@@ -59,28 +65,34 @@ class SettingsParser(HfArgumentParser):
         return values
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        namespace, unknown = self.parse_known_intermixed_args(list(arguments))
+        """Parse arguments without the config file."""
+        # argparse does not apply its defaults to attributes that exist, so these two stay None unless they are given.
+        namespace = argparse.Namespace(**dict.fromkeys(BATCH_SIZES))
+        namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{self.suggestion(unknown[0])}")
+            flags = {option[2:] for option in self._option_string_actions if "-" not in option[2:]}
+            hint = hint_for(unknown[0], flags)
+            self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
+        given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]
+        if len(given) == 2:
+            self.error("--train_batch_size and --per_device_train_batch_size exclude each other: give only one of them")
+        if not given:
+            vars(namespace).update({name: self.get_default(name) for name in BATCH_SIZES})
+        elif given == ["per_device_train_batch_size"]:
+            namespace.train_batch_size = Settings.train_batch_size  # resolve_train_batch_size replaces it
         return vars(namespace)
 
-    def suggestion(self, flag: str) -> str:
-        if not flag.startswith("--"):
-            return ""
-        flags = [option for option in self._option_string_actions if "-" not in option[2:]]
-        close = difflib.get_close_matches("--" + flag.partition("=")[0].lstrip("-").replace("-", "_"), flags, n=1)
-        return f": did you mean {close[0]}?" if close else ""
-
     def parse_yaml(self, path: Path) -> dict[str, Any]:
-        """The settings that a YAML mapping `flag: value` names, checked like those of the command line."""
+        """Return the settings in a YAML mapping, validated like command-line flags."""
         try:
-            content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}  # words stay words: no is "no"
+            # BaseLoader leaves every value a string: YAML's own rules would turn `no` into False.
+            content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
         except OSError as problem:
             raise UserError(f"--config {path}: {problem.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as problem:
-            raise UserError(f"--config {path}: not YAML: {' '.join(str(problem).split())}") from None
+            raise UserError(f"--config {path}: not valid YAML: {' '.join(str(problem).split())}") from None
         if not isinstance(content, dict):
-            raise UserError(f"--config {path}: must be a mapping of settings, one `name: value` a line")
+            raise UserError(f"--config {path}: must be a mapping of settings, with one `name: value` per line")
         arguments: list[str] = []
         for name, value in content.items():
             if isinstance(value, dict | list):
@@ -95,7 +107,11 @@ class SettingsParser(HfArgumentParser):
 
 
 def settings_parser(description: str | None) -> SettingsParser:
-    """A parser of every training flag and of `--config`."""
+    """Create a parser with every training flag and `--config`.
+
+    Args:
+        description: The docstring of the entry point, which `--help` prints first.
+    """
     program = Path(sys.argv[0]).stem
     parser = SettingsParser(
         GROUPS,  # type: ignore[arg-type]
@@ -105,57 +121,64 @@ def settings_parser(description: str | None) -> SettingsParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; flags on the command line win")
+    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
     return parser
 
 
 def parse_settings(description: str | None = None, arguments: Sequence[str] | None = None) -> Settings:
-    """The settings of this process.
+    """Parse the settings of this process.
+
+    Args:
+        description: The docstring of the entry point, for `--help`.
+        arguments: The command line; by default that of the process.
 
     Raises:
-        UserError: an unknown flag, a value of the wrong type or out of range, an unreadable config file.
+        UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
     return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
 
 
 def as_flags(settings: Settings) -> list[str]:
-    """The command line that gives these settings: what differs from the defaults."""
+    """Return the command line that parses into these settings. It contains only values that are not defaults."""
     defaults = Settings().as_dict()
     changed = {name: value for name, value in settings.as_dict().items() if value != defaults[name]}
+    if settings.per_device_train_batch_size is not None:
+        changed.pop("train_batch_size", None)  # derived from it, and the flags exclude each other
     return [f"--{name}={value}" for name, value in changed.items()]
 
 
 def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
-    """Run the entry point of a rank and exit. If it does not finish, one rank prints one line.
+    """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
-    Exit statuses: 0 finished, also if a restarted job finds its run finished; 2 the user's mistake; 75 stopped on
-    request, a checkpoint was saved; 1 the run failed; 130 Ctrl-C before or after training.
+    Exit statuses: 0 finished (also if a restarted job finds its run already finished), 1 the run failed, 2 invalid
+    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before or after training.
 
     Args:
-        main: runs with this rank's settings and joins the process group itself.
-        description: the entry point's docstring, for `--help`.
+        main: Called with the settings of this rank. It joins the process group itself.
+        description: The docstring of the entry point, for `--help`.
     """
     escape_unencodable_output()
     try:
-        check_environment()  # before anything reads the rank
+        check_environment()  # before the rank is read
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     rank = rank_and_sizes()[0]
     if rank != 0 and {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(0)  # rank 0 prints it
+        sys.exit(0)  # rank 0 prints the help
     try:
         try:
             settings = parse_settings(description)
+            check_accelerate_environment(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
-                raise AssertionError("a problem that one rank passes to join is raised on all ranks") from problem
+                raise AssertionError("join raises the problem on all ranks") from problem
         main(settings)
     except KeyboardInterrupt:
         if rank == 0:
             print("interrupted", file=sys.stderr)
         exit_now(130)
-    except Exception as failure:  # before the process group
+    except Exception as failure:  # before the process group was joined
         ShortErrorHandler().record_exception(failure)
         report_failure_to_connect(failure, rank)
     sys.exit(0)

@@ -122,7 +122,7 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
     from app.experiments.ablation import ablate
     from app.experiments.ablation_table import as_markdown
     from app.experiments.ablation_variants import check_batches
-    from app.training.prepare import read_and_split
+    from app.training.build import read_and_split
 
     check_environment()
     _, split, _ = read_and_split(settings, ranks)

@@ -1,11 +1,10 @@
-"""The same fine-tuning through transformers.Trainer: same rows, order, weights, optimizer and schedule as app.ddp_loop.
+"""The same fine-tuning with transformers.Trainer: same rows, order, weights, optimizer and schedule as app.ddp_loop.
 
     torchrun --nproc_per_node=2 -m app.trainer_run
     torchrun -m app.trainer_run
     python -m app.trainer_run --csv reviews.csv --text_column text --model bert-base-chinese
 
-What is ours in it is small, and each override says what would differ without it. The rest is Trainer as everyone knows
-it.
+Each method that is overridden here says what would differ without it. Everything else is Trainer as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -33,15 +33,18 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.checkpoint.state import build_buckets, read_training_state, read_weights, write_training_state
+from app.checkpoint.state import TrainingState, read_weights
 from app.cli import launch
+from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows
 from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
-from app.training.console import closing_block
+from app.strategies.ddp import DDP
+from app.training.console import describe_result
+from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
 
@@ -54,41 +57,37 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     prepared = prepare("trainer_run", settings, world)
     with StopRequest(world) as stop, prepared.record.locate_failures():
-        scores = train_and_test(prepared, settings, world, stop)
-    world.print_main(closing_block(scores, prepared.record))
+        scores = train_and_test(prepared, world, stop)
+    world.print_main(describe_result(scores, prepared.record))
 
 
-def train_and_test(prepared: Preparation, settings: Settings, world: World, stop: StopRequest) -> Scores:
-    optimizer = build_optimizer(prepared.model, settings, prepared.learning_rate)
+def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Scores:
+    data = prepared.data
     trainer = ReviewTrainer(
         prepared,
         world,
         model=prepared.model,
-        args=training_arguments(prepared, settings),
-        data_collator=prepared.collator,
-        train_dataset=prepared.train_rows,
-        eval_dataset=prepared.watched_loader.dataset,
-        processing_class=prepared.tokenizer,
+        args=training_arguments(prepared, world),
+        data_collator=data.collator,
+        train_dataset=prepared.train_loader.dataset,
+        eval_dataset=prepared.eval_set.loader.dataset,
+        processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
-        optimizers=(optimizer, build_scheduler(optimizer, settings, prepared.plan.total_steps)),
     )
-    trainer.add_callback(ScheduleCallback(trainer, prepared, settings, stop))
-    # Without this Trainer would multiply loss and gradients of a classifier by world size x accumulation steps
+    trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
+    # Otherwise Trainer would multiply the loss and the gradients of a classifier by world size x accumulation steps
     # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
-    trainer.accelerator.ddp_handler = DDPArguments(
-        find_unused_parameters=settings.ddp_find_unused_parameters,
-        bucket_cap_mb=settings.ddp_bucket_cap_mb,
-    )
+    if isinstance(prepared.strategy, DDP):
+        trainer.accelerator.ddp_handler = DDPArguments(**prepared.strategy.options())
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    if not settings.disable_tqdm:
+    if not prepared.settings.disable_tqdm:
         trainer.add_callback(QuietProgressCallback)
     train(trainer, prepared, world)
-    prediction = trainer.predict(prepared.test_loader.dataset)
-    logits = np.asarray(prediction.predictions)
-    scores = score(logits, prepared.test_labels)
-    prepared.record.finish(prepared.model, prepared.tokenizer, logits, scores)
+    logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
+    scores = score(logits, prepared.test_set.labels)
+    prepared.record.finish(prepared.model, data.tokenizer, logits, scores)
     return scores
 
 
@@ -96,11 +95,11 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
     if prepared.resume.step < total_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer was to use DDP"
+        assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer did not use DDP"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step, total_steps)
-    elif checkpoint is not None:  # only evaluations are left, and Trainer would make a step too many
-        read_weights(checkpoint, prepared.model)
+    elif checkpoint is not None:  # only evaluations are left, and Trainer would make one more step
+        prepared.strategy.load_model_state(prepared.model, read_weights(checkpoint))
         trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan):
@@ -108,158 +107,187 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     prepared.record.load_best(prepared.model)
 
 
-def training_arguments(prepared: Preparation, settings: Settings) -> TrainingArguments:
-    """Our settings under Trainer's names. Optimizer and schedule are handed over as objects instead."""
+def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
+    """Return the settings under Trainer's names."""
+    settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
     return TrainingArguments(
         output_dir=str(prepared.record.folder),
-        per_device_train_batch_size=prepared.plan.micro_size,
+        per_device_train_batch_size=plan.micro_size,
         per_device_eval_batch_size=settings.eval_batch_size,
-        gradient_accumulation_steps=prepared.plan.accumulation_steps,
+        gradient_accumulation_steps=plan.accumulation_steps,
         num_train_epochs=settings.num_train_epochs,
-        max_steps=prepared.plan.total_steps,
-        max_grad_norm=settings.max_grad_norm,
+        max_steps=plan.total_steps,
+        max_grad_norm=settings.max_grad_norm or float("inf"),
         seed=settings.seed,
         bf16=settings.bf16,
-        eval_strategy="no",  # Schedule decides on both, so that they follow the same steps as in app.ddp_loop
+        eval_strategy="no",  # ScheduleCallback decides on both, so that they follow the same steps as in app.ddp_loop
         save_strategy="no",
-        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it once more
-        logging_nan_inf_filter=False,  # a loss that is not finite should be seen, and the filter synchronises each step
-        use_cpu=prepared.record.world.device.type == "cpu",
-        ddp_backend="gloo" if prepared.record.world.device.type == "cpu" else "nccl",
+        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it again
+        logging_nan_inf_filter=False,  # it would hide a non-finite loss, and synchronize with the device in each step
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu else "nccl",
         ddp_find_unused_parameters=settings.ddp_find_unused_parameters,  # None would mean True
         ddp_bucket_cap_mb=settings.ddp_bucket_cap_mb,
         ddp_timeout=settings.ddp_timeout,
         disable_tqdm=settings.disable_tqdm,
-        label_names=["labels"],  # else every argument of the model's forward that has "label" in its name
+        label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
     )
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Trainer's hook: the figures of the gathered rows, logits float (n, classes) and class ids int64 (n,)."""
-    logits, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
-    scores = score(logits, labels)
+    """Compute the metrics of the gathered rows: logits, float (n, classes), and class ids, int64 (n,)."""
+    scores = score(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
 
 
 class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
-    """The arguments that app.ddp_loop gives DDP. accelerate drops those that equal its own defaults, such as a
-    `bucket_cap_mb` of 25, for which DDP does not make its first bucket small as it does for None."""
+    """The arguments that app.ddp_loop gives DDP.
+
+    accelerate drops those that equal its own defaults. That matters for a `bucket_cap_mb` of 25: DDP makes its first
+    bucket smaller only for None.
+    """
 
     def to_kwargs(self) -> dict[str, Any]:
         return {"find_unused_parameters": self.find_unused_parameters, "bucket_cap_mb": self.bucket_cap_mb}
 
 
 class QuietProgressCallback(ProgressCallback):
-    """Trainer's progress bar without its dictionaries of figures: the record shows each evaluation in a line."""
+    """Trainer's progress bar without the logged dictionaries: the record prints one line per evaluation."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class ScheduleCallback(TrainerCallback):
-    """What happens between Trainer's steps, in the same order as in app.ddp_loop: seeds, checkpoints, evaluations, and
-    stopping on request."""
+    """What happens around Trainer's steps, in the same order as in app.ddp_loop.
 
-    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, settings: Settings, stop: StopRequest) -> None:
-        self.trainer, self.prepared, self.settings, self.stop = trainer, prepared, settings, stop
-        self.plan, self.record, self.world = prepared.plan, prepared.record, prepared.record.world
+    Seeds, the check of the gradient norm, the record, checkpoints, evaluations, and stopping on request.
+    """
+
+    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, stop: StopRequest) -> None:
+        self.trainer, self.prepared, self.world, self.stop = trainer, prepared, world, stop
+        self.settings, self.plan, self.record = prepared.settings, prepared.plan, prepared.record
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Seed this rank, or restore what a checkpoint holds, right before the first step.
+        """Seed this rank, or load the training state from a checkpoint, right before the first step.
 
         Trainer has seeded all ranks alike, which would give them the same dropout masks. From a checkpoint it has read
-        the weights and its own counters; optimizer, schedule and random streams are read here.
+        only its own counters.
         """
         set_seed(self.settings.seed + self.world.rank)
         if self.prepared.resume.checkpoint is not None:
             batch = {name: x.to(self.world.device) for name, x in next(iter(self.prepared.train_loader)).items()}
-            build_buckets(self.trainer.model_wrapped, batch, self.world)
-            optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
-            read_training_state(self.prepared.resume, self.prepared.model, optimizer, scheduler, self.world)
+            self.prepared.strategy.prepare_resume(self.trainer.model_wrapped, batch)
+            self._training_state(kwargs).load(self.prepared.resume)
         if self.record.begin(self.plan):
             self.trainer.evaluate()
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Trainer passes the epoch on to samplers that accelerate has wrapped; ours is not wrapped."""
+        """Set the sampler's epoch: Trainer does that only for samplers that accelerate has wrapped."""
         kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
 
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the gradient norm on the device, and record the step."""
+        trainer, step = self.trainer, state.global_step + 1
+        assert isinstance(trainer.optimizer, AcceleratedOptimizer)
+        skip_step_if_nonfinite(trainer.optimizer.optimizer, trainer.grad_norm)
+        loss = sum(trainer.micro_losses, start=torch.zeros((), device=self.world.device))
+        learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
+        epoch = step / self.plan.steps_per_epoch
+        self.record.add_step(step, epoch, loss, trainer.grad_norm, learning_rate, trainer.micro_batches)
+        trainer.micro_losses, trainer.micro_batches = [], []
+        if step % self.settings.logging_steps == 0 or step == state.max_steps:
+            self.record.write_steps()
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write a due checkpoint now: Trainer's own would follow the evaluation, be written in place, and be resumed
-        from when it is incomplete (huggingface/transformers#35782)."""
+        """Write a due checkpoint now, and let Trainer evaluate or stop.
+
+        Trainer's own checkpoint would follow the evaluation, be written in place, and be resumed from even if it is
+        incomplete (huggingface/transformers#35782).
+        """
         settings, step = self.settings, state.global_step
-        stop_requested = self.stop.agreed()
+        stop_requested = self.stop.requested()
         if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
 
-            def fill(staging: Path) -> None:
-                optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
-                write_training_state(self.prepared.model, optimizer, scheduler, self.world, staging)
+            def write(staging: Path) -> None:
+                self._training_state(kwargs).save(staging)
                 if self.world.is_main_process:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
-            self.record.save_checkpoint(step, self.plan, fill)
+            self.record.save_checkpoint(step, self.plan, write)
         stopping = stop_requested and step < self.plan.total_steps
         control.should_training_stop = control.should_training_stop or stopping
         control.should_evaluate = not stopping and self.plan.due(settings.eval_strategy, settings.eval_steps, step)
 
+    def _training_state(self, arguments: dict[str, Any]) -> TrainingState:
+        optimizer, scheduler = arguments["optimizer"], arguments["lr_scheduler"]
+        return TrainingState(self.prepared.model, optimizer, scheduler, self.prepared.strategy, self.world)
+
 
 class ReviewTrainer(Trainer):
-    """Trainer with the batches, the exact evaluation and the run record that both roads share."""
+    """Trainer with the batches, the optimizer, the exact evaluation and the run record that both paths share."""
 
     def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.prepared, self.world, self.record = prepared, world, prepared.record
         self.micro_losses: list[torch.Tensor] = []
         self.micro_batches: list[dict[str, torch.Tensor]] = []
+        self.grad_norm = torch.zeros(())
 
-    # ---- the data -------------------------------------------------------------------------------------------------
+    # ---- data ------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The shared loader as it is: accelerate would deal whole batches to ranks where `DistributedSampler` deals
-        rows."""
+        """Return the shared loader: accelerate would assign complete batches to ranks instead of single rows."""
         return self.prepared.train_loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """This rank's share of the watched rows, each row on one rank."""
-        return self.prepared.watched_loader
+        """Return this rank's share of the eval set: each row is on one rank."""
+        return self.prepared.eval_set.loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """This rank's share of the test rows, each row on one rank."""
-        return self.prepared.test_loader
+        """Return this rank's share of the test set: each row is on one rank."""
+        return self.prepared.test_set.loader
 
-    # ---- the record -----------------------------------------------------------------------------------------------
+    # ---- optimization ----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
+        wrapped: Any = self.model if model is None else model
+        settings, strategy = self.prepared.settings, self.prepared.strategy
+        self.optimizer = build_optimizer(wrapped, settings, self.prepared.learning_rate, strategy)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        """Build the shared schedule."""
+        optimizer = self.optimizer if optimizer is None else optimizer
+        scheduler = build_scheduler(optimizer, self.prepared.settings, num_training_steps)
+        self.lr_scheduler = scheduler  # type: ignore[assignment]
+        return scheduler
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keeps the loss of each micro-batch for the record."""
+        """Keep the loss of each micro-batch for the record."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.micro_losses.append(loss)
         self.micro_batches.append(inputs)
         return loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Called between clipping and the optimizer's step: the one place that sees every step's gradient norm."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        step = self.state.global_step + 1
-        epoch = step / self.prepared.plan.steps_per_epoch
-        loss = sum(self.micro_losses, start=torch.zeros((), device=self.world.device))
-        assert isinstance(self.optimizer, AcceleratedOptimizer)
-        self.prepared.guard_step(step, self.optimizer.optimizer, norm)
-        self.record.add_step(step, epoch, loss, norm, self._get_learning_rate(), self.micro_batches)
-        self.micro_losses, self.micro_batches = [], []
-        if step % self.record.settings.logging_steps == 0 or step == self.state.max_steps:
-            self.record.write_steps()
-        return norm
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """Clip as the strategy does, and keep the norm: no public hook of Trainer sees it on the device."""
+        self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm)
+        return self.grad_norm
 
-    # ---- the evaluation -------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Writes the figures to the record, and stops the training's clock."""
+        """Record the metrics, and exclude the time of the evaluation from the training time."""
         self.record.write_steps()
         metrics = super().evaluate(*args, **kwargs)
-        step, n = self.state.global_step, len(self.prepared.watched_labels)
-        figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        self.record.write_evaluation(step, step / self.prepared.plan.steps_per_epoch, self.prepared.watched, n, figures)
-        self.record.keep_best(step, self.prepared.model, figures)
+        step, eval_set = self.state.global_step, self.prepared.eval_set
+        epoch = step / self.prepared.plan.steps_per_epoch
+        by_name = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        self.record.write_evaluation(step, epoch, eval_set.name, len(eval_set), by_name)
+        self.record.keep_best(step, self.prepared.model, by_name)
         self.record.start_clock()
         return metrics
 
@@ -271,22 +299,30 @@ class ReviewTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Each row once: Trainer's own loop repeats rows to make the ranks' shares equal and averages batch means, so
-        that its `eval_loss` counts the last batch's duplicates."""
+        """Evaluate each row exactly once.
+
+        Trainer's own loop repeats rows to make the ranks' shares equal, and averages the batches' means, so its
+        `eval_loss` counts the repeated rows.
+        """
+        sets: tuple[EvalSet, ...] = (self.prepared.test_set, self.prepared.eval_set)
+        eval_set = next(one for one in sets if one.loader is dataloader)
         model = self.prepared.model.eval()
         broadcast_buffers(model, self.world)
         shard: list[torch.Tensor] = []
-        for batch in dataloader:
+        for batch, is_filler in zip(dataloader, eval_set.is_filler, strict=True):
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
             first = logits[0] if isinstance(logits, tuple) else logits  # some models return more than logits
             assert first is not None
-            shard.append(first)
-        is_test = dataloader is self.prepared.test_loader
-        labels = self.prepared.test_labels if is_test else self.prepared.watched_labels
-        rows = gather_rows(list(dataloader.sampler), shard, len(labels), self.world)
-        figures = compute_metrics(EvalPrediction(rows, labels))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        return EvalLoopOutput(predictions=rows, label_ids=labels, metrics=metrics, num_samples=len(labels))
+            if not is_filler:
+                shard.append(first)
+        gathered = gather_rows(eval_set.positions, shard, len(eval_set), self.world)
+        metrics = compute_metrics(EvalPrediction(gathered, eval_set.labels))
+        return EvalLoopOutput(
+            predictions=gathered,
+            label_ids=eval_set.labels,
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            num_samples=len(eval_set),
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Set up, then walk both roads and compare them:  bash run_scripts/compare.sh [--help | settings]
+# Train with both training paths on this machine and compare the runs, setup included.
+#
+#   bash run_scripts/compare.sh [--help | settings]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

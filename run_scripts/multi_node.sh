@@ -1,49 +1,55 @@
 #!/usr/bin/env bash
-# Train over several machines. Call this on every node, each set up and with the same CSV, NODE_RANK alone differing:
+# Train on several machines. Run setup.sh and then this script on every node, with the same CSV and settings; only
+# NODE_RANK differs:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash run_scripts/multi_node.sh static app.ddp_loop
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash run_scripts/multi_node.sh static app.ddp_loop
 #
-# MASTER_ADDR is node 0's address, MASTER_PORT a free port there, NPROC_PER_NODE (default 1) the ranks on this node.
-#   static   ranks follow NODE_RANK, so that node 0 holds rank 0, which writes the run
-#   c10d     the nodes agree on their ranks, anew after each restart; NODE_RANK 0 only hosts the meeting
-# MAX_RESTARTS (default 0): how often all ranks are started anew where one dies; they go on from the last checkpoint. With c10d
-# a whole node may die: call this there again, and the others take it in. Give --output_dir, on a disk that all nodes share.
-# A node that is cut off ends its ranks after --ddp_timeout. With c10d torchrun itself stays on until TCP gives up, by default
-# a quarter of an hour: `sysctl -w net.ipv4.tcp_retries2=8` makes that two minutes.
-# LOCAL_ADDR and GLOO_SOCKET_IFNAME: this node's own address and interface, where the ones found are not the right ones.
+# The first argument is torchrun's rendezvous:
+#   static   ranks follow NODE_RANK, so node 0 has rank 0, which writes the run's files
+#   c10d     ranks are assigned at each start; node 0 only hosts the rendezvous. A node that failed can rejoin.
+#
+# MASTER_ADDR       address of node 0
+# MASTER_PORT       a free port on node 0
+# NPROC_PER_NODE    processes on this node; default: one per GPU, or 2 without GPUs
+# MAX_RESTARTS      how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
+#                   checkpoint, which must be on a file system that all nodes share (--output_dir)
+# LOCAL_ADDR, GLOO_SOCKET_IFNAME    this node's address and network interface, if the detected ones are wrong
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 refuse() { echo "multi_node.sh: $*" >&2; exit 2; }
 
 for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
-  [ -n "${!name:-}" ] || refuse "$name is not set; wanted: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
+  [ -n "${!name:-}" ] || refuse "$name is not set; required: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 done
-[ $# -ge 2 ] || refuse "wanted: static or c10d, then a module (app.ddp_loop, app.trainer_run) and its settings"
-case $1 in static | c10d) ;; *) refuse "the first argument is static or c10d, not $1" ;; esac
+[ $# -ge 2 ] || refuse "usage: multi_node.sh static|c10d MODULE [settings]; MODULE: app.ddp_loop or app.trainer_run"
+case $1 in static | c10d) ;; *) refuse "the first argument must be static or c10d, not $1" ;; esac
 if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
-command -v torchrun >/dev/null || refuse "no torchrun here: call bash run_scripts/setup.sh on this node first"
+command -v torchrun >/dev/null || refuse "torchrun not found: run bash run_scripts/setup.sh on this node first"
 
-# Gloo and c10d would look up the host's name, which is often 127.0.1.1: tell them the way that leads to node 0.
-way=$(python -c '
+# Gloo and c10d resolve the host name, often to 127.0.1.1. Use the address and interface that reach node 0 instead.
+route=$(python -c '
 import psutil, socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
     try:
-        probe.connect((sys.argv[1], 9))  # sends nothing: UDP
+        probe.connect((sys.argv[1], 9))  # UDP: selects a route and sends nothing
     except OSError as problem:
-        sys.exit(f"multi_node.sh: no way to MASTER_ADDR {sys.argv[1]}: {problem}")
-    here = probe.getsockname()[0]
-print(here, *(name for name, own in psutil.net_if_addrs().items() if here in (one.address for one in own)))
+        sys.exit(f"multi_node.sh: MASTER_ADDR {sys.argv[1]} is unreachable: {problem}")
+    own = probe.getsockname()[0]
+print(own, *(name for name, addresses in psutil.net_if_addrs().items() if own in (a.address for a in addresses)))
 ' "$MASTER_ADDR") || exit 2
-read -r address interface _ <<<"$way"
+read -r address interface _ <<<"$route"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
+processes=${NPROC_PER_NODE:-$(python -m app.distributed.launcher "${@:3}")}
+
 case $1 in
-  static) meet=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;
-  c10d) meet=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --local_addr="${LOCAL_ADDR:-$address}"
-    --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)") ;;
+  static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;
+  c10d) rendezvous=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
+    --local_addr="${LOCAL_ADDR:-$address}" --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)") ;;
 esac
-# Else a node that comes back waits in vain for what node 0 has told only once (torch 2.13).
+# Without this a node that rejoins waits for a key that node 0 has published only once (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-exec torchrun --nnodes="$NNODES" --nproc_per_node="${NPROC_PER_NODE:-1}" --max-restarts="${MAX_RESTARTS:-0}" "${meet[@]}" \
-  -m "${@:2}"
+# SIGUSR1, which schedulers send before the time limit, would otherwise end torchrun before its ranks have saved.
+exec torchrun --nnodes="$NNODES" --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \
+  --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "${rendezvous[@]}" -m "${@:2}"

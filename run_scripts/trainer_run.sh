@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Road 2, transformers.Trainer, on this machine:  NPROC_PER_NODE=2 bash run_scripts/trainer_run.sh [--help | settings]
+# Train with transformers.Trainer on this machine, setup included.
+#
+#   bash run_scripts/trainer_run.sh [--help | settings]
+#   NPROC_PER_NODE=4 bash run_scripts/trainer_run.sh    # four processes; default: one per GPU, or 2 without GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash run_scripts/setup.sh
-exec .venv/bin/torchrun --standalone --nproc_per_node="${NPROC_PER_NODE:-2}" -m app.trainer_run "$@"
+# torchrun's own --nproc_per_node=gpu fails without GPUs.
+processes=${NPROC_PER_NODE:-$(.venv/bin/python -m app.distributed.launcher "$@")}
+exec .venv/bin/torchrun --standalone --nproc_per_node="$processes" -m app.trainer_run "$@"

@@ -1,7 +1,7 @@
-"""run_scripts/setup.sh without a network: PATH holds nothing but the few tools it uses and Pythons that are fakes.
+"""Test run_scripts/setup.sh without a network: PATH holds only the tools it needs and fake Pythons.
 
-A fake is this test's own interpreter where it is asked to run code, so that the script's questions get true answers,
-and a few lines of bash where it is asked to make a venv or to install: what the real ones do slowly.
+A fake Python runs code with the real interpreter, so that the script's questions get true answers. Creating a virtual
+environment and installing packages, which are slow, are a few lines of bash.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1]
-TOOLS = ["bash", "cat", "cp", "dirname", "flock", "head", "mkdir", "mktemp", "rm", "sleep", "tail"]
+TOOLS = ["bash", "cat", "cp", "dirname", "flock", "head", "mkdir", "rm", "sleep"]
+INSTALLED_ONCE = ["venv by python3.11", "pip setuptools", "pip .[dev]"]
+TOO_OLD = "sys.version_info = (3, 9, 2)"
 
-# $FAKE_PIP says what an installation does: works, fails, or goes on until it is ended.
+# $FAKE_PIP is what an installation does: succeed (unset), fail, or run until it is killed.
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$1 ${{2:-}}" in
-  "-I -c") exec {real} -I -c "import sys; {pretend}
+  "-I -c") exec {real} -I -c "import sys; {statement}
 $3" "${{@:4}}" ;;
   "--version ") echo "Python {name}" ;;
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "venv by {name}" >>{calls} ;;
   "-m pip")
     echo "pip ${{@: -1}}" >>{calls}
-    case "${{FAKE_PIP:-works}}" in
+    case "${{FAKE_PIP:-}}" in
       fails) echo "ERROR: No matching distribution found for torch" >&2; exit 1 ;;
-      hangs) sleep 60 & echo $! >{calls}.grandchild; wait ;;
-      slow) sleep 0.5 ;;
+      hangs) bash -c 'echo $$ >{calls}.grandchild; exec sleep 60' ;;
+      slow) sleep 0.3 ;;
     esac ;;
 esac
 """
@@ -45,7 +47,7 @@ esac
 
 @dataclass(frozen=True)
 class Checkout:
-    """A copy of what setup.sh reads, and the PATH that it is let to see."""
+    """A copy of the files that setup.sh reads, and the only folder in its PATH."""
 
     folder: Path
     path: Path
@@ -55,32 +57,29 @@ class Checkout:
         return self.folder / ".venv"
 
     @property
-    def stamp(self) -> Path:
-        return self.venv / ".setup-stamp"
-
-    @property
     def calls(self) -> list[str]:
-        """What the fakes did so far."""
         log = self.path / "calls"
         return log.read_text().splitlines() if log.exists() else []
 
-    def add_python(self, name: str, pretend: str = "") -> Path:
-        """A fake Python that runs the statement `pretend` before the code it is given."""
-        return self.add(
-            name, FAKE_PYTHON.format(real=sys.executable, name=name, pretend=pretend, calls=self.path / "calls")
-        )
-
-    def add(self, name: str, script: str) -> Path:
+    def add_python(self, name: str = "python3.11", statement: str = "pass") -> Path:
+        """Add a fake Python that executes `statement` before any code it is given."""
         program = self.path / name
-        program.write_text(script)
+        program.write_text(
+            FAKE_PYTHON.format(real=sys.executable, name=name, statement=statement, calls=self.path / "calls")
+        )
         program.chmod(0o755)
         return program
+
+    def add_venv(self, python: Path) -> None:
+        """Create a virtual environment as a user would, without setup.sh."""
+        (self.venv / "bin").mkdir(parents=True)
+        shutil.copy(python, self.venv / "bin" / "python")
 
     def start(self, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["bash", "run_scripts/setup.sh"],
             cwd=self.folder,
-            env={"PATH": str(self.path), "TMPDIR": str(self.path)} | environment,
+            env={"PATH": str(self.path)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -90,6 +89,13 @@ class Checkout:
         process = self.start(**environment)
         out, err = process.communicate(timeout=30)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start_and_wait_for_pip(self) -> tuple[subprocess.Popen[str], int]:
+        """Start a setup whose pip runs until it is killed; return it and the id of a process that pip started."""
+        process = self.start(FAKE_PIP="hangs")
+        grandchild = self.path / "calls.grandchild"
+        wait_until(lambda: grandchild.exists() and grandchild.read_text().endswith("\n"))
+        return process, int(grandchild.read_text())
 
 
 @pytest.fixture
@@ -108,50 +114,44 @@ def checkout(tmp_path: Path) -> Checkout:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
+        assert time.monotonic() < deadline, "nothing happened within 20 s"
         time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
-    """False for a zombie too: it may wait long for a parent that collects it."""
+    """Return False for a zombie too: its parent may not collect it for a long time."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return state.strip()[:1] not in ("", "Z")
 
 
-def scratch_folders(checkout: Checkout) -> list[Path]:
-    return list(checkout.path.glob("tmp.*"))
-
-
-def test_sets_up_once_and_then_does_nothing(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-
+def test_a_second_setup_does_nothing(checkout: Checkout) -> None:
+    checkout.add_python()
     first = checkout.set_up()
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("\n") == 1
-    assert "setting up .venv with Python python3.11" in first.stderr
-    assert checkout.calls == ["venv by python3.11", "pip setuptools", "pip .[dev]"]
+    assert checkout.calls == INSTALLED_ONCE
 
     again = checkout.set_up()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    assert len(checkout.calls) == 3
-    assert scratch_folders(checkout) == []
+    assert checkout.calls == INSTALLED_ONCE
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
-def test_a_change_of_the_pins_updates_in_place(checkout: Checkout, changed: str) -> None:
-    checkout.add_python("python3.11")
+def test_changed_requirements_are_installed_into_the_same_venv(checkout: Checkout, changed: str) -> None:
+    checkout.add_python()
     checkout.set_up()
-    (checkout.venv / "mine").touch()
-    (checkout.folder / changed).write_text((PROJECT / changed).read_text() + "# one line more\n")
+    with (checkout.folder / changed).open("a") as file:
+        file.write("# another line\n")
 
-    assert checkout.set_up().returncode == 0
-    assert checkout.calls.count("venv by python3.11") == 1
-    assert checkout.calls.count("pip .[dev]") == 2
-    assert (checkout.venv / "mine").exists()
+    failed = checkout.set_up(FAKE_PIP="fails")
+    assert failed.returncode == 1
+    assert (checkout.venv / "bin" / "python").exists()
+    assert checkout.set_up().returncode == 0  # tried again
+    assert checkout.calls == [*INSTALLED_ONCE, "pip setuptools", "pip setuptools", "pip .[dev]"]
 
 
 @pytest.mark.parametrize(
-    "pretend",
+    "statement",
     [
         "raise SystemExit(127)",
         "sys.version_info = (3, 10, 13)",
@@ -160,96 +160,57 @@ def test_a_change_of_the_pins_updates_in_place(checkout: Checkout, changed: str)
         "sys.modules['venv'] = None",
     ],
 )
-def test_passes_over_a_python_that_does_not_suit(checkout: Checkout, pretend: str) -> None:
-    checkout.add_python("python3.11", pretend)
+def test_an_unusable_python_is_skipped(checkout: Checkout, statement: str) -> None:
+    checkout.add_python("python3.11", statement)
     checkout.add_python("python3")
     assert checkout.set_up().returncode == 0
     assert checkout.calls[0] == "venv by python3"
 
 
-def test_prefers_the_tested_python(checkout: Checkout) -> None:
-    for name in ["python", "python3", "python3.13", "python3.12", "python3.11"]:
-        checkout.add_python(name)
-    checkout.set_up()
-    assert checkout.calls[0] == "venv by python3.11"
+def test_the_named_python_is_used_if_it_is_usable(checkout: Checkout) -> None:
+    checkout.add_python()
+    old = checkout.add_python("old-python", TOO_OLD)
+    refused = checkout.set_up(PYTHON=str(old))
+    assert refused.returncode == 1
+    assert str(old) in refused.stderr
+    assert not checkout.venv.exists()
 
-
-def test_takes_the_named_python(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-    checkout.set_up(PYTHON=str(checkout.add_python("my-python")))
+    assert checkout.set_up(PYTHON=str(checkout.add_python("my-python"))).returncode == 0
     assert checkout.calls[0] == "venv by my-python"
 
 
-def test_no_python_that_suits_is_one_line_and_leaves_nothing(checkout: Checkout) -> None:
-    checkout.add("python3.12", "#!/usr/bin/env bash\necho 'pyenv: python3.12: command not found' >&2; exit 127\n")
-    checkout.add_python("python3", "sys.version_info = (3, 9, 2)")
-
+def test_without_a_usable_python_one_line_says_what_to_install(checkout: Checkout) -> None:
+    checkout.add_python("python3", TOO_OLD)
     result = checkout.set_up()
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "no Python 3.11 to 3.14 with venv and ensurepip" in result.stderr
-    assert "PYTHON=" in result.stderr
     assert not checkout.venv.exists()
 
 
-def test_a_named_python_that_does_not_suit_is_named_in_the_error(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-    old = checkout.add_python("old-python", "sys.version_info = (3, 9, 2)")
-    result = checkout.set_up(PYTHON=str(old))
-    assert result.returncode == 1
-    assert str(old) in result.stderr
-    assert not checkout.venv.exists()
-
-
-def test_a_failed_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
+def test_a_failed_installation_leaves_nothing_and_shows_pips_error(checkout: Checkout) -> None:
+    checkout.add_python()
     before = sorted(checkout.folder.rglob("*"))
-
     result = checkout.set_up(FAKE_PIP="fails")
     assert result.returncode == 1
-    assert "installing setuptools failed" in result.stderr
     assert "ERROR: No matching distribution found for torch" in result.stderr
+    assert "failed: .venv/bin/python -m pip install" in result.stderr
     assert sorted(checkout.folder.rglob("*")) == before
-    assert scratch_folders(checkout) == []
-
     assert checkout.set_up().returncode == 0
 
 
-def test_a_failed_update_keeps_the_venv_and_is_tried_again(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-    checkout.set_up()
-    (checkout.folder / "constraints.txt").write_text("torch==99\n")
-
-    assert "failed" in checkout.set_up(FAKE_PIP="fails").stderr
-    assert (checkout.venv / "bin" / "python").exists()
-    assert not checkout.stamp.exists()
-
-    installed = checkout.calls.count("pip .[dev]")
-    assert checkout.set_up().returncode == 0
-    assert checkout.calls.count("pip .[dev]") == installed + 1
-    assert checkout.stamp.exists()
-
-
-@pytest.mark.parametrize("pip", ["works", "fails"])
-def test_a_venv_of_the_users_own_is_installed_into_and_never_removed(checkout: Checkout, pip: str) -> None:
-    (checkout.venv / "bin").mkdir(parents=True)
-    shutil.copy(checkout.add_python("python3.11"), checkout.venv / "bin" / "python")
-    (checkout.venv / "mine").touch()
-
-    result = checkout.set_up(FAKE_PIP=pip)
-    assert result.returncode == (pip == "fails")
+@pytest.mark.parametrize("pip", ["succeeds", "fails"])
+def test_a_users_own_venv_is_installed_into_and_never_removed(checkout: Checkout, pip: str) -> None:
+    checkout.add_venv(checkout.add_python())
+    assert checkout.set_up(FAKE_PIP=pip).returncode == (pip == "fails")
     assert "venv by python3.11" not in checkout.calls
-    assert (checkout.venv / "mine").exists()
-    assert checkout.stamp.exists() == (pip == "works")
+    assert (checkout.venv / "bin" / "python").exists()
 
 
-@pytest.mark.parametrize("pretend", [None, "sys.version_info = (3, 9, 2)", "sys.modules['pip'] = None"])
-def test_a_venv_of_the_users_own_that_is_of_no_use_is_one_line(checkout: Checkout, pretend: str | None) -> None:
-    checkout.add_python("python3.11")
-    (checkout.venv / "bin").mkdir(parents=True)
-    if pretend is not None:
-        shutil.copy(checkout.add_python("theirs", pretend), checkout.venv / "bin" / "python")
-
+@pytest.mark.parametrize("statement", [TOO_OLD, "sys.modules['pip'] = None"])
+def test_a_users_own_venv_that_is_unusable_is_refused(checkout: Checkout, statement: str) -> None:
+    checkout.add_python()
+    checkout.add_venv(checkout.add_python("theirs", statement))
     result = checkout.set_up()
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
@@ -258,73 +219,62 @@ def test_a_venv_of_the_users_own_that_is_of_no_use_is_one_line(checkout: Checkou
     assert checkout.calls == []
 
 
-def test_a_moved_checkout_gets_a_venv_of_its_own(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
+@pytest.mark.parametrize("damage", ["the folder was moved", "the Python was removed"])
+def test_a_broken_venv_is_recreated(checkout: Checkout, damage: str) -> None:
+    checkout.add_python()
     checkout.set_up()
     (checkout.venv / "old").touch()
-    moved = Checkout(checkout.folder.rename(checkout.folder.with_name("moved")), checkout.path)
+    if damage == "the folder was moved":
+        checkout = Checkout(checkout.folder.rename(checkout.folder.with_name("moved")), checkout.path)
+    else:
+        (checkout.venv / "bin" / "python").unlink()
 
-    result = moved.set_up()
+    result = checkout.set_up()
     assert result.returncode == 0
-    assert "anew" in result.stderr
-    assert moved.calls.count("venv by python3.11") == 2
-    assert not (moved.venv / "old").exists()
+    assert "recreating .venv" in result.stderr
+    assert not (checkout.venv / "old").exists()
+    assert checkout.calls == 2 * INSTALLED_ONCE
 
 
-def test_a_venv_that_lost_its_python_is_made_anew(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-    checkout.set_up()
-    (checkout.venv / "bin" / "python").unlink()
-    assert checkout.set_up().returncode == 0
-    assert checkout.calls.count("venv by python3.11") == 2
-
-
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_set_up_leaves_no_venv_and_no_process(checkout: Checkout, end: signal.Signals) -> None:
-    checkout.add_python("python3.11")
-    grandchild = checkout.path / "calls.grandchild"
-    process = checkout.start(FAKE_PIP="hangs")
-    wait_until(lambda: grandchild.exists() and grandchild.read_text().endswith("\n"))
-
-    process.send_signal(end)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_setup_leaves_no_venv_and_no_process(checkout: Checkout, number: signal.Signals) -> None:
+    checkout.add_python()
+    process, grandchild = checkout.start_and_wait_for_pip()
+    process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + end
+    assert process.returncode == 128 + number
     assert "interrupted" in err
     assert not checkout.venv.exists()
-    assert scratch_folders(checkout) == []
-    wait_until(lambda: not is_running(int(grandchild.read_text())))
+    wait_until(lambda: not is_running(grandchild))
 
 
-def test_what_a_killed_set_up_left_is_made_anew(checkout: Checkout) -> None:
-    checkout.add_python("python3.11")
-    grandchild = checkout.path / "calls.grandchild"
-    process = checkout.start(FAKE_PIP="hangs")
-    wait_until(lambda: grandchild.exists() and grandchild.read_text().endswith("\n"))
+def test_a_setup_that_was_killed_is_started_again(checkout: Checkout) -> None:
+    checkout.add_python()
+    process, grandchild = checkout.start_and_wait_for_pip()
     process.kill()
-    process.wait()
-    os.kill(int(grandchild.read_text()), signal.SIGKILL)  # it still holds the lock, as a pip that goes on would
+    os.kill(grandchild, signal.SIGKILL)  # it would hold the lock, as a real pip would
     process.communicate(timeout=20)
-    assert checkout.stamp.exists()
+    assert checkout.venv.exists()
 
     result = checkout.set_up()
     assert result.returncode == 0, result.stderr
-    assert "half-made" in result.stderr
+    assert "recreating .venv" in result.stderr
     assert checkout.calls.count("venv by python3.11") == 2
 
 
-def test_two_set_ups_at_once_install_once(checkout: Checkout) -> None:
+def test_concurrent_setups_install_once(checkout: Checkout) -> None:
     if shutil.which("flock") is None:
-        unavailable("no flock, without which set-ups do not wait for each other: install the package util-linux")
-    checkout.add_python("python3.11")
+        unavailable("setups wait for each other with flock: install the package util-linux")
+    checkout.add_python()
     processes = [checkout.start(FAKE_PIP="slow") for _ in range(3)]
     for process in processes:
         process.communicate(timeout=30)
         assert process.returncode == 0
-    assert checkout.calls == ["venv by python3.11", "pip setuptools", "pip .[dev]"]
+    assert checkout.calls == INSTALLED_ONCE
 
 
 def test_every_requirement_is_pinned() -> None:
-    """A requirement without a pin would bring, some day, a version that no test has seen."""
+    """An unpinned requirement would one day install a version that no test has seen."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
     requirements = [
         *project["build-system"]["requires"],

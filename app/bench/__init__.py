@@ -1,1 +1,1 @@
-"""Benchmarks that measure speed."""
+"""Benchmarks: they measure speed."""

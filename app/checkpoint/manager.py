@@ -1,8 +1,8 @@
-"""Write, verify and rotate checkpoints: staged, flushed, renamed once, marked complete last, verified before reading.
+"""Write, verify and rotate checkpoints.
 
-A process can be killed between any two lines of this file. Until the mark is there a folder is no checkpoint; once it
-is, the manifest's sizes and hashes say whether every byte is still what was written. So `newest` is never half of
-anything.
+A process can be killed between any two lines of this file. A checkpoint is therefore written to a staging directory,
+flushed to disk, renamed once, and only then marked complete. Without the completion marker a folder is not a
+checkpoint. With it, the sizes and hashes in the manifest tell whether every byte is still what was written.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ PREFIX = "checkpoint-"
 STAGING = ".writing"
 MANIFEST = "manifest.json"
 COMPLETION_MARKER = "COMPLETE"
-WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save tells of a full disk by a RuntimeError
+WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save reports a full disk as a RuntimeError
 
 
 def step_of(folder: Path) -> int:
-    """The optimizer step after which a checkpoint was written."""
+    """Return the optimizer step after which a checkpoint was written."""
     return int(folder.name.removeprefix(PREFIX))
 
 
 def problem_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None: it is complete and every file has the size and hash it was written
-    with."""
+    """Verify a checkpoint: it is complete, and every file has the size and the hash that it was written with.
+
+    Returns:
+        What is wrong, or None.
+    """
     try:
         manifest = (folder / MANIFEST).read_bytes()
         if (folder / COMPLETION_MARKER).read_text(encoding="ascii") != hashlib.sha256(manifest).hexdigest():
@@ -55,122 +58,126 @@ def problem_of(folder: Path) -> str | None:
 
 
 def was_complete(folder: Path) -> bool:
-    """Whether a checkpoint was once marked complete. A run killed while it writes the mark leaves a shorter one."""
+    """Tell whether a checkpoint was marked complete. A run killed while it writes the marker leaves a shorter one."""
     try:
         return (folder / COMPLETION_MARKER).stat().st_size == hashlib.sha256().digest_size * 2
     except FileNotFoundError:
         return False
 
 
-def latest_valid_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint in `folder` that is whole; says of each newer one what is wrong with it."""
+def latest_valid_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """Return the latest valid checkpoint in a folder, or None. Report what is wrong with each later one."""
     for checkpoint in latest_first(folder):
         problem = problem_of(checkpoint)
         if problem is None:
             return checkpoint
-        say(f"{checkpoint} is passed over: {problem}")
+        report(f"{checkpoint} is skipped: {problem}")
     return None
 
 
 def latest_first(folder: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, whole or not."""
+    """Return the folders that are named like a checkpoint, complete or not."""
     found = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name.removeprefix(PREFIX).isdecimal()]
     return sorted(found, key=step_of, reverse=True)
 
 
-def commit_checkpoint(aside: Path, folder: Path) -> None:
-    """Makes a checkpoint of the files in `aside`, under the name `folder`."""
+def commit_checkpoint(staging: Path, folder: Path) -> None:
+    """Turn the files in a staging directory into a checkpoint."""
     manifest = {}
-    for path in _files(aside):
+    for path in _files(staging):
         flush(path)
-        manifest[path.relative_to(aside).as_posix()] = (path.stat().st_size, _sha256(path))
+        manifest[path.relative_to(staging).as_posix()] = (path.stat().st_size, _sha256(path))
     content = json.dumps(manifest, indent=1, sort_keys=True).encode()
-    _write(aside / MANIFEST, content)
-    for directory in {path.parent for path in _files(aside)}:
+    _write(staging / MANIFEST, content)
+    for directory in {path.parent for path in _files(staging)}:
         flush(directory)
-    remove(folder)  # one of the same step from before a resume, or a damaged one
-    os.rename(aside, folder)
-    aside.parent.rmdir()
+    remove(folder)  # a damaged checkpoint of the same step, or one from before a resume
+    os.rename(staging, folder)
+    staging.parent.rmdir()
     flush(folder.parent)
     _write(folder / COMPLETION_MARKER, hashlib.sha256(content).hexdigest().encode())
     flush(folder)
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, its mark first: killed in the middle, what is left is no checkpoint."""
+    """Remove a checkpoint. Its marker goes first: if this is interrupted, what is left is not a checkpoint."""
     with suppress(FileNotFoundError):
         (folder / COMPLETION_MARKER).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank calls `save`, which is collective; rank 0 does what is done once."""
+    """The checkpoints of one run. `save` is collective; rank 0 creates, commits and removes folders."""
 
     def __init__(self, folder: Path, limit: int, on_failure: str, world: World) -> None:
         """
         Args:
+            folder: where the checkpoints are.
             limit: how many to keep.
-            on_failure: `continue` or `stop` the run where one can't be written.
+            on_failure: whether to `continue` or `stop` the run if a checkpoint can't be written.
+            world: this rank's.
         """
         self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
         self.latest_valid: Path | None = None
 
-    def save(self, name: str, fill: Callable[[Path], None], needed: Collection[str]) -> bool:
-        """Write a folder and mark it complete.
+    def save(self, name: str, write: Callable[[Path], None], required: Collection[str]) -> bool:
+        """Write a folder and mark it complete. Collective.
 
         Args:
-            fill: `fill(staging)`, called on every rank, writes the files.
-            needed: the files without which it must not be marked complete.
+            name: of the folder.
+            write: `write(staging)`, called on every rank, writes the files.
+            required: the files without which the folder must not be marked complete.
 
         Returns:
-            Whether it was written. Where it wasn't, nothing of it is left, and what was there before still is.
+            Whether it was written. If not, nothing of it is left, and earlier checkpoints are untouched.
 
         Raises:
-            RunError: it wasn't, and `on_failure` is `stop`.
+            RunError: it could not be written, and `on_failure` is `stop`.
         """
-        aside, folder = self.folder / STAGING / name, self.folder / name
+        staging, folder = self.folder / STAGING / name, self.folder / name
         problem = (
-            self._attempt(lambda: self._make(aside), main_only=True)
-            or self._attempt(lambda: fill(aside))
-            or self._attempt(lambda: self._commit(aside, folder, needed), main_only=True)
+            self._try(lambda: self._create(staging), main_only=True)
+            or self._try(lambda: write(staging))
+            or self._try(lambda: self._commit(staging, folder, required), main_only=True)
         )
         if problem is None:
             if name.startswith(PREFIX):
                 self.latest_valid = folder
             return True
         if self.world.local_rank == 0:
-            shutil.rmtree(aside.parent, ignore_errors=True)
-        text = f"{folder} could not be written: {problem}; the last good checkpoint is {self.latest_valid or 'none'}"
+            shutil.rmtree(staging.parent, ignore_errors=True)
+        latest = self.latest_valid or "none"
+        message = f"{folder} could not be written: {problem}; the latest valid checkpoint is {latest}"
         if self.on_failure == "stop":
-            raise RunError(text)
-        line = escape_control_characters(text)
+            raise RunError(message)
+        line = escape_control_characters(message)
         self.world.print_main(f"warning: {line}; training continues (--on_save_failure continue)")
         return False
 
-    def _attempt(self, work: Callable[[], None], main_only: bool = False) -> str | None:
-        """Does the work and returns, on every rank, the first rank's trouble with it."""
+    def _try(self, work: Callable[[], None], main_only: bool = False) -> str | None:
+        """Do the work; return, on every rank, the problem of the first rank that has one."""
         problem = None
         if self.world.is_main_process or not main_only:
             try:
                 work()
             except WRITE_ERRORS as error:
                 problem = " ".join(str(error).split()) or type(error).__name__
-                if not isinstance(error, OSError):  # words of the library's own: what the disk says helps more
+                if not isinstance(error, OSError):  # a library's own message: the free space explains more
                     problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
         return first_failure(problem, self.world)
 
-    def _make(self, aside: Path) -> None:
-        shutil.rmtree(aside.parent, ignore_errors=True)  # of a run that was killed while it wrote
-        for folder in (self.folder, aside.parent):  # not their parents: a run's folder that is gone is gone
+    def _create(self, staging: Path) -> None:
+        shutil.rmtree(staging.parent, ignore_errors=True)  # left by a run that was killed while it was writing
+        for folder in (self.folder, staging.parent):  # not their parents: a run folder that is gone stays gone
             folder.mkdir(exist_ok=True)
-        aside.mkdir()
+        staging.mkdir()
 
-    def _commit(self, aside: Path, folder: Path, needed: Collection[str]) -> None:
-        missing = [name for name in needed if not (aside / name).is_file()]
+    def _commit(self, staging: Path, folder: Path, required: Collection[str]) -> None:
+        missing = [name for name in required if not (staging / name).is_file()]
         if missing:
             raise OSError(f"{', '.join(missing)} was not written")
         try:
-            commit_checkpoint(aside, folder)
+            commit_checkpoint(staging, folder)
             problem = problem_of(folder)
             if problem is not None:
                 raise OSError(problem)
@@ -178,7 +185,7 @@ class CheckpointManager:
             if problem_of(folder) is not None:
                 remove(folder)
             raise
-        for old in latest_first(self.folder)[self.limit :]:  # only now that a newer one is known to be good
+        for old in latest_first(self.folder)[self.limit :]:  # only now that a later one is known to be valid
             remove(old)
 
 

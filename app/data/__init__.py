@@ -1,1 +1,1 @@
-"""From a CSV of reviews to batches."""
+"""Data: from a CSV of reviews to batches of token ids."""

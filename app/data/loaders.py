@@ -1,7 +1,10 @@
-"""Batches of token ids: the collator, this rank's training micro-batches, and its share of an evaluation."""
+"""Batches of token ids: the collator, this rank's training micro-batches, and its share of an eval set."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,56 +20,89 @@ from app.settings import Settings
 
 
 class Collator(DataCollatorWithPadding):
-    """Pad rows to the longest of a batch: the tokenizer's `model_input_names` and the labels, nothing else."""
+    """Pad rows to the longest of a batch. Keep only the tokenizer's `model_input_names` and the labels."""
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         names = {*self.tokenizer.model_input_names, "labels"}
         return super().__call__([{name: row[name] for name in row if name in names} for row in features])
 
 
-def train_loader(
-    rows: Dataset,
-    lengths: NDArray[np.int64],
-    collator: Collator,
-    plan: BatchPlan,
-    world: World,
-    settings: Settings,
+def build_train_loader(
+    rows: Dataset, lengths: NDArray[np.int64], collator: Collator, plan: BatchPlan, world: World, settings: Settings
 ) -> DataLoader[Any]:
-    """This rank's micro-batches, `plan.steps_per_epoch * plan.accumulation_steps` an epoch. Call `sampler.set_epoch`!
+    """Build the loader of this rank's micro-batches: `plan.steps_per_epoch * plan.accumulation_steps` per epoch.
+
+    Call `loader.sampler.set_epoch` before each epoch.
 
     Args:
-        rows: the tokenised training rows.
-        lengths: int64 (n_train,), tokens of each.
+        rows: the tokenized training rows.
+        lengths: int64 (n_train,), the number of tokens of each.
     """
     sampler: FullBatchSampler
     if settings.train_sampling_strategy == "group_by_length":
         sampler = LengthGroupedSampler(lengths, plan.global_size, world, settings.seed)
     else:
         sampler = FullBatchSampler(len(rows), plan.global_size, world, settings.seed)
-    return _loader(rows, collator, plan.micro_size, sampler, world)
+    return DataLoader(rows, plan.micro_size, sampler=sampler, **_options(collator, world))
 
 
-def shard_loader(
-    rows: Dataset, lengths: NDArray[np.int64], collator: Collator, world: World, settings: Settings
-) -> DataLoader[Any]:
-    """This rank's share of rows to evaluate: each row on exactly one rank, none twice, none padded.
+@dataclass(frozen=True)
+class EvalSet:
+    """Rows to evaluate, and this rank's share of them.
 
-    Rows are dealt from short to long, so every rank has the same work; `loader.sampler` lists the positions, in order.
-    `DistributedSampler` would repeat the first rows to make the shares equal (pytorch#25162): not for counting.
+    Attributes:
+        name: `validation` or `test`.
+        labels: class ids of all n rows, int64 (n,), in file order.
+        loader: this rank's batches. Every rank has the same number of them, because the forward pass of a sharded model
+            is a collective.
+        is_filler: for each batch, whether it is only there to make the numbers equal. Its logits must not be used.
+        positions: the places among the n rows of this rank's rows, in the order of the batches, without filler.
     """
-    mine = np.argsort(lengths, kind="stable")[world.rank :: world.size]
-    return _loader(rows, collator, settings.eval_batch_size, mine.tolist(), world)
+
+    name: str
+    labels: NDArray[np.int64]
+    loader: DataLoader[Any]
+    is_filler: Sequence[bool]
+    positions: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
 
-def _loader(rows: Dataset, collator: Collator, batch_size: int, sampler: Any, world: World) -> DataLoader[Any]:
-    # Without a generator of its own, each iter(loader) draws from the global stream, and so from the training's
-    # dropout.
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(
-        rows,
-        batch_size,
-        sampler=sampler,
-        collate_fn=collator,
-        generator=generator,
-        pin_memory=world.device.type == "cuda",
-    )
+def build_eval_set(
+    name: str,
+    rows: Dataset,
+    lengths: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    collator: Collator,
+    world: World,
+    settings: Settings,
+) -> EvalSet:
+    """Divide rows among the ranks: each row is on exactly one rank, so counts are exact.
+
+    `DistributedSampler` would repeat the first rows to make the shares equal (pytorch#25162). Rows are assigned from
+    short to long, in turn, so that every rank has the same work and little padding.
+
+    Args:
+        name: `validation` or `test`.
+        rows: the n tokenized rows.
+        lengths: int64 (n,), the number of tokens of each.
+        labels: int64 (n,), the class id of each.
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    positions = by_length[world.rank :: world.size].tolist()
+    size = settings.eval_batch_size
+    batches = [positions[start : start + size] for start in range(0, len(positions), size)]
+    n_batches = math.ceil(math.ceil(len(lengths) / world.size) / size)  # those of rank 0, which has the most rows
+    filler = [[int(by_length[0])]] * (n_batches - len(batches))
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **_options(collator, world))
+    return EvalSet(name, labels, loader, [False] * len(batches) + [True] * len(filler), positions)
+
+
+def _options(collator: Collator, world: World) -> dict[str, Any]:
+    # Without its own generator, each iter(loader) would draw from the global one and so change the dropout masks.
+    return {
+        "collate_fn": collator,
+        "generator": torch.Generator().manual_seed(0),
+        "pin_memory": world.device.type == "cuda",
+    }

@@ -1,8 +1,8 @@
-"""Who sees which review when: the same global batches at any number of ranks, on both roads.
+"""Which rows are in which batch: the same global batches at any number of ranks, in both training paths.
 
-The permutation of an epoch depends on seed and epoch alone. `DistributedSampler` deals it like cards
-(`permutation[rank::world_size]`), so the rows that all ranks together take at step k are `permutation[k * B : (k + 1) *
-B]` for every world size that divides the global batch size B.
+The permutation of an epoch depends only on the seed and the epoch. `DistributedSampler` assigns its rows to the ranks
+in turn (`permutation[rank::world_size]`). For every world size that divides the global batch size B, the rows of all
+ranks together at step k are therefore `permutation[k * B : (k + 1) * B]`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from app.distributed.world import World
 from app.errors import UserError
-from app.settings import Settings
+from app.settings import Settings, resolve_train_batch_size
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step's rows are divided: `global_size = ranks * micro_size * accumulation_steps`."""
+    """How the rows of an optimizer step are divided: `global_size = ranks * micro_size * accumulation_steps`."""
 
     global_size: int
     ranks: int
@@ -35,8 +35,13 @@ class BatchPlan:
     epochs: int
 
     def due(self, strategy: str, every: int, step: int) -> bool:
-        """Whether an evaluation or a checkpoint falls behind a step: at the end of an `epoch`, each `every` `steps`,
-        `no`. The last step is always an end."""
+        """Tell whether an evaluation or a checkpoint follows a step.
+
+        Args:
+            strategy: `epoch` (at the end of each epoch), `steps` or `no`. Except for `no`, the last step is always due.
+            every: the interval in steps for `steps`.
+            step: the optimizer step, counted from 1.
+        """
         if strategy == "no":
             return False
         return step == self.total_steps or step % (every if strategy == "steps" else self.steps_per_epoch) == 0
@@ -44,23 +49,24 @@ class BatchPlan:
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         micro = "1 micro-batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} micro-batches"
-        return f"{self.global_size} rows a step = {ranks} x {self.micro_size} rows x {micro}"
+        return f"{self.global_size} rows per step = {ranks} x {self.micro_size} rows x {micro}"
 
 
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
-    """Divides the global batch among ranks and accumulation steps.
+    """Divide the global batch among ranks and accumulation steps.
 
     Raises:
-        UserError: it doesn't divide (names the nearest sizes that do), or there are fewer training rows than one batch.
+        UserError: the batch can't be divided (names the nearest sizes that can), or there are fewer training rows than
+            one batch.
     """
-    size, accumulation = settings.train_batch_size, settings.gradient_accumulation_steps
+    size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = world_size * accumulation
     if size % shares:
         below, above = size // shares * shares, math.ceil(size / shares) * shares
-        right = " or ".join(str(near) for near in (below, above) if near)
+        valid = " or ".join(str(near) for near in (below, above) if near)
         raise UserError(
             f"--train_batch_size {size} can't be divided among {world_size} rank(s) x --gradient_accumulation_steps "
-            f"{accumulation}: use {right}"
+            f"{accumulation}: use {valid}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
@@ -74,10 +80,9 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
 
 
 class FullBatchSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` whose epoch ends with the last whole global batch.
+    """A `DistributedSampler` whose epoch ends with the last complete global batch.
 
-    The tail that doesn't fill a batch is left out of the epoch: other rows each time, because the permutation is
-    another.
+    The remaining rows are left out of the epoch. They are different rows in each epoch, because the permutation is.
     """
 
     def __init__(self, n_rows: int, batch_size: int, world: World, seed: int) -> None:
@@ -88,7 +93,7 @@ class FullBatchSampler(DistributedSampler[Any]):
         self.steps_done = 0
 
     def set_epoch(self, epoch: int, steps_done: int = 0) -> None:
-        """Chooses the epoch's permutation; a resumed run begins behind the optimizer steps that are done."""
+        """Choose the epoch's permutation, and how many of its optimizer steps a resumed run skips."""
         super().set_epoch(epoch)
         self.steps_done = steps_done
 
@@ -101,21 +106,21 @@ class FullBatchSampler(DistributedSampler[Any]):
         return self.batch_size // self.num_replicas
 
     def epoch_rows(self) -> list[int]:
-        """This rank's rows of the whole epoch, in order."""
+        """Return this rank's rows of the complete epoch, in order."""
         return list(super().__iter__())
 
     def rows_of_step(self, step: int) -> list[int]:
-        """This rank's rows of the epoch's step with this number, counted from 0."""
+        """Return this rank's rows of a step of the epoch, counted from 0."""
         return self.epoch_rows()[step * self.rows_per_step : (step + 1) * self.rows_per_step]
 
 
 class LengthGroupedSampler(FullBatchSampler):
-    """Global batches of reviews of like length, dealt so that at each step every rank has the same length range.
+    """Global batches of reviews of similar length, which need little padding.
 
     A shuffled epoch is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the
-    batches of the epoch are shuffled. (The recipe is `transformers`' `LengthGroupedSampler`, moved from a rank's batch
-    to the global one.) Within a batch the rows stay sorted and are dealt in turn, so ranks wait for one another as
-    little as possible.
+    batches of the epoch are shuffled. This is the recipe of `transformers`' `LengthGroupedSampler`, applied to the
+    global batch instead of a rank's. Within a batch the rows stay sorted and are assigned to the ranks in turn, so
+    every rank has the same range of lengths and waits as little as possible.
     """
 
     POOL = 50

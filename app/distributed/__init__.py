@@ -1,1 +1,1 @@
-"""What several processes do together."""
+"""The process group, collectives, failure handling and launching."""

@@ -6,8 +6,10 @@ import os
 import socket
 
 import psutil
+import torch
 
 from app.errors import UserError, shorten
+from app.settings import Settings
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 LOWEST |= {"TORCHELASTIC_RESTART_COUNT": 0}
@@ -41,6 +43,67 @@ def _number(name: str, text: str, lowest: int) -> int:
     if text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= lowest:
         return int(text)
     raise UserError(f"{name}={shorten(text)!r}: must be a whole number, {lowest} or more: {REMEDY}")
+
+
+# What accelerate.utils.str_to_bool accepts.
+TRUE, FALSE = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
+UNSUPPORTED_BACKENDS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate's parallelism config",
+    "ACCELERATE_USE_SAGEMAKER": "SageMaker's data parallelism",
+}
+DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
+
+
+def check_accelerate_environment(settings: Settings) -> None:
+    """Check that no variable exported by `accelerate launch` contradicts the settings.
+
+    Trainer and accelerate read these variables and the hand-written loop does not, so a contradicting variable would
+    silently make the two paths train differently from each other and from `settings.json`. Variables that agree with
+    the settings or have no effect are accepted; plain `accelerate launch` sets several of them.
+
+    Args:
+        settings: The settings of this process.
+
+    Raises:
+        UserError: A variable contradicts the settings. The message names it, its value and the flag to use instead.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    # TrainingArguments takes the precision from the variable unless bf16=True, which takes precedence over "no".
+    if precision not in ({"no", "bf16"} if settings.bf16 else {"no"}):
+        remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it; only bf16 is supported"
+        raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
+    for name, backend in UNSUPPORTED_BACKENDS.items():
+        if _is_true(name):
+            raise _contradiction(name, f"{backend} is not supported", "unset it")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
+    for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
+        _is_true(f"ACCELERATE_DYNAMO_{flag}")
+    if _is_true("ACCELERATE_USE_CPU") and _uses_gpu(settings):
+        raise _contradiction("ACCELERATE_USE_CPU", "the settings select the GPU", "add --use_cpu, or unset it")
+    device = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if device is not None and (device != "cpu" or _uses_gpu(settings)):
+        remedy = "unset it, and use --use_cpu or CUDA_VISIBLE_DEVICES"
+        raise _contradiction("ACCELERATE_TORCH_DEVICE", "the settings select the device", remedy)
+
+
+def _contradiction(name: str, reason: str, remedy: str) -> UserError:
+    return UserError(f"{name}={shorten(os.environ[name])} (as set by accelerate), but {reason}: {remedy}")
+
+
+def _is_true(name: str) -> bool:
+    """Parse a boolean variable as accelerate does; unset means false."""
+    text = os.environ.get(name, "false").lower()
+    if text not in TRUE | FALSE:
+        raise UserError(f"{name}={shorten(text)!r}: must be true or false; unset it")
+    return text in TRUE
+
+
+def _uses_gpu(settings: Settings) -> bool:
+    return not settings.use_cpu and torch.cuda.is_available()
 
 
 def started_by_torchrun() -> bool:

@@ -1,5 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGUSR1 (Slurm's `--signal`) or Ctrl-C to any rank stops all ranks after the same
-step."""
+"""Stop requests: SIGTERM, SIGUSR1 (Slurm's `--signal`) or Ctrl-C on any rank stops all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -14,61 +13,61 @@ import torch.distributed as dist
 from app.distributed.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun passes it on to them
+SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun forwards it to them
 
 
 class StopRequest:
-    """Asks the ranks once a step whether any of them was told to stop.
+    """Find out once per step whether any rank has been asked to stop.
 
-    The question travels while the next step is computed: an asynchronous all-reduce of one integer over gloo, so that
-    it delays neither CPU nor GPU. Its answer, and with it the stop, comes a step later, after the same step on every
-    rank. A context: whoever is told to stop behind the last step comes to the end of the block, which is near.
+    The question is an asynchronous all-reduce of one integer over gloo, which runs while the next step is computed and
+    so delays neither CPU nor GPU. The answer, and with it the stop, arrives one step later, after the same step on
+    every rank.
+
+    Use as a context manager. A request that arrives after the last step is ignored, and the run finishes.
     """
 
     def __init__(self, world: World) -> None:
-        """Collective. From here on a signal is a request; a second one, a second later, ends the process at once.
-
-        Args:
-            timeout: how long to wait for the other ranks' answers.
-        """
+        """Collective. From here on a signal is a request; another one a second later ends the process at once."""
         self.received = False
-        # A group of its own does not inherit the default group's timeout: unset, it would be half an hour.
+        # A new group does not inherit the default group's timeout: unset, it would be half an hour.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
-        self.asked: tuple[torch.Tensor, dist.Work] | None = None
-        # Python runs a signal's handler in the main thread only, which may wait long in a collective for a rank that
-        # hangs. A byte with the signal's number comes down this pipe at once.
+        self.pending: tuple[torch.Tensor, dist.Work] | None = None
+        # Python runs a signal handler only in the main thread, which may be waiting in a collective for a rank that
+        # hangs. The signal's number arrives through this pipe at once.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
-    def agreed(self) -> bool:
-        """Whether some rank had been told to stop when this was called last. To be called by every rank after each
-        step."""
+    def requested(self) -> bool:
+        """Tell whether any rank had been asked to stop at the previous call. Collective; call it after each step."""
         answer = False
-        if self.asked is not None:
-            flag, work = self.asked
+        if self.pending is not None:
+            flag, work = self.pending
             work.wait()
             answer = bool(flag)
         flag = torch.tensor(int(self.received))
-        self.asked = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        self.pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return answer
 
     def __enter__(self) -> StopRequest:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Signals do again what they did before; but not for a rank that fails, whose line has to come out first."""
+        """Restore the signal handlers, but not on a rank that fails: its error line has to be printed first."""
         if failure is not None:
             return
-        if self.asked is not None:
-            self.asked[1].wait()
-            self.asked = None
-        for number, handler in self.before.items():
+        if self.pending is not None:
+            self.pending[1].wait()
+            self.pending = None
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         os.close(self.writer)  # ends the thread
+        # It refers to the process group. If it released that while the interpreter exits, the process would abort.
+        self.listener.join()
 
     def _listen(self) -> None:
         first = None

@@ -1,1 +1,1 @@
-"""Experiments that measure correctness."""
+"""Experiments: they measure correctness."""

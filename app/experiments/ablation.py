@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from app.data.csv_table import ReviewTable
-from app.data.loaders import Collator, shard_loader, train_loader
+from app.data.loaders import Collator, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan
 from app.data.split import Indices, Split
 from app.data.tokenize import lengths_of, tokenize
@@ -35,9 +35,10 @@ from app.experiments.ablation_variants import Variant, build_variants, plan_vari
 from app.model.hub import resolve_commit
 from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
+from app.strategies.ddp import DDP
+from app.training.build import read_and_split
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
-from app.training.prepare import read_and_split
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def train_variant(settings: Settings, variant: Variant, data: AblationData, rank
     classifier = load_classifier(settings, data.table.class_names, data.tokenizer)
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    optimizer, scheduler = build_optimization(model, settings, variant, plan, learning_rate)
+    optimizer, scheduler = build_optimization(model, settings, variant, plan, learning_rate, world)
     autocast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
     simulated_ranks = list(simulate_ranks(settings, variant, data, plan, world))
 
@@ -165,11 +166,13 @@ def predict_correct(settings: Settings, model: PreTrainedModel, data: AblationDa
     """Return which test rows the model classifies correctly, bool (n_test,) in file order."""
     model.eval()
     test = data.split.test
-    loader = shard_loader(data.rows.select(test), data.lengths[test], Collator(data.tokenizer), world, settings)
+    collator = Collator(data.tokenizer)
+    rows, lengths, labels = data.rows.select(test), data.lengths[test], data.table.labels[test]
+    eval_set = build_eval_set("test", rows, lengths, labels, collator, world, settings)
     correct = np.empty(len(test), dtype=bool)
-    positions = iter(loader.sampler)
+    positions = iter(eval_set.positions)
     with torch.no_grad(), torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
-        for batch in loader:
+        for batch in eval_set.loader:
             labels = batch.pop("labels").numpy()
             logits = model(**{name: tensor.to(world.device) for name, tensor in batch.items()}).logits
             correct[list(islice(positions, len(labels)))] = logits.argmax(dim=1).cpu().numpy() == labels
@@ -177,11 +180,16 @@ def predict_correct(settings: Settings, model: PreTrainedModel, data: AblationDa
 
 
 def build_optimization(
-    model: torch.nn.Module, settings: Settings, variant: Variant, plan: BatchPlan, learning_rate: float
+    model: torch.nn.Module,
+    settings: Settings,
+    variant: Variant,
+    plan: BatchPlan,
+    learning_rate: float,
+    world: World,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return the optimizer and the schedule of a variant."""
     if variant.optimizer == "AdamW":
-        adamw = build_optimizer(model, settings, learning_rate)
+        adamw = build_optimizer(model, settings, learning_rate, DDP(settings, world))
         return adamw, build_scheduler(adamw, settings, plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
     # With the kernel that torch selects, as in the usual script; a fused one only rounds differently.
@@ -225,5 +233,5 @@ def simulate_ranks(
         collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     for rank in range(plan.ranks):
         rank_world = replace(world, rank=rank, size=plan.ranks, local_rank=rank, local_size=plan.ranks)
-        loader = train_loader(data.rows.select(train), data.lengths[train], collator, plan, rank_world, settings)
+        loader = build_train_loader(data.rows.select(train), data.lengths[train], collator, plan, rank_world, settings)
         yield SimulatedRank(loader, settings.seed + variant.dropout_seed + rank, plan, world.device)

@@ -35,7 +35,7 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
     # Imported late: with two finished runs, `compare` needs none of these.
     from app.model.hub import resolve_commit
     from app.model.load import load_config
-    from app.training.prepare import read_and_split
+    from app.training.build import read_and_split
 
     read_and_split(settings, nproc_per_node)
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit

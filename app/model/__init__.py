@@ -1,1 +1,1 @@
-"""The classifier: from the Hub, from a folder, or the embedded tiny BERT."""
+"""The tokenizer and the classifier."""

@@ -1,1 +1,1 @@
-"""What a comparison says: statistics, figures, pages."""
+"""The comparison of two runs: statistics, plots, pages."""

@@ -404,7 +404,7 @@ class RunRecord:
 
         def fill(folder: Path) -> None:
             if self.world.is_main_process:
-                write_weights(folder, model)
+                write_weights(folder, model.state_dict())
 
         if self.checkpoints.save(f"best-{step}", fill, (MODEL,)):
             self.best = Best(step, figures[metric])
@@ -419,7 +419,7 @@ class RunRecord:
             if (problem := first_failure(problem, self.world)) is not None:
                 raise RunError(f"{folder}: the best weights are damaged: {problem}")
             if self.world.is_main_process:
-                read_weights(folder, model)
+                model.load_state_dict(read_weights(folder))
             broadcast_tensors(model.state_dict().values(), self.world)
             self.world.print_main(f"{'best weights':>14}  of step {self.best.step}: {self._best_figure()}")
 

@@ -1,1 +1,1 @@
-"""Parallel training strategies."""
+"""Training strategies: how a model is distributed over the ranks."""

@@ -1,13 +1,12 @@
-"""What a parallel training strategy has to provide."""
+"""What a training strategy has to provide."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-
-from app.settings import Settings
 
 Tensors = dict[str, torch.Tensor]
 
@@ -15,8 +14,8 @@ Tensors = dict[str, torch.Tensor]
 class Strategy(Protocol):
     """How parameters, gradients and optimizer state are distributed over the ranks.
 
-    `wrapped` is what `wrap` returned, `model` the module inside it. Every method that gathers or loads is collective:
-    under a sharded strategy no rank holds the whole state, so all ranks have to take part.
+    `model` is the plain module, `wrapped` what `wrap` made of it. Methods that gather or load are collective: under a
+    sharded strategy no rank holds the whole state, so every rank has to take part.
     """
 
     name: str
@@ -24,14 +23,28 @@ class Strategy(Protocol):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective."""
 
-    def build_optimizer(self, wrapped: torch.nn.Module, settings: Settings, learning_rate: float) -> Any:
-        """Return the optimizer of the parameters that this rank updates."""
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        """Return AdamW for the parameters that this rank updates.
+
+        Args:
+            groups: parameter groups of the wrapped model.
+            options: AdamW's.
+        """
+
+    def prepare_resume(self, wrapped: torch.nn.Module, batch: Tensors) -> None:
+        """Bring the wrapper to the state that it has after the first step of a run. Collective.
+
+        Call it before the training state is loaded: it draws random numbers and may update buffers.
+
+        Args:
+            batch: any batch of training rows.
+        """
 
     def no_sync(self, wrapped: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward() accumulates gradients without reducing them over the ranks."""
 
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a global norm.
+        """Scale the gradients down to a global norm. Collective.
 
         Returns:
             The norm before clipping, a scalar, equal on every rank.

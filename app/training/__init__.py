@@ -1,1 +1,1 @@
-"""What both paths need before and during training."""
+"""What both training paths need before and during training."""

@@ -1,16 +1,18 @@
-"""What a run prints: its first and last lines, and how quiet the libraries are."""
+"""What a run prints first and last."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
 import torch
 import transformers
 
-from app.data.csv_table import ReviewTable, describe_dropped
-from app.data.sampler import BatchPlan
-from app.data.split import Split
+from app.data.csv_table import describe_dropped
+from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.errors import escape_control_characters
 from app.metrics.score import Scores
@@ -18,11 +20,12 @@ from app.model.load import Classifier
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
 from app.settings import SAMPLE_CSV, Settings
+from app.training.build import ReviewData
 from app.training.optim import warmup_steps
 
 
 def quiet_libraries(world: World) -> None:
-    """Libraries' own bars and warnings: none from the ranks that nobody reads."""
+    """Turn off the libraries' progress bars, and their warnings on all ranks except 0."""
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     if not world.is_main_process:
@@ -30,69 +33,74 @@ def quiet_libraries(world: World) -> None:
         datasets.logging.set_verbosity_error()
 
 
-def start_up_block(
+def describe_run(
     path_name: str,
     settings: Settings,
-    table: ReviewTable,
-    split: Split,
-    plan: BatchPlan,
+    data: ReviewData,
     classifier: Classifier,
     folder: Path,
     world: World,
     resume: Resume,
-    commit: str | None,
 ) -> str:
-    """What will happen, in a few lines."""
+    """Return the block that a run prints before the first step."""
+    table, split, plan = data.table, data.split, data.plan
+    sample = " (the bundled synthetic sample; see data/README.md for the real file)" if table.path == SAMPLE_CSV else ""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
-    default = (
-        "" if table.path != SAMPLE_CSV else " (the bundled synthetic sample; see data/README.md for the real file)"
-    )
-    warmup = warmup_steps(settings, plan.total_steps)
-    classes = ", ".join(table.class_names)
-    weights = "pretrained weights" if classifier.pretrained else "weights initialised here"
-    parameters = classifier.model.num_parameters() / 1e6
+    commit = f" at {data.commit[:12]}" if data.commit else ""
+    weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    threads = torch.get_num_threads()
     lines = [
-        ("road", path_name),
-        ("reviews", f"{table.path}{default}"),
+        ("path", path_name),
+        ("reviews", f"{table.path}{sample}"),
         *(("dropped", line) for line in describe_dropped(table)),
         (
             "rows",
-            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {classes}",
+            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
         ),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
-        ("model", f"{classifier.origin}{f' at {commit[:12]}' if commit else ''}; {parameters:.1f} M parameters"),
+        ("model", f"{classifier.origin}{commit}; {classifier.model.num_parameters() / 1e6:.1f} M parameters"),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         (
             "steps",
-            f"{plan.total_steps} ({plan.steps_per_epoch} an epoch), {warmup} of warm-up",
+            f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), {warmup_steps(settings, plan.total_steps)} of "
+            "warm-up",
         ),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type}; {weights})"),
-        ("machine", f"{world.size} x {device}, {torch.get_num_threads()} thread(s) a rank, {settings.precision}"),
+        ("machine", f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}"),
         ("files", f"{folder}/"),
     ]
     if resume.checkpoint is not None:
         lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
         if resume.changes:
             changes = "; ".join(resume.changes)
-            lines += [("changed", f"{changes}: the same batches, but other dropout masks from here on")]
-        threads, before = torch.get_num_threads(), resume.state.get("threads")
+            lines += [("changed", f"{changes}: the same batches, but different dropout masks from here on")]
+        before = resume.state.get("threads")
         if before not in (None, threads):
             lines += [
                 ("changed", f"threads per rank: {threads}, was {before}: sums are rounded differently from here on")
             ]
-    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
+    return _block(lines)
 
 
-def closing_block(scores: Scores, record: RunRecord) -> str:
-    """What came out, and where it is."""
-    right = round(scores.accuracy * scores.n)
-    lines = [
-        ("test accuracy", f"{scores.accuracy:.4f} ({right} of {scores.n} reviews), F1 {scores.f1:.4f}"),
-        (
-            "training took",
-            f"{record.totals.train_seconds:.1f} s, {record.totals.examples_per_second:.0f} reviews a second",
-        ),
-        ("model", f"{record.model_folder}/"),
-    ]
+def describe_ranks(world: World) -> str:
+    """Return one line per rank: its host, device and process id. Collective."""
+    ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
+    return "\n" + _block([(f"rank {rank}", text) for rank, text in enumerate(ranks)])
+
+
+def describe_result(scores: Scores, record: RunRecord) -> str:
+    """Return the block that a run prints at its end."""
+    correct = round(scores.accuracy * scores.n)
+    seconds, rate = record.totals.train_seconds, record.totals.examples_per_second
+    return _block(
+        [
+            ("test accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"),
+            ("training took", f"{seconds:.1f} s, {rate:.0f} reviews per second"),
+            ("model", f"{record.model_folder}/"),
+        ]
+    )
+
+
+def _block(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)

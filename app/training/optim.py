@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and schedule: the same for both roads."""
+"""Parameter groups, AdamW and the learning rate schedule: the same in both training paths."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from app.settings import Settings
+from app.strategies.base import Strategy
 
 FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # measured on the embedded model
 
 
 def default_learning_rate(pretrained: bool) -> float:
+    """Return the peak learning rate that is used unless `--learning_rate` is set."""
     return FROM_PRETRAINED if pretrained else FROM_SCRATCH
 
 
-def build_optimizer(model: torch.nn.Module, settings: Settings, learning_rate: float) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov and Hutter 2019). Matrices and embeddings decay; biases and norms, being vectors,
-    don't."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(
+    wrapped: torch.nn.Module, settings: Settings, learning_rate: float, strategy: Strategy
+) -> torch.optim.Optimizer:
+    """Build fused AdamW (Loshchilov and Hutter 2019).
+
+    Weight decay applies to matrices and embeddings, not to vectors: biases and normalization weights.
+    """
+    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return strategy.build_optimizer(
         groups,
         lr=learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -36,13 +42,13 @@ def build_optimizer(model: torch.nn.Module, settings: Settings, learning_rate: f
 
 
 def warmup_steps(settings: Settings, total_steps: int) -> int:
-    """Steps of warm-up: a value below 1 is a share of all steps, as in `TrainingArguments`."""
+    """Return the number of warm-up steps: a value below 1 is a share of all steps, as in `TrainingArguments`."""
     steps = settings.warmup_steps
     return math.ceil(steps * total_steps) if steps < 1 else int(steps)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: Settings, total_steps: int) -> LRScheduler:
-    """Linear warm-up, then the course that `lr_scheduler_type` names. To be stepped once an optimizer step."""
+    """Build the schedule: linear warm-up, then what `lr_scheduler_type` names. Step it once per optimizer step."""
     scheduler: LRScheduler = get_scheduler(
         settings.lr_scheduler_type,
         optimizer,

@@ -1,3 +1,7 @@
+"""Reading, checking and cleaning CSV files."""
+
+from __future__ import annotations
+
 import codecs
 import csv
 import dataclasses
@@ -13,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.data import csv_table
+from app.data import csv_checks
 from app.data.csv_table import describe_dropped, read_reviews
 from app.errors import UserError
 
@@ -31,7 +35,7 @@ def csv_file(tmp_path):
 
 
 def one_line_error(path, **columns) -> str:
-    """The message of the UserError that reading raises: one line that starts with the file."""
+    """Return the message of the UserError that `read_reviews` raises, without the file name that starts it."""
     with pytest.raises(UserError) as caught:
         read_reviews(path, **columns)
     message = str(caught.value)
@@ -40,10 +44,10 @@ def one_line_error(path, **columns) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-# --- what is read ---
+# --- reading ---
 
 
-def test_reads_texts_classes_rows_and_the_file_s_hash(csv_file):
+def test_reading_returns_texts_classes_rows_and_the_file_hash(csv_file):
     path = csv_file("id,label,note,review\n7,1,,很好\n8,0,x,\n9,,y,没有标签\n10,0,z,很差\n")
     reviews = read_reviews(path)
     assert reviews.path == path
@@ -91,25 +95,25 @@ def test_only_the_columns_in_use_need_unique_names(csv_file):
 
 
 @pytest.mark.parametrize("word", ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"])
-def test_words_that_pandas_takes_for_missing_are_reviews_and_labels(csv_file, word):
+def test_strings_that_pandas_treats_as_missing_are_reviews_and_labels(csv_file, word):
     reviews = read_reviews(csv_file(f"label,review\n{word},{word}\nother,差\n"))
     assert reviews.dropped == {}
     assert reviews.texts.tolist() == [word, "差"]
     assert reviews.class_names[reviews.labels[0]] == word
 
 
-def test_a_row_without_both_is_counted_once_and_whitespace_is_nothing(csv_file):
+def test_a_row_that_lacks_both_is_counted_once_and_whitespace_counts_as_missing(csv_file):
     reviews = read_reviews(csv_file('label,review\n1,好\n,\n0,"  \u3000\n"\n" ",评\n0,""\n0,差\n,评\n'))
     assert reviews.dropped == {"no review": [1, 2, 4], "no label": [3, 6]}
     assert reviews.rows.tolist() == [0, 5]
 
 
-def test_reviews_are_kept_to_the_letter(csv_file):
+def test_reviews_keep_leading_and_trailing_whitespace(csv_file):
     reviews = read_reviews(csv_file("review,label\n  好 ,1\n\t差,0\n"))
     assert reviews.texts.tolist() == ["  好 ", "\t差"]
 
 
-def test_rows_are_pandas_index_with_blank_lines_and_multiline_reviews(csv_file):
+def test_row_numbers_match_the_pandas_index_despite_blank_lines_and_multiline_reviews(csv_file):
     path = csv_file('\nlabel,review\n1,"第一\n\n行"\n\n  \n0,差\n\t\n,无\n1,"好\r\n"\n\n')
     reviews = read_reviews(path)
     plain = pd.read_csv(path)
@@ -120,14 +124,14 @@ def test_rows_are_pandas_index_with_blank_lines_and_multiline_reviews(csv_file):
     assert plain["review"].loc[reviews.rows].tolist() == reviews.texts.tolist()
 
 
-def test_a_review_longer_than_the_csv_module_s_limit(csv_file):
+def test_a_review_longer_than_the_csv_field_limit_is_read(csv_file):
     limit = csv.field_size_limit()
     long = "很" * (limit + 1)
     assert read_reviews(csv_file(f'label,review\n1,"{long}"\n0,差\n')).texts[0] == long
     assert csv.field_size_limit() == limit
 
 
-def test_a_file_name_that_pandas_would_unpack(tmp_path):
+def test_a_plain_file_with_a_compressed_suffix_is_read(tmp_path):
     path = tmp_path / "reviews.csv.gz"
     path.write_text(GOOD, encoding="utf-8")
     assert len(read_reviews(path)) == 2
@@ -150,27 +154,27 @@ def test_a_file_name_that_pandas_would_unpack(tmp_path):
         (["9" * 5000, "1"], ("1", "9" * 5000), [1, 0]),
     ],
 )
-def test_class_names_and_ids(csv_file, labels, names, ids):
+def test_class_names_are_sorted_and_integers_normalized(csv_file, labels, names, ids):
     reviews = read_reviews(csv_file("label,review\n" + "".join(f"{label},评\n" for label in labels)))
     assert reviews.class_names == names
     assert reviews.labels.tolist() == ids
 
 
 @pytest.mark.parametrize(("n_rows", "n_classes"), [(20_000, 1001), (60, 31), (21, 21)])
-def test_too_many_classes(csv_file, n_rows, n_classes):
+def test_too_many_classes_are_rejected(csv_file, n_rows, n_classes):
     path = csv_file("label,review\n" + "".join(f"{row % n_classes}.5,评\n" for row in range(n_rows)))
     message = one_line_error(path)
-    assert f"column 'label' has {n_classes:,} different values in {n_rows:,} rows" in message
+    assert f"column 'label' has {n_classes:,} distinct values in {n_rows:,} rows" in message
     assert "--label_column" in message
 
 
 @pytest.mark.parametrize(("n_rows", "n_classes"), [(20_000, 1000), (60, 30), (20, 20)])
-def test_many_classes_that_are_still_classes(csv_file, n_rows, n_classes):
+def test_many_classes_are_accepted_up_to_the_limits(csv_file, n_rows, n_classes):
     path = csv_file("label,review\n" + "".join(f"{row % n_classes},评\n" for row in range(n_rows)))
     assert read_reviews(path).class_names == tuple(map(str, range(n_classes)))
 
 
-# --- laws ---
+# --- properties ---
 
 # Any character that a CSV in UTF-8 can hold; NUL marks a binary file.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
@@ -186,11 +190,11 @@ TEXTS = st.text(st.sampled_from(',"\r\n \t') | CHARACTERS, min_size=1, max_size=
     text_first=st.booleans(),
     bom=st.booleans(),
 )
-def test_what_csv_writer_writes_is_read_back(tmp_path, data, line_end, text_first, bom):
+def test_files_written_by_csv_writer_are_read_back(tmp_path, data, line_end, text_first, bom):
     path = tmp_path / "reviews.csv"
     order = slice(None, None, -1 if text_first else 1)
     with path.open("w", encoding="utf-8-sig" if bom else "utf-8", newline="") as file:
-        # with "\n" as its line end the writer leaves a lone "\r" unquoted
+        # with "\n" as the line end, the writer leaves a bare "\r" unquoted
         quoting = csv.QUOTE_MINIMAL if line_end == "\r\n" else csv.QUOTE_ALL
         csv.writer(file, lineterminator=line_end, quoting=quoting).writerows([("label", "review")[order]])
         csv.writer(file, lineterminator=line_end, quoting=quoting).writerows(row[order] for row in data)
@@ -203,17 +207,17 @@ def test_what_csv_writer_writes_is_read_back(tmp_path, data, line_end, text_firs
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=500)
 @given(body=st.lists(st.sampled_from(["1", "0", ",", ",", '"', '"', "\n", "\r\n", "\r", " ", "好", "x"]), max_size=25))
-def test_whatever_is_read_has_pandas_row_numbers_and_texts(tmp_path, body):
-    """Any jumble either is refused in one line, or is read just as a plain `pandas.read_csv` reads it."""
+def test_any_accepted_file_has_the_row_numbers_and_texts_of_pandas(tmp_path, body):
+    """Arbitrary content is either rejected in one line or read exactly as plain `pandas.read_csv` reads it."""
     path = tmp_path / "reviews.csv"
     path.write_bytes(("label,review\n1,好\n0,差\n" + "".join(body)).encode())
-    refusal = ""
+    rejection = ""
     try:
         reviews = read_reviews(path)
     except UserError as error:
-        refusal = str(error)
-    if refusal:
-        assert len(refusal.splitlines()) == 1
+        rejection = str(error)
+    if rejection:
+        assert len(rejection.splitlines()) == 1
         return
     with path.open(encoding="utf-8", newline="") as file:
         plain = pd.read_csv(file, dtype=str)
@@ -225,33 +229,33 @@ def test_whatever_is_read_has_pandas_row_numbers_and_texts(tmp_path, body):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7])
 @pytest.mark.parametrize("encoding", ["utf-8", "gb18030"])
-def test_the_offset_of_a_bad_byte_is_exact_at_any_chunk_size(csv_file, monkeypatch, chunk_bytes, encoding):
-    monkeypatch.setattr(csv_table, "_CHUNK_BYTES", chunk_bytes)
+def test_the_offset_of_an_invalid_byte_is_exact_at_any_chunk_size(csv_file, monkeypatch, chunk_bytes, encoding):
+    monkeypatch.setattr(csv_checks, "CHUNK_BYTES", chunk_bytes)
     good = "好a𠮷坏\n".encode(encoding)
     for cut in (good, good * 3):
-        assert csv_table._undecodable_at(csv_file(cut), encoding) is None
-        assert csv_table._undecodable_at(csv_file(cut + b"\xff" + cut), encoding) == len(cut)
+        assert csv_checks.first_undecodable_byte(csv_file(cut), encoding) is None
+        assert csv_checks.first_undecodable_byte(csv_file(cut + b"\xff" + cut), encoding) == len(cut)
     truncated = good[:-2]  # within the last hanzi
-    assert csv_table._undecodable_at(csv_file(truncated), encoding) == len("好a𠮷".encode(encoding))
+    assert csv_checks.first_undecodable_byte(csv_file(truncated), encoding) == len("好a𠮷".encode(encoding))
 
 
-# --- what is refused ---
+# --- rejected files ---
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     assert one_line_error(tmp_path / "none.csv") == "no such file"
 
 
-def test_a_folder(tmp_path):
+def test_a_folder_is_rejected(tmp_path):
     assert "is a folder" in one_line_error(tmp_path)
 
 
-def test_no_regular_file(tmp_path):
+def test_a_named_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert "is no regular file" in one_line_error(tmp_path / "pipe")
+    assert "is not a regular file" in one_line_error(tmp_path / "pipe")
 
 
-def test_an_unreadable_file(csv_file, monkeypatch):
+def test_an_unreadable_file_is_reported(csv_file, monkeypatch):
     path = csv_file(GOOD)
     path.chmod(0)
     if os.access(path, os.R_OK):  # root reads everything
@@ -265,77 +269,79 @@ def test_an_unreadable_file(csv_file, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "\ufeff", "\n\n", " \r\n"])
-def test_an_empty_file(csv_file, content):
+def test_an_empty_file_is_rejected(csv_file, content):
     assert "is empty" in one_line_error(csv_file(content))
 
 
 @pytest.mark.parametrize("content", ["label,review", "label,review\n", "label,review\r\n\r\n \n"])
-def test_a_header_only(csv_file, content):
-    assert one_line_error(csv_file(content)) == "has a header ('label', 'review') and no rows"
+def test_a_file_with_only_a_header_is_rejected(csv_file, content):
+    assert one_line_error(csv_file(content)) == "has a header ('label', 'review') but no rows"
 
 
-def test_all_rows_dropped(csv_file):
+def test_a_file_without_usable_rows_is_rejected(csv_file):
     message = one_line_error(csv_file("label,review\n1,\n,好\n0, \n"))
     assert "no row has both" in message
     assert "2 with no review, 1 with no label" in message
 
 
-def test_a_missing_column_names_those_that_are_there(csv_file):
+def test_a_missing_column_error_lists_the_existing_columns(csv_file):
     path = csv_file("label,text\n1,a\n0,b\n")
-    assert one_line_error(path) == "no column 'review'; there are 'label', 'text' (choose one with --text_column)"
+    assert (
+        one_line_error(path) == "no column 'review'; the file has 'label', 'text' (choose a column with --text_column)"
+    )
     assert "no column 'x'" in one_line_error(path, text_column="text", label_column="x")
 
 
-def test_a_column_name_with_line_breaks_stays_on_the_line(csv_file):
+def test_line_breaks_in_column_names_are_escaped(csv_file):
     assert r"'a\nb'" in one_line_error(csv_file('label,"a\nb"\n1,x\n'))
 
 
 @pytest.mark.parametrize(("header", "column"), [("label,review,review", "review"), ("label,review,label", "label")])
-def test_a_duplicated_column_name(csv_file, header, column):
-    assert f"column {column!r} is there 2 times" in one_line_error(csv_file(f"{header}\n1,a,b\n0,c,d\n"))
+def test_a_duplicated_column_name_is_rejected(csv_file, header, column):
+    assert f"column {column!r} appears 2 times" in one_line_error(csv_file(f"{header}\n1,a,b\n0,c,d\n"))
 
 
-def test_one_column_for_both(csv_file):
+def test_one_column_for_both_text_and_label_is_rejected(csv_file):
     message = one_line_error(csv_file(GOOD), text_column="label", label_column="label")
     assert "--text_column and --label_column both name 'label'" in message
 
 
-def test_one_class_only(csv_file):
-    assert "one class only, '1'" in one_line_error(csv_file("label,review\n1,a\n1.0,b\n"))
-    assert "one class only, '1'" in one_line_error(csv_file("label,review\n1,a\n0,\n"))
+def test_a_single_class_is_rejected(csv_file):
+    assert "has only one class, '1'" in one_line_error(csv_file("label,review\n1,a\n1.0,b\n"))
+    assert "has only one class, '1'" in one_line_error(csv_file("label,review\n1,a\n0,\n"))
 
 
 @pytest.mark.parametrize("content", [b"label,review\n1,a\n0,b\0c\n", b"label,review\n1,\xff\n0,\0"])
-def test_a_binary_file(csv_file, content):
+def test_a_binary_file_is_rejected_with_the_position_of_its_nul_byte(csv_file, content):
     where = f"line 3, byte offset {content.index(0)}"
-    assert one_line_error(csv_file(content)) == f"is a binary file, not a CSV (a NUL byte at {where})"
+    assert one_line_error(csv_file(content)) == f"is a binary file, not a CSV (NUL byte at {where})"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_utf_16_and_utf_32(csv_file, encoding):
+def test_utf_16_and_utf_32_are_rejected(csv_file, encoding):
     assert "is UTF-16 or UTF-32" in one_line_error(csv_file(GOOD, encoding))
 
 
-def test_utf_16_without_a_mark_is_binary(csv_file):
+def test_utf_16_without_a_bom_is_reported_as_binary(csv_file):
     assert "is a binary file" in one_line_error(csv_file(GOOD, "utf-16-le"))
 
 
-def test_neither_utf_8_nor_gb18030_names_the_places(csv_file):
+def test_an_undecodable_file_names_the_position_in_each_encoding(csv_file):
     content = "label,review\n1,好\n".encode() + b"0,\xff\n"
     where = f"line 3, byte offset {content.index(0xFF)}"
-    # GB18030 stops sooner: the three bytes of 好 and the line's end are no two characters of it.
+    # GB18030 fails earlier: the three bytes of 好 and the line end are not two GB18030 characters.
     gb18030 = f"line 2, byte offset {content.index('好'.encode()) + 2}"
     assert f"neither UTF-8 ({where}) nor GB18030 ({gb18030})" in one_line_error(csv_file(content))
 
 
-def test_a_damaged_file_with_a_utf_8_mark_is_not_read_as_gb18030(csv_file):
+def test_a_corrupt_file_with_a_utf_8_bom_is_not_read_as_gb18030(csv_file):
     content = codecs.BOM_UTF8 + "label,review\n1,好\n0,".encode() + "差".encode("gb18030")
-    assert "starts as UTF-8 (with BOM) but isn't valid UTF-8 at line 3" in one_line_error(csv_file(content))
+    assert "starts with a UTF-8 BOM but is not valid UTF-8 at line 3" in one_line_error(csv_file(content))
 
 
-def test_latin_1_that_is_valid_gb18030_is_not_read_as_hanzi(csv_file):
+def test_latin_1_that_decodes_as_gb18030_is_rejected(csv_file):
     content = "label,review\n1,très bonne soirée passée ici\n0,même pas fâchés\n".encode("latin-1")
-    content.decode("gb18030")  # it is: without the check it would be read as hanzi
+    content.decode("gb18030")  # no error: without the check it would be read as hanzi
     assert "looks like Latin-1" in one_line_error(csv_file(content))
 
 
@@ -345,38 +351,42 @@ def test_latin_1_that_is_valid_gb18030_is_not_read_as_hanzi(csv_file):
 @pytest.mark.parametrize(
     ("rows", "where", "what"),
     [
-        ('1,a\n0,"b\n1,c\n', "line 3, column 'review'", "never closes"),
-        ('1,a\n0,"b""c\n1,d', "line 3, column 'review'", "never closes"),
-        ('"1\n",a\n"0,b\n', "line 4, column 'label'", "never closes"),
-        ('"1\n2","a\nb\n', "line 3, column 'review'", "never closes"),  # the quote's line, not its record's
-        ('1,a\n0,"b"c\n', "line 3, column 'review'", "closes on line 3 with text after it"),
-        ('1,"a\n0,"b"\n', "line 2, column 'review'", "closes on line 3 with text after it"),
-        ('1,"a\r\n0,"b"\r\n', "line 2, column 'review'", "closes on line 3 with text after it"),
-        ('1,"a" \n', "line 2, column 'review'", "closes on line 2 with text after it"),
-        ('1,a\n\n0,b"c"\n', "line 4, column 'review'", "a quote inside a field that isn't quoted"),
-        ('1"2,"a"\n', "line 2, column 'label'", "a quote inside a field that isn't quoted"),
-        ('1, "a, b"\n', "line 2, column 'review'", "a quote inside a field that isn't quoted"),
-        ('1,a,"b\n', "line 2, field 3", "never closes"),
+        ('1,a\n0,"b\n1,c\n', "line 3, column 'review'", "has no closing quote"),
+        ('1,a\n0,"b""c\n1,d', "line 3, column 'review'", "has no closing quote"),
+        ('"1\n",a\n"0,b\n', "line 4, column 'label'", "has no closing quote"),
+        (
+            '"1\n2","a\nb\n',
+            "line 3, column 'review'",
+            "has no closing quote",
+        ),  # the line of the quote, not of its record
+        ('1,a\n0,"b"c\n', "line 3, column 'review'", "text follows the closing quote (on line 3)"),
+        ('1,"a\n0,"b"\n', "line 2, column 'review'", "text follows the closing quote (on line 3)"),
+        ('1,"a\r\n0,"b"\r\n', "line 2, column 'review'", "text follows the closing quote (on line 3)"),
+        ('1,"a" \n', "line 2, column 'review'", "text follows the closing quote (on line 2)"),
+        ('1,a\n\n0,b"c"\n', "line 4, column 'review'", "an unquoted field contains a quote"),
+        ('1"2,"a"\n', "line 2, column 'label'", "an unquoted field contains a quote"),
+        ('1, "a, b"\n', "line 2, column 'review'", "an unquoted field contains a quote"),
+        ('1,a,"b\n', "line 2, field 3", "has no closing quote"),
     ],
 )
-def test_a_broken_quote_names_line_and_column(csv_file, rows, where, what):
+def test_a_broken_quote_error_names_line_and_column(csv_file, rows, where, what):
     message = one_line_error(csv_file("label,review\n" + rows))
     assert message.startswith(f"{where}: ")
     assert what in message
 
 
-def test_a_broken_quote_in_the_header(csv_file):
+def test_a_broken_quote_in_the_header_is_rejected(csv_file):
     assert one_line_error(csv_file('label,"review\n1,a\n')).startswith(
-        "line 1, field 2: the quote that opens here never"
+        "line 1, field 2: the quoted field that starts here has no closing quote"
     )
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("1,a\n0\n", "line 3: 1 field where the header has 2 ('label', 'review')"),
-        ("1,a\n0,b,c\n", "line 3: 3 fields where the header has 2"),
-        ("1,a,b\n0,b,c\n", "line 2: 3 fields"),  # pandas would take the first column for an index
+        ("1,a\n0\n", "line 3: 1 field, but the header has 2 ('label', 'review')"),
+        ("1,a\n0,b,c\n", "line 3: 3 fields, but the header has 2"),
+        ("1,a,b\n0,b,c\n", "line 2: 3 fields"),  # pandas would use the first column as the index
         ("1,a,\n0,b,\n", "line 2: 3 fields"),
         ('1,"a\nb"\n\n0,b,c\n', "line 5: 3 fields"),
         ('1,a\n""\n0,b\n', "line 3: 1 field"),
@@ -384,19 +394,21 @@ def test_a_broken_quote_in_the_header(csv_file):
         ("1,a\n\u3000\n0,b\n", "line 3: 1 field"),
     ],
 )
-def test_too_many_or_too_few_fields(csv_file, rows, message):
+def test_rows_with_too_many_or_too_few_fields_are_rejected(csv_file, rows, message):
     assert one_line_error(csv_file("label,review\n" + rows)).startswith(message)
 
 
 @pytest.mark.parametrize(("rows", "line"), [("1,a\n0,b\r1,c\n", 3), ("1,a\n\r,b\n", 3), ("1,a\r0,b\r", 2)])
-def test_a_carriage_return_alone_is_no_line_end(csv_file, rows, line):
-    assert one_line_error(csv_file("label,review\n" + rows)).startswith(f"line {line}: ends with a carriage return")
+def test_a_bare_carriage_return_is_rejected(csv_file, rows, line):
+    assert one_line_error(csv_file("label,review\n" + rows)).startswith(
+        f"line {line}: ends with a bare carriage return"
+    )
 
 
-# --- the report ---
+# --- dropped rows ---
 
 
-def test_describe_dropped_gives_counts_and_the_first_rows(csv_file):
+def test_describe_dropped_lists_counts_and_the_first_rows(csv_file):
     path = csv_file("label,review\n1,好\n" + "0,\n" * 1234 + ",评\n0,差\n")
     lines = describe_dropped(read_reviews(path))
     assert [line.removeprefix(f"{path}: ").partition(" (")[0] for line in lines] == [
@@ -406,7 +418,7 @@ def test_describe_dropped_gives_counts_and_the_first_rows(csv_file):
     assert all("counted from 0" in line and len(line.splitlines()) == 1 for line in lines)
 
 
-def test_describe_dropped_says_nothing_of_nothing(csv_file):
+def test_describe_dropped_is_empty_if_no_rows_were_dropped(csv_file):
     assert describe_dropped(read_reviews(csv_file(GOOD))) == []
 
 
@@ -414,7 +426,7 @@ def test_describe_dropped_says_nothing_of_nothing(csv_file):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030"])
-def test_the_real_file_in_every_encoding(real_csv, tmp_path, encoding):
+def test_the_real_file_reads_the_same_in_every_encoding(real_csv, tmp_path, encoding):
     path = tmp_path / "real.csv"
     path.write_bytes(real_csv.read_bytes().decode("utf-8").encode(encoding))
     reviews = read_reviews(path)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.data.loaders import shard_loader
 from app.data.sampler import FullBatchSampler, LengthGroupedSampler, plan_batches
 from app.distributed.world import World
 from app.errors import UserError
@@ -40,16 +39,16 @@ lengths_strategy = st.lists(st.integers(1, 128), min_size=24, max_size=400).map(
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 @given(lengths=lengths_strategy, epoch=st.integers(0, 5))
-def test_global_batches_are_the_same_at_any_number_of_ranks_and_no_row_comes_twice(strategy, lengths, epoch):
-    alone = global_batches(strategy, lengths, 24, 1, epoch)
+def test_global_batches_are_the_same_at_any_number_of_ranks_and_no_row_is_repeated(strategy, lengths, epoch):
+    single = global_batches(strategy, lengths, 24, 1, epoch)
     for size in (2, 3, 4, 6, 8, 12, 24):
-        assert global_batches(strategy, lengths, 24, size, epoch) == alone
-    seen = [row for batch in alone for row in batch]
+        assert global_batches(strategy, lengths, 24, size, epoch) == single
+    seen = [row for batch in single for row in batch]
     assert len(seen) == len(set(seen)) == len(lengths) // 24 * 24
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_each_epoch_has_another_order_and_leaves_out_other_rows(strategy):
+def test_each_epoch_has_a_different_order_and_leaves_out_different_rows(strategy):
     lengths = np.arange(1, 101, dtype=np.int64)
     epochs = [global_batches(strategy, lengths, 32, 2, epoch) for epoch in range(4)]
     assert len({str(epoch) for epoch in epochs}) == 4
@@ -59,18 +58,18 @@ def test_each_epoch_has_another_order_and_leaves_out_other_rows(strategy):
 
 
 @given(lengths=lengths_strategy, size=st.sampled_from([2, 3, 4]))
-def test_every_rank_has_the_same_length_range_at_a_micro_step(lengths, size):
+def test_every_rank_has_the_same_range_of_lengths_in_a_micro_batch(lengths, size):
     micro = 24 // size
     ranks = [list(sampler("group_by_length", lengths, 24, rank, size)) for rank in range(size)]
     for k in range(len(lengths) // 24):
         parts = [np.sort(lengths[rows[k * micro : (k + 1) * micro]]) for rows in ranks]
         everything = np.sort(np.concatenate(parts))
-        for i in range(micro):  # the i-th row of each rank is among the same `size` neighbours of the sorted batch
-            dealt = [part[i] for part in parts]
-            assert sorted(dealt) == everything[i * size : (i + 1) * size].tolist()
+        for i in range(micro):  # the i-th row of each rank is among the same `size` neighbors of the sorted batch
+            rows_of_ranks = [part[i] for part in parts]
+            assert sorted(rows_of_ranks) == everything[i * size : (i + 1) * size].tolist()
 
 
-def test_grouping_by_length_saves_most_of_the_padding():
+def test_grouping_by_length_avoids_most_padding():
     lengths = np.random.default_rng(0).integers(5, 128, size=2_000)
 
     def padding(strategy: str) -> float:
@@ -80,7 +79,7 @@ def test_grouping_by_length_saves_most_of_the_padding():
     assert padding("group_by_length") < 0.1 * padding("random")
 
 
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+def test_a_batch_size_that_can_t_be_divided_names_the_nearest_valid_ones():
     with pytest.raises(UserError, match=r"--train_batch_size 32 .* 3 rank.* use 30 or 33"):
         plan_batches(Settings(), 1_000, 3)
     with pytest.raises(UserError, match=r"use 8$"):
@@ -97,12 +96,6 @@ def test_steps_and_epochs_follow_from_the_rows():
     assert (capped.total_steps, capped.epochs) == (300, 2)
 
 
-@given(n=st.integers(1, 100), size=st.integers(1, 7))
-def test_each_row_is_evaluated_on_exactly_one_rank(n, size):
-    lengths = np.random.default_rng(n).integers(1, 50, size=n)
-    shards = [
-        list(shard_loader(list(range(n)), lengths, lambda rows: rows, world(rank, size), Settings()).sampler)
-        for rank in range(size)
-    ]
-    assert sorted(row for shard in shards for row in shard) == list(range(n))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+def test_a_batch_size_per_rank_is_resolved_to_the_global_one():
+    plan = plan_batches(Settings(per_device_train_batch_size=4, gradient_accumulation_steps=3), 1_000, 2)
+    assert (plan.global_size, plan.micro_size) == (24, 4)

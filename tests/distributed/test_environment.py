@@ -1,4 +1,4 @@
-"""What a process makes of odd variables in its environment."""
+"""Invalid environment variables are reported in one line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import PROJECT, SAMPLE_CSV
 
-from app.distributed.environment import LOWEST, NEEDED_BY_RANK, check_environment
+from app.distributed.environment import (
+    LOWEST,
+    NEEDED_BY_RANK,
+    check_accelerate_environment,
+    check_environment,
+)
 from app.errors import UserError
+from app.settings import Settings
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 TORCHRUN |= {"MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
-def told(monkeypatch, variables: dict[str, str]) -> str:
+def problem_with(monkeypatch, variables: dict[str, str]) -> str:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -31,7 +37,7 @@ def told(monkeypatch, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("variables", [{}, TORCHRUN, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0", "MASTER_ADDR": "a"}])
-def test_what_torchrun_sets_and_what_plain_python_has_is_right(monkeypatch, variables):
+def test_the_variables_of_torchrun_and_of_plain_python_are_accepted(monkeypatch, variables):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -41,27 +47,27 @@ def test_what_torchrun_sets_and_what_plain_python_has_is_right(monkeypatch, vari
 
 @pytest.mark.parametrize("value", ["", " ", "-1", "one", "1.0", "1e3", "²", "١", "9" * 5000, "1\n2", "\x1b[31m"])
 @pytest.mark.parametrize("name", LOWEST)
-def test_a_value_that_is_no_number_names_its_variable(monkeypatch, name, value):
-    assert name in told(monkeypatch, TORCHRUN | {name: value})
+def test_a_value_that_is_not_a_number_names_its_variable(monkeypatch, name, value):
+    assert name in problem_with(monkeypatch, TORCHRUN | {name: value})
 
 
 @pytest.mark.parametrize("missing", NEEDED_BY_RANK)
-def test_a_rank_without_what_belongs_to_it_is_one_line(monkeypatch, missing):
+def test_a_rank_without_its_other_variables_is_one_line(monkeypatch, missing):
     variables = {name: value for name, value in TORCHRUN.items() if name != missing}
-    assert f"{missing} is not" in told(monkeypatch, variables)
+    assert f"{missing} is not" in problem_with(monkeypatch, variables)
 
 
-def test_a_rank_beyond_the_world_and_a_world_without_a_rank_are_one_line(monkeypatch):
-    assert "RANK=2" in told(monkeypatch, TORCHRUN | {"RANK": "2"})
-    assert told(monkeypatch, TORCHRUN | {"LOCAL_RANK": "2"}).startswith("LOCAL_RANK=2: must be less")
-    assert "RANK is not" in told(monkeypatch, {"WORLD_SIZE": "2"})
+def test_a_rank_beyond_the_world_size_and_a_world_size_without_a_rank_are_one_line(monkeypatch):
+    assert "RANK=2" in problem_with(monkeypatch, TORCHRUN | {"RANK": "2"})
+    assert problem_with(monkeypatch, TORCHRUN | {"LOCAL_RANK": "2"}).startswith("LOCAL_RANK=2: must be less")
+    assert "RANK is not" in problem_with(monkeypatch, {"WORLD_SIZE": "2"})
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TORCHRUN)), TEXTS))
-def test_no_environment_is_more_than_a_user_error(variables):
+def test_any_environment_is_accepted_or_a_user_error(variables):
     with pytest.MonkeyPatch.context() as patch:
         for name in TORCHRUN:
             patch.delenv(name, raising=False)
@@ -76,7 +82,7 @@ def test_no_environment_is_more_than_a_user_error(variables):
 
 @pytest.mark.launched
 @pytest.mark.parametrize("variables", [{"RANK": ""}, {"WORLD_SIZE": "2"}])
-def test_an_entry_point_says_it_in_one_line(tmp_path, variables):
+def test_an_entry_point_prints_one_line(tmp_path, variables):
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     done = subprocess.run(
         [sys.executable, "-m", "app.ddp_loop", "--csv", SAMPLE_CSV],
@@ -91,3 +97,85 @@ def test_an_entry_point_says_it_in_one_line(tmp_path, variables):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert next(iter(variables)) in line
+
+
+# ---- variables that accelerate launch exports ------------------------------------------------------------------------
+
+PLAIN_ACCELERATE_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+    "ACCELERATE_USE_CPU": "False",
+}
+
+
+@pytest.fixture
+def accelerate_environment(monkeypatch):
+    """Replace all variables of accelerate, and pretend that there is or is not a GPU."""
+
+    def replace(variables: dict[str, str], has_gpu: bool = False) -> None:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "has_gpu"),
+    [
+        ({}, {}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {"use_cpu": True}, True),
+        (PLAIN_ACCELERATE_LAUNCH, {"bf16": True}, True),  # TrainingArguments(bf16=True) takes precedence over "no"
+        (PLAIN_ACCELERATE_LAUNCH, {"precision": "fp64"}, True),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"bf16": True}, True),
+        ({"ACCELERATE_USE_CPU": "True"}, {"use_cpu": True}, True),
+        ({"ACCELERATE_USE_CPU": "True"}, {}, False),
+        ({"ACCELERATE_TORCH_DEVICE": "cpu"}, {"use_cpu": True}, True),
+        ({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "0"}, {}, True),
+        ({"ACCELERATE_LOG_LEVEL": "info", "ACCELERATE_DEBUG_MODE": "true"}, {}, True),
+    ],
+)
+def test_accelerate_variables_that_agree_or_have_no_effect_are_accepted(
+    accelerate_environment, variables, settings, has_gpu
+):
+    accelerate_environment(variables, has_gpu)
+    check_accelerate_environment(Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "settings", "remedy"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", {}, "add --precision bf16, or unset it"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", {"precision": "fp64"}, "add --precision bf16, or unset it"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {"bf16": True}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", {}, "unset it; only bf16 is supported"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "unset it"),
+        ("ACCELERATE_DYNAMO_USE_DYNAMIC", "perhaps", {}, "unset it"),
+        ("ACCELERATE_USE_FSDP", "true", {}, "unset it"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", {}, "unset it"),
+        ("ACCELERATE_USE_MEGATRON_LM", "True", {}, "unset it"),
+        ("ACCELERATE_USE_CPU", "True", {}, "add --use_cpu, or unset it"),
+        ("ACCELERATE_USE_CPU", "", {}, "must be true or false"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:1", {}, "CUDA_VISIBLE_DEVICES"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:0", {"use_cpu": True}, "unset it"),
+    ],
+)
+def test_an_accelerate_variable_that_contradicts_the_settings_is_refused(
+    accelerate_environment, name, value, settings, remedy
+):
+    accelerate_environment(PLAIN_ACCELERATE_LAUNCH | {name: value}, has_gpu=True)
+    with pytest.raises(UserError) as problem:
+        check_accelerate_environment(Settings(**settings))
+    message = str(problem.value)
+    assert message.startswith(f"{name}=")
+    assert value in message
+    assert remedy in message
+    assert len(message.splitlines()) == 1

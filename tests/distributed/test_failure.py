@@ -1,4 +1,4 @@
-"""What one process makes of a failure: lost contact with other ranks, or a cause of its own."""
+"""A failure is classified as lost contact with other ranks, or as a cause on this rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HINT = "This is typically caused by a remote worker crashing. Check the logs of 
         dist.DistStoreError("wait timeout after 3000ms, keys: /failure/1"),
     ],
 )
-def test_what_gloo_nccl_and_the_store_raise_is_lost_contact(problem):
+def test_errors_of_gloo_nccl_and_the_store_are_lost_contact(problem):
     assert is_lost_contact(problem)
 
 
@@ -44,10 +44,10 @@ def pair() -> Iterator[list[ProcessGroupGloo]]:
     """Both ranks of a gloo group, in one process."""
     store, groups = HashStore(), [None, None]
 
-    def meet(rank: int) -> None:
+    def connect(rank: int) -> None:
         groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=300))
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -56,7 +56,7 @@ def pair() -> Iterator[list[ProcessGroupGloo]]:
     groups.clear()
 
 
-def test_the_installed_gloo_s_errors_are_lost_contact(pair):
+def test_a_timeout_of_the_installed_gloo_is_lost_contact(pair):
     with pytest.raises(RuntimeError) as late:
         pair[0].allreduce([torch.ones(1)]).wait()
     assert "Timed out" in str(late.value)
@@ -66,7 +66,7 @@ def test_the_installed_gloo_s_errors_are_lost_contact(pair):
     assert is_lost_contact(later.value)
 
 
-def test_the_installed_gloo_s_error_for_a_peer_that_left_is_lost_contact(pair):
+def test_a_peer_that_left_is_lost_contact_in_the_installed_gloo(pair):
     pair.pop()
     with pytest.raises(RuntimeError) as left:
         pair[0].allreduce([torch.ones(1)]).wait()
@@ -88,6 +88,6 @@ def test_no_os_error_is_lost_contact(path, kind):
     st.sampled_from([RuntimeError, ValueError, KeyError]),
     st.sampled_from(["{}: no such file", "{}", "/{}", "[Errno 2] No such file: '{}'", "<{}> is bad", "[{}] is bad"]),
 )
-def test_a_path_with_such_words_is_not_lost_contact(path, kind, message):
+def test_a_path_that_contains_such_words_is_not_lost_contact(path, kind, message):
     text = message.format("./" + path)
     assert not is_lost_contact(kind(text))

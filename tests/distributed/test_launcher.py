@@ -62,9 +62,7 @@ def test_each_process_needs_a_gpu_if_there_are_any(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_nproc_per_node("2", use_cpu=False) == 2
     assert resolve_nproc_per_node("3", use_cpu=True) == 3
-    with pytest.raises(
-        UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"
-    ):
+    with pytest.raises(UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"):
         resolve_nproc_per_node("3", use_cpu=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_nproc_per_node("3", use_cpu=False) == 3

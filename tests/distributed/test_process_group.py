@@ -27,7 +27,7 @@ FULL = Offer("cuda", "host-c", "too few GPUs")
 
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch):
-    """Undo what a process sets once in its life."""
+    """Undo what a process sets only once."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def own_process_state(monkeypatch):
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A machine with one GPU as far as `_join` can tell; returns the list of what was called, in order."""
+    """Make `join` see one GPU; return the list of calls, in order."""
     calls: list[tuple] = []
     real_init = dist.init_process_group
 
@@ -69,12 +69,12 @@ def fake_gpu(monkeypatch):
 # ---- which device -----------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_agree_get_their_device_type():
+def test_ranks_with_the_same_device_type_use_it():
     assert common_device_type([GPU, GPU], 1) == ("cuda", None)
     assert common_device_type([CPU, CPU], 0) == ("cpu", None)
 
 
-def test_one_rank_with_a_problem_sends_every_rank_to_the_cpu():
+def test_if_a_rank_has_a_problem_all_ranks_use_the_cpu_to_report_it():
     offers = [GPU, FULL, CPU]
     assert [common_device_type(offers, rank) for rank in range(3)] == [
         ("cpu", None),
@@ -84,7 +84,7 @@ def test_one_rank_with_a_problem_sends_every_rank_to_the_cpu():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_ranks_without_a_gpu_among_ranks_with_one_are_named_on_every_rank(rank):
+def test_ranks_without_a_gpu_are_named_on_every_rank_if_others_have_one(rank):
     device_type, problem = common_device_type([GPU, CPU, GPU], rank)
     assert device_type == "cpu"
     assert problem is not None
@@ -104,7 +104,7 @@ def test_every_rank_chooses_the_same_device_type(offers):
 
 
 @given(st.integers(min_value=1, max_value=10**6))
-def test_nccl_aborts_well_after_python_has_timed_out(seconds):
+def test_nccl_aborts_well_after_the_timeout_in_python(seconds):
     timeout = timedelta(seconds=seconds)
     assert nccl_timeout(timeout) >= 2 * timeout
     assert nccl_timeout(timeout) >= timeout + timedelta(seconds=60)
@@ -135,7 +135,7 @@ class FakeEvent:
         return FakeEvent.remaining < 0
 
 
-def test_waiting_for_the_device_ends_with_its_work_or_in_an_exception(monkeypatch):
+def test_waiting_for_the_device_ends_when_it_is_done_or_after_the_timeout(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     gpu = replace(fake_world(device="cuda:0"), timeout=timedelta(seconds=0.05))
     FakeEvent.remaining = 3
@@ -149,7 +149,7 @@ def test_waiting_for_the_device_ends_with_its_work_or_in_an_exception(monkeypatc
 # ---- determinism ------------------------------------------------------------------------------------------------
 
 
-def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_touched(fake_gpu):
+def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_initialized(fake_gpu):
     with join(Settings(deterministic=True)):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -169,7 +169,7 @@ def test_other_runs_do_not_enter_deterministic_mode(fake_gpu, settings):
 # ---- bf16 -------------------------------------------------------------------------------------------------------
 
 
-def test_bf16_on_a_gpu_that_would_emulate_it_is_refused_with_the_way_out(fake_gpu, capsys):
+def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
     with pytest.raises(SystemExit) as caught, join(Settings(bf16=True)):
         pytest.fail("joined")
     assert caught.value.code == 2
@@ -179,7 +179,7 @@ def test_bf16_on_a_gpu_that_would_emulate_it_is_refused_with_the_way_out(fake_gp
 
 
 @pytest.mark.parametrize(("supported", "use_cpu"), [(True, False), (False, True)])
-def test_bf16_is_accepted_where_the_gpu_has_it_and_on_cpus(fake_gpu, monkeypatch, supported, use_cpu):
+def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypatch, supported, use_cpu):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     with join(Settings(bf16=True, use_cpu=use_cpu)) as world:
         assert world.device.type == ("cpu" if use_cpu else "cuda")

@@ -1,4 +1,4 @@
-"""The living find one another, whatever the dead have left in the store."""
+"""The ranks of an attempt find each other, whatever earlier attempts left in the store."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def connect(request):
         yield lambda: TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
-def meet(connect, size, delays=None, ranks=None):
-    """Each of the ranks in a thread of its own; what each was given, by rank."""
+def connect_ranks(connect, size, delays=None, ranks=None):
+    """Run each rank in its own thread and return the stores by rank."""
     found, errors = {}, {}
 
     def run(rank):
@@ -47,47 +47,47 @@ def meet(connect, size, delays=None, ranks=None):
     return found
 
 
-def assert_together(stores):
-    """They see one another's keys."""
-    word = uuid.uuid4().hex
-    stores[0].set("word", word)
-    assert {store.get("word").decode() for store in stores.values()} == {word}
+def assert_shared(stores):
+    """All ranks see each other's keys."""
+    token = uuid.uuid4().hex
+    stores[0].set("word", token)
+    assert {store.get("word").decode() for store in stores.values()} == {token}
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_get_the_same_store(connect, size):
-    stores = meet(connect, size)
+def test_all_ranks_get_the_same_store(connect, size):
+    stores = connect_ranks(connect, size)
     assert set(stores) == set(range(size))
-    assert_together(stores)
+    assert_shared(stores)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_the_hellos_of_dead_ranks_lead_nobody_astray(connect, late):
-    """The dead left hellos of all ranks, answered or not; a new rank comes later than the rest."""
-    first = meet(connect, 3)
-    first[0].set("address", "of the dead")
+def test_handshakes_of_dead_ranks_are_ignored(connect, late):
+    """The previous attempt left tokens of all ranks, answered or not; one new rank arrives late."""
+    first = connect_ranks(connect, 3)
+    first[0].set("address", "of a dead rank")
     dead = connect()
     for rank in (1, 2):
-        dead.set(f"handshake/{rank}", uuid.uuid4().hex)  # said by one that died before it was answered
-    second = meet(connect, 3, delays={late: 1.3})
-    assert_together(second)
+        dead.set(f"handshake/{rank}", uuid.uuid4().hex)  # published by a rank that died before it was answered
+    second = connect_ranks(connect, 3, delays={late: 1.3})
+    assert_shared(second)
     assert not second[1].check(["address"]), "the new attempt reads what the previous one left"
 
 
-def test_ten_generations_one_after_the_other(connect):
+def test_ten_attempts_in_a_row(connect):
     for number in range(10):
-        stores = meet(connect, 3)
+        stores = connect_ranks(connect, 3)
         assert not stores[2].check(["seen"])
         stores[0].set("seen", str(number))
 
 
-def test_a_death_between_answer_and_confirmation(connect):
-    """Rank 1 says hello and dies; rank 0 has answered it by then; its successor comes while rank 0 waits."""
-    connect().set("handshake/1", "a dead one's word")
-    assert_together(meet(connect, 2, delays={1: 0.5}))
+def test_a_rank_that_dies_between_answer_and_confirmation(connect):
+    """Rank 1 publishes a token and dies after rank 0 has answered; its successor arrives while rank 0 waits."""
+    connect().set("handshake/1", "token of a dead rank")
+    assert_shared(connect_ranks(connect, 2, delays={1: 0.5}))
 
 
 @pytest.mark.parametrize("present", [0, 1])
-def test_who_does_not_come_is_named(connect, present):
+def test_a_missing_rank_is_named(connect, present):
     with pytest.raises(RunError, match=f"rank {1 - present} did not"):
         per_attempt_store(connect(), present, 2, timedelta(seconds=1))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import fake_world
 
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
@@ -100,7 +101,7 @@ def test_adam_differs_from_adamw_only_in_decay_and_schedule():
     model = torch.nn.Linear(2, 2)
     plan = plan_batches(settings, 100, 1)
     variants = Variant(), Variant(optimizer="Adam")
-    ours, theirs = (build_optimization(model, settings, variant, plan, 1e-3)[0] for variant in variants)
+    ours, theirs = (build_optimization(model, settings, variant, plan, 1e-3, fake_world())[0] for variant in variants)
     of_adam = {"weight_decay": 0, "decoupled_weight_decay": False, "fused": None}
     assert type(theirs) is torch.optim.Adam
     assert theirs.defaults == ours.defaults | of_adam

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import app.ddp_loop
 import app.trainer_run
-import app.training.prepare
+import app.training.build
 from app.cli import launch, parse_settings
 from app.distributed.collectives import barrier
 from app.distributed.process_group import join
@@ -71,7 +71,7 @@ def inspect() -> Iterator[dict[str, Any]]:
     """Record how DDP is configured (`ddp`), and what training changes in config and tokenizer (`changes`)."""
     found: dict[str, Any] = {"ddp": {}, "changes": []}
     loaded: list[Any] = []
-    load, wrap, finish = app.training.prepare.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
+    load, wrap, finish = app.training.build.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
 
     def load_and_describe(*arguments: Any) -> Any:
         classifier = load(*arguments)
@@ -90,7 +90,7 @@ def inspect() -> Iterator[dict[str, Any]]:
         finish(record, *arguments)
 
     with (
-        patch.object(app.training.prepare, "load_classifier", load_and_describe),
+        patch.object(app.training.build, "load_classifier", load_and_describe),
         patch.object(DistributedDataParallel, "__init__", wrap_and_record),
         patch.object(RunRecord, "finish", compare_and_finish),
     ):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import app.ddp_loop
-import app.training.prepare
+import app.training.build
 from app.data.sampler import FullBatchSampler
 from app.distributed.world import World
 
@@ -27,7 +27,7 @@ def dropout_seed(world: World) -> Iterator[None]:
 @contextmanager
 def one_weight(world: World) -> Iterator[None]:
     """One of 1.5 million initial weights becomes the next larger float32."""
-    load = app.training.prepare.load_classifier
+    load = app.training.build.load_classifier
 
     def load_changed(*arguments: Any) -> Any:
         classifier = load(*arguments)
@@ -35,14 +35,14 @@ def one_weight(world: World) -> Iterator[None]:
         weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
         return classifier
 
-    with patch.object(app.training.prepare, "load_classifier", load_changed):
+    with patch.object(app.training.build, "load_classifier", load_changed):
         yield
 
 
 @contextmanager
 def one_label(world: World) -> Iterator[None]:
     """The label of the last row of the first step, in the order of `--train_sampling_strategy random`."""
-    read = app.training.prepare.read_and_split
+    read = app.training.build.read_and_split
 
     def read_changed(settings: Any, world_size: int) -> Any:
         table, split, plan = read(settings, world_size)
@@ -51,7 +51,7 @@ def one_label(world: World) -> Iterator[None]:
         labels[split.train[order[plan.global_size - 1]]] ^= 1
         return dataclasses.replace(table, labels=labels), split, plan
 
-    with patch.object(app.training.prepare, "read_and_split", read_changed):
+    with patch.object(app.training.build, "read_and_split", read_changed):
         yield
 
 

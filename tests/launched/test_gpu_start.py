@@ -76,8 +76,8 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
         "    with join(settings) as world, StopRequest(replace(world, timeout=timedelta(seconds=2))) as stop:\n"
         "        if world.rank == 1:\n"
         "            signal.pause()\n"
-        "        stop.agreed()\n"
-        "        stop.agreed()\n"
+        "        stop.requested()\n"
+        "        stop.requested()\n"
         "launch(main, None)\n"
     )
     done = launch(str(script), "--use_cpu", "--threads", 1, "--ddp_timeout", 600, ranks=2)

@@ -64,7 +64,8 @@ def nodes() -> Iterator[list[str]]:
 
 def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
     """Start multi_node.sh with `arguments` on a node, and write its output to `log`."""
-    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"} | more
+    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+    place |= {"NPROC_PER_NODE": "1"} | more
     environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
     command = ["ip", "netns", "exec", nodes[rank], "bash", str(SCRIPT), *arguments]
     with log.open("w") as output:
@@ -188,7 +189,7 @@ def test_a_missing_variable_is_named(missing: str) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["static"]])
 def test_a_missing_form_or_module_is_reported(arguments: list[str]) -> None:
-    assert "then a module" in refusal_of(*arguments, **PLACE)
+    assert "usage: multi_node.sh" in refusal_of(*arguments, **PLACE)
 
 
 def test_an_unknown_form_is_reported() -> None:

@@ -21,7 +21,7 @@ from app.runs.metrics_log import MetricsLog
 from app.runs.record import RunRecord
 from app.runs.resume import CHECKPOINT_FILES, Resume
 from app.settings import Settings
-from app.training.prepare import read_and_split
+from app.training.build import read_and_split
 
 SMALL = {"train_batch_size": 4, "max_steps": 20, "save_strategy": "steps", "save_steps": 5}
 BEST = {"validation_size": 0.2, "load_best_model_at_end": True}

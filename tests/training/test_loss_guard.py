@@ -1,4 +1,4 @@
-"""A step whose gradient norm is not finite changes nothing, and the host did not have to wait for the norm."""
+"""A step whose gradient norm is not finite changes nothing, without the host waiting for the norm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from worlds import fake_world
 
 from app.settings import Settings
+from app.strategies.ddp import DDP
 from app.training import loss_guard
 from app.training.loss_guard import nonfinite_error, skip_step_if_nonfinite
 from app.training.optim import build_optimizer
@@ -18,7 +19,7 @@ from app.training.optim import build_optimizer
 def training(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2)).to(dtype)
-    return model, build_optimizer(model, Settings(), 1e-2)
+    return model, build_optimizer(model, Settings(), 1e-2, DDP(Settings(), fake_world()))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, guarded: bool, factor: float = 1.0) -> None:
@@ -32,7 +33,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, guarded: bool, fact
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_finite_steps_are_bitwise_what_they_are_without_the_guard(dtype):
+def test_finite_steps_are_bitwise_identical_to_unguarded_steps(dtype):
     plain, guarded = training(dtype), training(dtype)
     for _ in range(4):
         step(*plain, guarded=False)

@@ -1,16 +1,21 @@
+"""Parameter groups, warm-up and schedule."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
+from worlds import fake_world
 
 from app.settings import Settings
+from app.strategies.ddp import DDP
 from app.training.optim import build_optimizer, build_scheduler, warmup_steps
 
 
-def test_biases_and_norms_do_not_decay_and_nothing_is_left_out():
+def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
     model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    optimizer = build_optimizer(model, Settings(weight_decay=0.1), 1e-3)
+    settings = Settings(weight_decay=0.1)
+    optimizer = build_optimizer(model, settings, 1e-3, DDP(settings, fake_world()))
     decayed, kept = (group["params"] for group in optimizer.param_groups)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)] for p in kept} == {n for n in names.values() if n.endswith("bias") or "LayerNorm" in n}
@@ -19,12 +24,12 @@ def test_biases_and_norms_do_not_decay_and_nothing_is_left_out():
     assert all(group["fused"] for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize(("asked", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
-def test_warm_up_is_a_number_of_steps_or_below_one_a_share(asked, steps):
-    assert warmup_steps(Settings(warmup_steps=asked), 100) == steps
+@pytest.mark.parametrize(("requested", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
+def test_warmup_is_a_number_of_steps_or_a_share_of_all_steps(requested, steps):
+    assert warmup_steps(Settings(warmup_steps=requested), 100) == steps
 
 
-def test_the_rate_rises_to_its_peak_and_falls_to_zero():
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_scheduler(optimizer, Settings(warmup_steps=10), 110)
     rates = []

@@ -1,0 +1,130 @@
+"""Build the data and the model from the settings alone, without a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from app.data.csv_table import ReviewTable, read_reviews
+from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
+from app.data.sampler import BatchPlan, plan_batches
+from app.data.split import Indices, Split, split_reviews
+from app.data.tokenize import lengths_of, tokenize
+from app.distributed.collectives import (
+    all_gather_object,
+    broadcast_object,
+    local_main_process_first,
+    raise_on_all_ranks,
+)
+from app.distributed.world import World
+from app.errors import UserError
+from app.model.hub import resolve_commit
+from app.model.load import Classifier, load_classifier, load_tokenizer
+from app.settings import Settings
+
+
+@dataclass(frozen=True)
+class ReviewData:
+    """The reviews, their split, and their token ids.
+
+    Attributes:
+        table: the reviews and their class ids.
+        split: which rows are for training, validation and test.
+        plan: how the training rows are divided into batches.
+        commit: the Hub commit of the model, None for any other model.
+        tokenizer: the model's.
+        rows: token ids and labels, in the order of the table.
+        lengths: int64 (n,), the number of tokens of each row.
+    """
+
+    table: ReviewTable
+    split: Split
+    plan: BatchPlan
+    commit: str | None
+    tokenizer: PreTrainedTokenizerBase
+    rows: Dataset
+    lengths: NDArray[np.int64]
+
+    @property
+    def collator(self) -> Collator:
+        """What pads the rows of a batch."""
+        return Collator(self.tokenizer)
+
+    def train_loader(self, settings: Settings, world: World) -> DataLoader[Any]:
+        """Build the loader of this rank's training micro-batches."""
+        part = self.split.train
+        return build_train_loader(self.rows.select(part), self.lengths[part], self.collator, self.plan, world, settings)
+
+    def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
+        """Build an eval set: `validation` or `test`."""
+        part: Indices = getattr(self.split, name)
+        return build_eval_set(
+            name, self.rows.select(part), self.lengths[part], self.table.labels[part], self.collator, world, settings
+        )
+
+
+def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Split, BatchPlan]:
+    """Read the reviews, split them, and divide the training rows into batches.
+
+    Raises:
+        UserError: something is wrong with the file, the split or the batch size.
+    """
+    table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
+    columns = (settings.text_column, settings.label_column)
+    split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed, columns)
+    return table, split, plan_batches(settings, len(split.train), world_size)
+
+
+def build_data(settings: Settings, world: World) -> ReviewData:
+    """Read, split and tokenize the reviews: the same on every rank. Collective.
+
+    Raises:
+        AgreedError: a user's mistake on any rank.
+    """
+    with raise_on_all_ranks(world):
+        table, split, plan = read_and_split(settings, world.size)
+    check_fingerprints(split.fingerprint, world)
+    commit = None
+    with raise_on_all_ranks(world):
+        if world.is_main_process:
+            commit = resolve_commit(settings)
+    commit = broadcast_object(commit, world)
+    with local_main_process_first(world):
+        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
+    rows = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
+    return ReviewData(table, split, plan, commit, tokenizer, rows.remove_columns("length"), lengths_of(rows))
+
+
+def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:
+    """Load the classifier onto this rank's device, with the same weights on every rank. Collective.
+
+    Raises:
+        AgreedError: a user's mistake on any rank.
+    """
+    with local_main_process_first(world):
+        classifier = load_classifier(settings, data.table.class_names, data.tokenizer, data.commit)
+    classifier.model.to(device=world.device)  # type: ignore[call-arg]
+    return classifier
+
+
+def check_fingerprints(fingerprint: str, world: World) -> None:
+    """Check that every rank has split the same rows the same way. Collective.
+
+    Raises:
+        AgreedError: names the ranks that differ from rank 0.
+    """
+    fingerprints = all_gather_object(fingerprint, world)
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    with raise_on_all_ranks(world):
+        if others:
+            raise UserError(
+                f"rank(s) {', '.join(map(str, others))} read different rows than rank 0 (split fingerprint "
+                f"{fingerprints[others[0]][:12]}, not {fingerprints[0][:12]}): give every node the same CSV file"
+            )

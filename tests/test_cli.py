@@ -1,0 +1,236 @@
+"""Command line and config file: parsing, error messages and help."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from worlds import fake_world
+
+from app.cli import as_flags, parse_settings
+from app.data.sampler import plan_batches
+from app.errors import UserError
+from app.flag_hints import _HINT_OF_FLAG
+from app.settings import GROUPS, Settings, resolve_train_batch_size
+from app.strategies.ddp import DDP
+from app.training.optim import build_optimizer, build_scheduler
+
+
+def error_message(arguments: list[str]) -> str:
+    """Return the one-line message of the UserError that parsing raises."""
+    with pytest.raises(UserError) as caught:
+        parse_settings(arguments=arguments)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_every_setting_is_in_one_group_and_has_help():
+    names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(Settings))
+    assert all(field.metadata.get("help") for field in dataclasses.fields(Settings))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--test_size=0", "--test_size=1", "--test_size=-0.1", "--test_size=nan", "--validation_size=1"),
+        *("--max_length=2", "--max_length=-5", "--dropout=1", "--dropout=-0.1", "--train_batch_size=0"),
+        *("--gradient_accumulation_steps=0", "--num_train_epochs=0", "--num_train_epochs=inf", "--max_steps=0"),
+        *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
+        *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
+        *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
+        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
+        *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
+    ],
+)
+def test_a_value_out_of_range_or_of_the_wrong_type_names_its_flag(flag):
+    assert flag.partition("=")[0] in error_message([flag])
+
+
+def test_all_invalid_values_are_reported_at_once():
+    message = error_message(["--learning_rate=0", "--test_size=2", "--max_length=1"])
+    assert all(name in message for name in ("--learning_rate", "--test_size", "--max_length"))
+
+
+def test_a_misspelled_flag_suggests_the_similar_one():
+    assert "--lerning_rate" in error_message(["--lerning_rate", "1"])
+    assert "did you mean --learning_rate?" in error_message(["--lerning_rate", "1"])
+    assert "--learning_rat" in error_message(["--learning_rat=1"]), "abbreviations are not accepted"
+
+
+def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n", encoding="utf-8")
+    settings = parse_settings(arguments=["--config", str(file), "--max_steps", "9"])
+    assert (settings.learning_rate, settings.max_steps, settings.use_cpu, settings.csv) == (3e-4, 9, True, None)
+    assert settings.eval_strategy == "no"
+    assert settings.train_batch_size == Settings().train_batch_size
+
+
+@pytest.mark.parametrize(
+    ("content", "mentions"),
+    [
+        ("lerning_rate: 1", "lerning_rate"),
+        ("learning_rate: [1, 2]", "learning_rate"),
+        ("- 1\n- 2", "mapping"),
+        ("a: b: c", "YAML"),
+        ("test_size: much", "test_size"),
+        ("precision: fp8", "precision"),
+    ],
+)
+def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, content, mentions):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    message = error_message(["--config", str(file)])
+    assert str(file) in message
+    assert mentions in message
+    assert str(tmp_path / "none.yaml") in error_message(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_bf16_is_the_same_as_precision_bf16():
+    assert parse_settings(arguments=["--bf16"]).precision == "bf16"
+    assert parse_settings(arguments=["--precision", "bf16"]).bf16
+    assert parse_settings(arguments=[]).precision == "fp32"
+    assert "--bf16" in error_message(["--bf16", "--precision", "fp64"])
+
+
+def test_settings_survive_the_conversion_to_flags_and_back():
+    settings = Settings(csv="a b.csv", bf16=True, learning_rate=1e-17, dropout=0.0, disable_tqdm=True, max_steps=3)
+    assert parse_settings(arguments=as_flags(settings)) == settings
+    assert as_flags(Settings()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("--per_device_eval_batch_size=8", "--eval_batch_size"),
+        ("--report_to=none", "steps.jsonl"),
+        ("--fsdp=full_shard", "only DDP"),
+        ("--do_eval", "--eval_strategy"),
+        ("--train_file=a.csv", "--csv"),
+        ("--model_name_or_path=bert-base-chinese", "--model"),
+        ("--lr=1e-3", "--learning_rate"),
+        ("-lr", "--learning_rate"),
+        ("--local-rank=0", "torchrun"),
+        ("--local_rank=0", "torchrun"),
+        ("--evaluation_strategy=epoch", "--eval_strategy"),
+        ("--fp16", "--precision bf16"),
+        ("--overwrite_output_dir", "--output_dir"),
+        ("--nproc_per_node=2", "torchrun --nproc_per_node=2 -m"),
+    ],
+)
+def test_a_flag_of_other_training_scripts_gets_a_hint_instead_of_a_similar_name(argument, hint):
+    message = error_message([argument])
+    assert f"unknown argument {argument}: " in message
+    assert hint in message
+    assert "did you mean" not in message
+
+
+def test_no_hint_is_given_for_a_flag_that_resembles_nothing():
+    assert error_message(["--colour=red"]) == "unknown argument --colour=red (--help lists all flags)"
+
+
+def test_no_hint_hides_an_existing_flag_and_every_flag_in_a_hint_exists():
+    flags = {field.name for field in dataclasses.fields(Settings)} | {"nproc_per_node"}
+    assert not set(_HINT_OF_FLAG) & (flags - {"nproc_per_node"})
+    for hint in _HINT_OF_FLAG.values():
+        assert set(re.findall(r"--(\w+)", hint)) <= flags, hint
+
+
+def test_per_device_batch_size_scales_with_ranks_and_accumulation_steps():
+    settings = parse_settings(arguments=["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"])
+    assert settings.per_device_train_batch_size == 4
+    assert resolve_train_batch_size(settings, world_size=3) == 24
+    assert resolve_train_batch_size(parse_settings(arguments=["--train_batch_size=48"]), world_size=3) == 48
+    assert resolve_train_batch_size(parse_settings(arguments=[]), world_size=3) == 32
+    with pytest.raises(UserError, match="--per_device_train_batch_size 2000000000 x 2 rank"):
+        resolve_train_batch_size(Settings(per_device_train_batch_size=2_000_000_000), world_size=2)
+
+
+def test_the_two_batch_size_flags_exclude_each_other(tmp_path):
+    per_device, global_size = "--per_device_train_batch_size=4", "--train_batch_size=32"
+    assert "exclude each other" in error_message([per_device, global_size])
+    config = tmp_path / "settings.yaml"
+    config.write_text("per_device_train_batch_size: 4\ntrain_batch_size: 32\n")
+    assert "exclude each other" in error_message(["--config", str(config)])
+
+
+def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config_file(tmp_path):
+    config = tmp_path / "settings.yaml"
+    config.write_text("per_device_train_batch_size: 4\n")
+    assert parse_settings(arguments=["--config", str(config)]).per_device_train_batch_size == 4
+    settings = parse_settings(arguments=["--config", str(config), "--train_batch_size=64"])
+    assert (settings.train_batch_size, settings.per_device_train_batch_size) == (64, None)
+    config.write_text("train_batch_size: 64\n")
+    assert parse_settings(arguments=["--config", str(config)]).train_batch_size == 64
+    settings = parse_settings(arguments=["--config", str(config), "--per_device_train_batch_size=4"])
+    assert resolve_train_batch_size(settings, world_size=2) == 8
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+def test_a_per_device_batch_size_survives_the_conversion_to_flags(resolved):
+    settings = Settings(per_device_train_batch_size=4)
+    if resolved:
+        settings.train_batch_size = resolve_train_batch_size(settings, world_size=2)
+    assert as_flags(settings) == ["--per_device_train_batch_size=4"]
+
+
+def test_help_prints_the_description_and_every_flag(capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_settings("The description.", ["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert "The description." in text
+    assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
+
+
+NUMBERS = [field.name for field in dataclasses.fields(Settings) if {"int", "float"} & set(str(field.type).split())]
+EXTREMES = ("", "0", "-0.0", "-1", "1e308", "-1e308", "1.7976931348623157e308", "5e-324", "nan", "inf", "-inf", "1_0")
+EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 400, "9" * 5000, "1e400")
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(EXTREMES) | st.integers().map(str) | st.floats().map(repr),
+    st.sampled_from(["linear", "cosine", "constant_with_warmup"]),
+)
+@example("num_train_epochs", "1e308", "linear")
+@example("max_steps", "9" * 400, "linear")
+@example("warmup_steps", "1e308", "linear")
+@example("eval_batch_size", "9" * 400, "linear")
+@example("threads", "9" * 400, "linear")
+def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name, value, schedule):
+    error = None
+    try:
+        settings = parse_settings(arguments=[f"--{name}={value}", "--lr_scheduler_type", schedule])
+        plan = plan_batches(settings, n_train=7_000, world_size=2)
+    except UserError as problem:
+        error = str(problem)
+    if error is not None:
+        assert f"--{name}" in error
+        assert len(error.splitlines()) == 1
+        assert len(error) < 400
+        return
+    optimizer = build_optimizer(
+        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, DDP(settings, fake_world())
+    )
+    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        assert all(map(math.isfinite, scheduler.get_last_lr()))
+    assert len(str(plan)) < 200
+
+
+@pytest.mark.parametrize("columns", ["", "0", "-5", "1", "wide", "9" * 5000, "1000"])
+def test_help_works_with_any_value_of_columns(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as exit:
+        parse_settings("The description.", ["--help"])
+    assert exit.value.code == 0
+    assert "--learning_rate" in capsys.readouterr().out

@@ -1,0 +1,62 @@
+"""Test run_scripts/slurm.sh with stand-ins for Slurm's commands: what it requeues, and what it starts on each node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+
+# Ends with $STATUS on SIGUSR1, as a job does whose ranks have been asked to stop, or right away.
+SRUN = """#!/usr/bin/env bash
+trap 'exit "$STATUS"' USR1
+printf '%s\\n' "$@" >srun-arguments
+env | grep -E '^(NNODES|MASTER_ADDR)=' | sort >srun-environment
+if [ -z "${WAIT_FOR_SIGNAL:-}" ]; then exit "$STATUS"; fi
+echo running
+while :; do sleep 0.02; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in show) printf 'node-a\\nnode-b\\n' ;; *) echo "$@" >>scontrol-calls ;; esac
+"""
+
+
+def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)} | job | environment
+    command = ["bash", str(PROJECT / "run_scripts" / "slurm.sh"), "app.ddp_loop", "--csv", "reviews.csv"]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("status", "requeued"), [("1", True), ("0", False)])
+def test_a_signaled_job_is_requeued_unless_it_has_finished(tmp_path: Path, status: str, requeued: bool) -> None:
+    job = start(tmp_path, STATUS=status, WAIT_FOR_SIGNAL="yes")
+    assert job.stdout is not None
+    assert job.stdout.readline() == "running\n", job.stderr.read() if job.stderr else ""
+    job.send_signal(signal.SIGUSR1)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == int(status), err
+    calls = tmp_path / "scontrol-calls"
+    assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if requeued else "")
+
+
+def test_a_failed_job_is_not_requeued(tmp_path: Path) -> None:
+    job = start(tmp_path, STATUS="2")
+    job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert not (tmp_path / "scontrol-calls").exists()
+
+
+def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path: Path) -> None:
+    start(tmp_path, STATUS="0").communicate(timeout=20)
+    assert (tmp_path / "srun-environment").read_text() == "MASTER_ADDR=node-a\nNNODES=2\n"
+    arguments = (tmp_path / "srun-arguments").read_text().splitlines()
+    flags = ["--output_dir", "runs/slurm-7", "--resume_from_checkpoint", "auto", "--csv", "reviews.csv"]
+    assert arguments[-len(flags) - 1 :] == ["app.ddp_loop", *flags]
