@@ -26,9 +26,9 @@ LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorte
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one. Give those that start jobs more time, and one worker per file.
+    """Skip the tests marked `gpu` on machines without one, and adjust those that start jobs.
 
-    Tests of one file share jobs, which `pytest -n` would otherwise start in every worker.
+    These get more time. Those of one file share jobs, so that `pytest -n` must run them in the same worker.
     """
     for item in items:
         if item.get_closest_marker("launched"):

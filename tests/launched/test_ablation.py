@@ -1,4 +1,4 @@
-"""`python -m app.compare --ablate` as a user starts it; without a change, its simulated ranks train like app.ddp_loop."""
+"""`python -m app.compare --ablate` as a user starts it. Unchanged, its simulated ranks train like app.ddp_loop."""
 
 from __future__ import annotations
 

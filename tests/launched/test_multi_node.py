@@ -73,7 +73,7 @@ def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) 
 
 
 def wait_until(happened: Callable[[], bool], seconds: float) -> None:
-    """Wait for a condition or until the time is up, which is before pytest's own limit: a failure then shows the logs."""
+    """Wait for a condition, but shorter than pytest's own limit, so that a failure shows the logs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not happened():
         time.sleep(0.1)
