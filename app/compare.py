@@ -36,8 +36,9 @@ from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.render import write_comparison
-from app.runs.folder import RUNS, create_folder
+from app.runs.folder import create_folder
 from app.runs.reader import read_run
+from app.runs.schema import RUNS
 from app.settings import LARGEST_COUNT, Settings
 
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")  # not settings of a training run

@@ -64,7 +64,7 @@ def fine_tune(settings: Settings, world: World) -> None:
 
         # 8. THE RESULT, on the test rows. Nothing was selected on them.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world)
-        prepared.record.finish(prepared.model, prepared.data.tokenizer, logits, scores)
+        prepared.record.finish(prepared.strategy, prepared.model, prepared.data.tokenizer, logits, scores)
     world.print_main(describe_result(scores, prepared.record))
 
 
@@ -125,13 +125,13 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             # same step. The checkpoint precedes the evaluation, which may take longer than the time that is left.
             stop_requested = stop.requested()
             if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
-                record.save_checkpoint(step, plan, state.save)
+                record.save_checkpoint(step, state.save)
             if stop_requested and step < plan.total_steps:
-                raise record.preempted(step, plan.total_steps)
+                raise record.preempted(step)
             if plan.due(settings.eval_strategy, settings.eval_steps, step):
                 evaluate_during_training(step, prepared, world)
     bar.close()
-    record.load_best(model)
+    record.load_best(strategy, model)
 
 
 # 5. ONE OPTIMIZER STEP: global batch = ranks x micro-batch x accumulation steps.
@@ -219,7 +219,7 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
     scores, _ = evaluate(prepared.model, eval_set, prepared.settings, world)
     epoch = step / prepared.plan.steps_per_epoch
     record.write_evaluation(step, epoch, eval_set.name, scores.n, asdict(scores))
-    record.keep_best(step, prepared.model, asdict(scores))
+    record.keep_best(step, prepared.strategy, prepared.model, asdict(scores))
     record.start_clock()
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a program, as an exception that runs its clean-up."""
+"""Turn terminating signals into an exception, so that cleanup code runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from types import FrameType
 
 @contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
-    """Raise `KeyboardInterrupt` for these signals inside the block. A signal that is ignored (nohup) stays ignored."""
+    """Raise `KeyboardInterrupt` for these signals inside the block.
+
+    A signal that is already ignored, as SIGHUP under nohup, stays ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -87,7 +87,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     train(trainer, prepared, world)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
     scores = score(logits, prepared.test_set.labels)
-    prepared.record.finish(prepared.model, data.tokenizer, logits, scores)
+    prepared.record.finish(prepared.strategy, prepared.model, data.tokenizer, logits, scores)
     return scores
 
 
@@ -97,14 +97,14 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer did not use DDP"
         if trainer.state.global_step < total_steps:
-            raise prepared.record.preempted(trainer.state.global_step, total_steps)
+            raise prepared.record.preempted(trainer.state.global_step)
     elif checkpoint is not None:  # only evaluations are left, and Trainer would make one more step
         prepared.strategy.load_model_state(prepared.model, read_weights(checkpoint))
         trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan):
             trainer.evaluate()
-    prepared.record.load_best(prepared.model)
+    prepared.record.load_best(prepared.strategy, prepared.model)
 
 
 def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
@@ -215,7 +215,7 @@ class ScheduleCallback(TrainerCallback):
                 if self.world.is_main_process:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
-            self.record.save_checkpoint(step, self.plan, write)
+            self.record.save_checkpoint(step, write)
         stopping = stop_requested and step < self.plan.total_steps
         control.should_training_stop = control.should_training_stop or stopping
         control.should_evaluate = not stopping and self.plan.due(settings.eval_strategy, settings.eval_steps, step)
@@ -287,7 +287,7 @@ class ReviewTrainer(Trainer):
         epoch = step / self.prepared.plan.steps_per_epoch
         by_name = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         self.record.write_evaluation(step, epoch, eval_set.name, len(eval_set), by_name)
-        self.record.keep_best(step, self.prepared.model, by_name)
+        self.record.keep_best(step, self.prepared.strategy, self.prepared.model, by_name)
         self.record.start_clock()
         return metrics
 

@@ -1,4 +1,4 @@
-"""Folders as finished runs leave them, written without training: for tests of what reads them."""
+"""Folders of finished runs, written without training, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from safetensors.numpy import save_file
 from app.data.csv_table import read_reviews
 from app.data.split import split_reviews
 from app.runs.cells import escape
+from app.runs.schema import (
+    EVALUATIONS,
+    METRICS,
+    MODEL,
+    MODEL_FOLDER,
+    PREDICTIONS,
+    SETTINGS,
+    SPLIT,
+    STEPS,
+    prediction_columns,
+)
 
 
 def write_run(
@@ -25,12 +36,14 @@ def write_run(
     escaped: bool = True,
     **settings: Any,
 ) -> Path:
-    """A run over the CSV `reviews`. What it learned hangs on `chance` alone: equal chances, equal runs.
+    """Write the folder of a run.
 
     Args:
-        escaped: Write predictions.csv as runs do now; else as the first version did.
+        reviews: the CSV file.
+        chance: the seed of losses, probabilities and weights; runs with the same seed are equal.
+        escaped: write predictions.csv like the current version; otherwise like the first version.
     """
-    in_cell = escape if escaped else first_escape
+    escape_cell = escape if escaped else first_escape
     draw = np.random.default_rng(chance)
     settings = {
         "csv": str(reviews),
@@ -54,10 +67,10 @@ def write_run(
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     predicted = probabilities.argmax(axis=1)
 
-    (folder / "model").mkdir(parents=True)
-    write_json(folder / "settings.json", settings)
+    (folder / MODEL_FOLDER).mkdir(parents=True)
+    write_json(folder / SETTINGS.name, settings)
     write_json(
-        folder / "split.json",
+        folder / SPLIT.name,
         {
             "csv": reviews.name,
             "classes": names,
@@ -73,27 +86,26 @@ def write_run(
         | {"examples": 32, "tokens": 900, "padded_tokens": 1000, "seconds": 0.1}
         for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), start=1)
     ]
-    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
-    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | figures
-    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    (folder / STEPS.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
+    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | metrics
+    (folder / EVALUATIONS.name).write_text(json.dumps(evaluation) + "\n")
     speed = {"train_seconds": 2.0, "train_examples_per_second": 160.0, "peak_memory_bytes": [2**28, 2**28]}
-    write_json(folder / "metrics.json", figures | {"n_test": n} | speed)
-    with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+    write_json(folder / METRICS.name, metrics | {"n_test": n} | speed)
+    with (folder / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        headers = [escape(f"probability_{name}") if escaped else f"probability_{name}" for name in names]
-        writer.writerow(["row", "label", "predicted", *headers, "review"])
+        writer.writerow([escape(name) if escaped else name for name in prediction_columns(names)])
         for i, position in enumerate(split.test):
-            chances = map(repr, probabilities[i].tolist())
-            words = [in_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
-            writer.writerow([table.rows[position], *words[:2], *chances, words[2]])
+            numbers = map(repr, probabilities[i].tolist())
+            words = [escape_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            writer.writerow([table.rows[position], *words[:2], *numbers, words[2]])
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
-    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    save_file(weights, folder / MODEL_FOLDER / MODEL, {"format": "pt"})
     return folder
 
 
 def first_escape(text: str) -> str:
-    """The escape of the first version."""
+    """Escape like the first version."""
     return "'" + text if text.lstrip()[:1] in tuple("=+-@") and not text.lstrip("-").isdecimal() else text
 
 
@@ -106,8 +118,8 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 
 def edit_step(folder: Path, number: int, **changes: Any) -> None:
-    """Changes values of one line of steps.jsonl."""
-    file = folder / "steps.jsonl"
+    """Change values in one line of steps.jsonl."""
+    file = folder / STEPS.name
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[number - 1] |= changes
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

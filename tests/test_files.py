@@ -1,19 +1,23 @@
-"""What has a name is on disk, and one folder belongs to one job."""
+"""Atomic writes and staging folders."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from jobs import PROJECT
 
 from app import files
-from app.files import commit, write_text
+from app.files import commit, staging_folder, write_text
 
 
 @pytest.fixture
 def operations(monkeypatch) -> list[tuple[str, str]]:
-    """Records what is flushed to disk and what is renamed, in order."""
+    """Record the flushes and renames, in order."""
     done: list[tuple[str, str]] = []
     flush, replace = files.flush, os.replace
 
@@ -30,7 +34,7 @@ def operations(monkeypatch) -> list[tuple[str, str]]:
     return done
 
 
-def test_a_folder_is_flushed_with_all_its_files_before_it_has_its_name(tmp_path, operations):
+def test_a_folder_and_all_its_files_are_flushed_before_the_rename(tmp_path, operations):
     staging = tmp_path / ".model.tmp"
     (staging / "deeper").mkdir(parents=True)
     (staging / "weights").write_text("new")
@@ -44,6 +48,63 @@ def test_a_folder_is_flushed_with_all_its_files_before_it_has_its_name(tmp_path,
     assert operations[renamed + 1 :] == [("flush", tmp_path.name)]
 
 
-def test_a_text_file_is_flushed_before_and_its_folder_after_the_rename(tmp_path, operations):
+def test_a_text_file_is_flushed_before_the_rename_and_its_folder_after_it(tmp_path, operations):
     write_text(tmp_path / "metrics.json", "{}")
     assert operations == [("flush", ".metrics.json.tmp"), ("rename", "metrics.json"), ("flush", tmp_path.name)]
+
+
+def test_a_staging_folder_is_removed_even_after_an_error(tmp_path):
+    def fail_halfway() -> None:
+        with staging_folder(tmp_path / "tokens.arrow") as folder:
+            assert folder.parent == tmp_path
+            (folder / "tokens.arrow").write_text("partial")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway()
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITE_UNTIL_KILLED = """
+import pathlib, sys
+from app.files import staging_folder
+with staging_folder(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "partial").write_text("partial")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_staging_folder_of_a_killed_process_is_removed_but_not_that_of_a_running_one(tmp_path):
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "tokens.arrow")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=PROJECT, text=True, **pipes)
+
+    with start() as killed, start() as running:
+        left, kept = Path(killed.stdout.readline().strip()), Path(running.stdout.readline().strip())
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(30)
+        assert (left / "partial").exists()
+        with staging_folder(tmp_path / "other.arrow") as own:
+            assert not left.exists()
+            assert {path for path in tmp_path.iterdir() if path.is_dir()} == {kept, own}
+        running.communicate(timeout=30)
+        assert running.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_another_process_takes_for_stale_is_created_again(tmp_path, monkeypatch):
+    removed = []
+    flock = files.fcntl.flock
+
+    def remove_first_lock(descriptor: int, operation: int) -> None:
+        if not removed:  # between open and flock
+            removed.extend(tmp_path.glob("*.lock"))
+            removed[0].unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", remove_first_lock)
+    with staging_folder(tmp_path / "tokens.arrow") as folder:
+        assert removed == list(tmp_path.glob("*.lock")), "the lock exists again, under the same name"
+        assert folder.is_dir()

@@ -22,7 +22,7 @@ from app.cli import launch
 from app.distributed.collectives import barrier, broadcast_object
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.runs.resume import MODEL, OPTIMIZER
+from app.runs.schema import CHECKPOINTS, MODEL, OPTIMIZER
 from app.settings import Settings
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -39,7 +39,7 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
     bench = set_up(settings, world)
     optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
     scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
-    checkpoints = CheckpointManager(folder / "checkpoints", settings.save_total_limit, "stop", world)
+    checkpoints = CheckpointManager(folder / CHECKPOINTS, settings.save_total_limit, "stop", world)
     state = TrainingState(bench.model, optimizer, scheduler, bench.strategy, world)
 
     def train_and_save(number: int, save: bool) -> None:

@@ -19,7 +19,8 @@ from transformers import set_seed
 from app.checkpoint.random_state import get_random_state, set_random_state
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
-from app.runs.resume import MODEL, OPTIMIZER, RANDOM, SCHEDULE, Resume
+from app.runs.resume import Resume
+from app.runs.schema import MODEL, OPTIMIZER, RANDOM, SCHEDULE
 from app.strategies.base import Strategy, Tensors
 
 
@@ -76,7 +77,7 @@ class TrainingState:
         lambdas = self.scheduler.state_dict().get("lr_lambdas")
         self.scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
         if resume.changes:
-            set_seed(resume.other_seed + self.world.rank)
+            set_seed(resume.new_seed + self.world.rank)
             return
         prefix = f"{self.world.rank}."
         states = load_file(folder / RANDOM)

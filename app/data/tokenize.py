@@ -1,29 +1,27 @@
-"""Reviews to token ids, once per (rows, tokenizer, length): an Arrow file that every rank of a node maps into
-memory."""
+"""Tokenize reviews, once per (rows, tokenizer, maximum length), into an Arrow file that the ranks memory-map."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from datasets import Dataset, Features, Sequence, Value
-from datasets.arrow_writer import ArrowWriter
 from numpy.typing import NDArray
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from app.data.csv_table import CLEANING_RULES, ReviewTable
 from app.distributed.collectives import local_main_process_first
 from app.distributed.world import World
 from app.errors import UserError
+from app.files import staging_folder
 
-CHUNK = 1_000  # reviews tokenised at once
+FILE_VERSION = 2  # part of the cache key: increase it if the columns change
+CHUNK = 1_000  # reviews that are tokenized at once
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -35,46 +33,69 @@ def tokenize(
     world: World,
     disable_tqdm: bool = False,
 ) -> Dataset:
-    """A row a review, in the table's order: `input_ids` (and `token_type_ids` where the model wants them), `labels`,
-    `length`.
+    """Tokenize all reviews, or map the file that an earlier run with the same rows, tokenizer and length has written.
 
-    One process a node writes the file, under another name until it is whole; the rest wait and map it. A file left by
-    an earlier run with the same rows, tokenizer and length is used as it is; a damaged one is made again.
+    One process per node writes the file while the others wait. The file is complete when it receives its name, and it
+    ends with a digest: a damaged file is written again.
+
+    Args:
+        table: The reviews.
+        tokenizer: Its `model_input_names` determine the columns.
+        max_length: Maximum number of tokens per review, including special tokens.
+        cache_dir: Where the file is kept. Created if missing.
+        world: This process.
+        disable_tqdm: Show no progress bar.
+
+    Returns:
+        One row per review, in the order of the table: `input_ids` (and `token_type_ids` if the model uses them),
+        `labels`, `length` (tokens after truncation) and `truncated`.
 
     Raises:
-        UserError: the cache folder can't be written.
+        UserError: The cache folder cannot be read or written.
     """
-    key = _key(table, tokenizer, max_length)
+    key = _cache_key(table, tokenizer, max_length)
     path = cache_dir / f"tokens-{key}.arrow"
     with local_main_process_first(world):
         if world.local_rank == 0 and not _is_intact(path, key):
             if path.exists():
-                world.print_main(f"{path}: damaged, or from another version: tokenizing again")
+                world.print_main(f"{path}: damaged; tokenizing again")
             _write(path, key, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main_process)
         try:
             return Dataset.from_file(str(path))
         except (OSError, ValueError) as problem:
-            raise UserError(f"--cache_dir {cache_dir}: {path.name} can't be read ({problem}): delete it") from None
+            raise UserError(f"--cache_dir {cache_dir}: cannot read {path.name} ({problem}); delete it") from None
 
 
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
-    """Tokens of each row, int64 (n,)."""
+    """Return the number of tokens of each row after truncation, int64 (n,)."""
     return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
 
 
-def _key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
-    inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+def count_truncated(rows: Dataset) -> int:
+    """Return the number of rows whose review has more than `max_length` tokens and was truncated."""
+    return int(np.count_nonzero(rows.with_format("numpy")["truncated"][:]))
+
+
+def _input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    # The collator creates the attention mask when it pads.
+    return [name for name in tokenizer.model_input_names if name != "attention_mask"]
+
+
+def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+    """Hash everything that determines the content of the file."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
-    recipe |= {"truncation": tokenizer.truncation_side, "padding": None}  # else they tell how it was last called
-    words = [table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__, inputs, max_length, recipe]
-    digest = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode())
+    # The backend's own truncation and padding are left over from its previous call.
+    recipe |= {"truncation": tokenizer.truncation_side, "padding": None}
+    parts = [FILE_VERSION, table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__]
+    parts += [_input_names(tokenizer), max_length, recipe]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]
 
 
 def _is_intact(path: Path, key: str) -> bool:
-    """Tell whether a file ends with the digest of its content, written for this key."""
+    """Tell whether a file was written for this key and ends with the digest of its content."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - DIGEST_BYTES
@@ -84,7 +105,7 @@ def _is_intact(path: Path, key: str) -> bool:
 
 
 def _digest(file: BinaryIO, key: str, size: int) -> bytes:
-    """SHA-256 of a key and the first `size` bytes of a file: a file renamed to another key has the wrong digest."""
+    """Return the SHA-256 of the key and the next `size` bytes. Including the key detects files with a wrong name."""
     digest = hashlib.sha256(key.encode())
     while size and (chunk := file.read(min(size, 1 << 20))):
         digest.update(chunk)
@@ -95,36 +116,53 @@ def _digest(file: BinaryIO, key: str, size: int) -> bytes:
 def _write(
     path: Path, key: str, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
 ) -> None:
-    inputs = [name for name in tokenizer.model_input_names if name != "attention_mask"]
-    features = Features(
-        {name: Sequence(Value("int32")) for name in inputs} | {"labels": Value("int64"), "length": Value("int32")}
-    )
-    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    columns = {name: Sequence(Value("int32")) for name in _input_names(tokenizer)}
+    columns |= {"labels": Value("int64"), "length": Value("int32"), "truncated": Value("bool")}
+    labels = Dataset.from_dict({"labels": table.labels}, features=Features({"labels": Value("int64")}))
+
+    def tokenize_chunk(chunk: dict[str, Any], positions: list[int]) -> dict[str, Any]:
+        texts = table.texts.iloc[positions].tolist()
+        encoding = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
+        bar.update(len(texts))
+        return {name: encoding[name] for name in _input_names(tokenizer)} | {
+            "length": [len(ids) for ids in encoding["input_ids"]],
+            "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
+        }
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            ArrowWriter(path=str(unfinished), features=features) as writer,
-            tqdm(total=len(table), desc="tokenising", unit=" reviews", leave=False, disable=hide_bar) as bar,
+            staging_folder(path) as staging,
+            tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar,
         ):
-            for start in range(0, len(table), CHUNK):
-                texts = table.texts.iloc[start : start + CHUNK].tolist()
-                batch: dict[str, Any] = dict(
-                    tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
-                )
-                batch = {name: batch[name] for name in inputs}
-                batch["labels"] = table.labels[start : start + CHUNK]
-                batch["length"] = [len(ids) for ids in batch["input_ids"]]
-                writer.write_batch(batch)
-                bar.update(len(texts))
-            writer.finalize()
-        with unfinished.open("r+b") as file:
-            # Arrow's reader stops at the end of the stream and never sees these bytes.
-            file.write(_digest(file, key, unfinished.stat().st_size))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            file_name = staging / path.name
+            labels.map(  # its own progress bar is disabled by quiet_libraries
+                tokenize_chunk,
+                with_indices=True,
+                batched=True,
+                batch_size=CHUNK,
+                features=Features(columns),
+                cache_file_name=str(file_name),
+                new_fingerprint=key,
+                load_from_cache_file=False,
+            )
+            with file_name.open("r+b") as file:
+                # Arrow's reader stops at the end of the stream, so it ignores these bytes.
+                file.write(_digest(file, key, file_name.stat().st_size))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file_name, path)
     except OSError as problem:
-        raise UserError(f"--cache_dir {path.parent}: can't be written: {problem.strerror or problem}") from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+        raise UserError(f"--cache_dir {path.parent}: cannot be written: {problem.strerror or problem}") from None
+
+
+def _were_truncated(
+    texts: list[str], encoding: BatchEncoding, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[bool]:
+    if encoding.encodings is not None:
+        return [bool(row.overflowing) for row in encoding.encodings]
+    # Tokenizers written in Python discard what they cut off. Only a review of maximum length can have been cut.
+    return [
+        len(ids) == max_length and len(tokenizer(text)["input_ids"]) > max_length
+        for text, ids in zip(texts, encoding["input_ids"], strict=True)
+    ]

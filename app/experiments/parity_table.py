@@ -28,8 +28,9 @@ from app.experiments.program import run_program
 from app.experiments.train_pair import train_pair
 from app.files import write_text
 from app.report.bitwise import first_difference
-from app.runs.folder import RUNS, create_folder
+from app.runs.folder import create_folder
 from app.runs.reader import Run
+from app.runs.schema import RUNS
 from app.settings import Settings
 
 RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)

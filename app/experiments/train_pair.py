@@ -10,8 +10,9 @@ from pathlib import Path
 from app.cli import as_flags
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError
-from app.runs.folder import RUNS, create_folder
+from app.runs.folder import create_folder
 from app.runs.reader import Run, read_run
+from app.runs.schema import RUNS
 from app.settings import Settings
 
 PATHS = ("ddp_loop", "trainer_run")

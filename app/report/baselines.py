@@ -1,4 +1,4 @@
-"""Two floors under every accuracy: what needs no neural network at all reaches this much on the same rows."""
+"""Baselines: two classifiers without a neural network, trained and tested on the same rows as a run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.split import Split, split_reviews
 from app.errors import UserError
+from app.files import write_json
 from app.report.statistics import Interval, wilson_interval
 from app.runs.reader import Run
 
@@ -27,38 +28,39 @@ MANY_ROWS = 1_000
 
 
 def measure_baselines(run: Run) -> list[dict[str, Any]]:
-    """Accuracy (with Wilson's interval) and F1 of each floor, trained and tested on the run's own rows.
+    """Train and test the baselines on the rows of a run.
 
-    Kept in the run's `cache_dir`, where that still exists, under the split's fingerprint.
+    The results are cached in the run's `cache_dir`, if that still exists, under the split's fingerprint.
+
+    Returns:
+        For each baseline `name`, `accuracy`, `f1` and `interval` (Wilson's, of the accuracy).
 
     Raises:
-        UserError: the run's CSV is gone, or gives other rows now.
+        UserError: the run's CSV does not exist any more, or contains other rows now.
     """
     cache = Path(run.settings.get("cache_dir") or "") / f"floors-{run.split['fingerprint'][:32]}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(cache.read_text("utf-8"))
-        if kept["recipe"] == RECIPE and kept["fingerprint"] == run.split["fingerprint"]:
+        cached = json.loads(cache.read_text("utf-8"))
+        if cached["recipe"] == RECIPE and cached["fingerprint"] == run.split["fingerprint"]:
             return [
-                {"name": str(floor["name"]), "accuracy": float(floor["accuracy"]), "f1": float(floor["f1"])}
-                | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in floor["interval"].items()}))}
-                for floor in kept["floors"]
+                {"name": str(entry["name"]), "accuracy": float(entry["accuracy"]), "f1": float(entry["f1"])}
+                | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in entry["interval"].items()}))}
+                for entry in cached["floors"]
             ]
     table, split = reread_rows(run)
     print(f"\nbaselines: training on {len(split.train):,} rows (skip with --no_baselines) …", flush=True)
-    floors = _measure(table, split)
+    baselines = _measure(table, split)
     if cache.parent.is_dir():
-        from app.files import write_json
-
-        with contextlib.suppress(OSError):  # only a cache
-            write_json(cache, {"recipe": RECIPE, "fingerprint": run.split["fingerprint"], "floors": floors})
-    return floors
+        with contextlib.suppress(OSError):  # it is only a cache
+            write_json(cache, {"recipe": RECIPE, "fingerprint": run.split["fingerprint"], "floors": baselines})
+    return baselines
 
 
 def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
-    """The rows that the run was trained and tested on, from the CSV that its settings name.
+    """Read the rows that a run was trained and tested on, from the CSV that its settings name.
 
     Raises:
-        UserError: the file can't be read, or its split has another fingerprint than the run's.
+        UserError: the file cannot be read, or its split has another fingerprint than the run's.
     """
     settings = run.settings
     columns = (settings.get("text_column", "review"), settings.get("label_column", "label"))
@@ -74,22 +76,22 @@ def _measure(table: ReviewTable, split: Split) -> list[dict[str, Any]]:
     n_grams = TfidfVectorizer(
         analyzer="char", ngram_range=(1, 3), sublinear_tf=True, min_df=2 if len(split.train) >= MANY_ROWS else 1
     )
-    # newton-cg converges where lbfgs stops early: the figure doesn't hang on the machine's rounding.
-    # C, sublinear_tf: the best of 3-fold cross-validation on the hotel reviews' training rows.
+    # newton-cg converges, whereas lbfgs stops early: the accuracy does not depend on how the machine rounds.
+    # C and sublinear_tf are the best of a 3-fold cross-validation on the hotel reviews' training rows.
     classifiers = {
         "majority class": DummyClassifier(strategy="most_frequent"),
         "TF-IDF + logistic regression": make_pipeline(n_grams, LogisticRegression(C=30, solver="newton-cg")),
     }
     texts, labels = table.texts.to_numpy(), table.labels
-    floors = []
+    baselines = []
     for name, classifier in classifiers.items():
         predicted = classifier.fit(texts[split.train], labels[split.train]).predict(texts[split.test])
-        floors.append({"name": name} | _figures(labels[split.test], predicted, len(table.class_names)))
-    return floors
+        baselines.append({"name": name} | _metrics(labels[split.test], predicted, len(table.class_names)))
+    return baselines
 
 
-def _figures(labels: NDArray[np.int64], predicted: NDArray[np.int64], n_classes: int) -> dict[str, Any]:
-    """F1 as everywhere here: of the second class where there are two, else the unweighted mean over all."""
+def _metrics(labels: NDArray[np.int64], predicted: NDArray[np.int64], n_classes: int) -> dict[str, Any]:
+    """F1 is computed as for the runs: of the second class if there are two, otherwise the unweighted mean."""
     interval = wilson_interval(int((labels == predicted).sum()), len(labels))
     average = "binary" if n_classes == 2 else "macro"
     return {

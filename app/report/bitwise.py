@@ -1,4 +1,4 @@
-"""Were two runs the same training, to the bit? If not: where did they part?"""
+"""Whether two runs are bitwise identical, and if not, where they first differ."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from app.errors import UserError
 from app.runs.reader import Run
+from app.runs.schema import MODEL_FOLDER
 
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 class Tensor(NamedTuple):
-    """A stored tensor: `data` holds its bytes, uint8 (n_bytes,), still on disk."""
+    """A stored tensor. `data` is a memory map of its bytes, uint8 (n_bytes,)."""
 
     dtype: str
     shape: list[int]
@@ -30,31 +31,35 @@ Weights = dict[str, Tensor]
 
 
 def first_difference(a: Run, b: Run) -> str | None:
-    """None only where every step's loss and gradient norm, every prediction and every weight are equal to the bit.
+    """Return one line that names the first difference between two runs, or None if they are bitwise identical.
 
-    Else one sentence that names the first difference: of the steps in order, then of their number, then of the
-    predictions in file order, then of the weights in a's order, then of the figures that follow from these. 0.0 and
-    -0.0 differ.
+    Compared are, in this order: the loss and the gradient norm of each step, the number of steps, the predictions in
+    file order, the weights in a's order, and the test metrics. 0.0 and -0.0 differ.
 
     Raises:
         UserError: the weights are missing, damaged or half-written.
     """
-    ours, theirs = (read_weights(run.folder / "model") for run in (a, b))  # first: what is damaged is never compared
+    # Before anything is compared, so that damaged weights are reported even if the steps differ.
+    weights_a, weights_b = (read_weights(run.folder / MODEL_FOLDER) for run in (a, b))
     return (
-        _steps_difference(a, b)
-        or _predictions_difference(a, b)
-        or _weights_difference(ours, theirs, a.folder, b.folder)
-        or _figures_difference(a, b)
+        _compare_steps(a, b)
+        or _compare_predictions(a, b)
+        or _compare_weights(weights_a, weights_b, a.folder, b.folder)
+        or _compare_metrics(a, b)
     )
 
 
 def bitwise_equal_numbers(x: float, y: float) -> bool:
-    """Equal as float64, bit by bit."""
+    """Return whether two numbers have the same bits as float64."""
     return struct.pack("<d", x) == struct.pack("<d", y)
 
 
 def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
-    """(step, key of steps.jsonl) of the first loss or gradient norm that differs; None where all common steps agree."""
+    """Return step and key (of steps.jsonl) of the first loss or gradient norm that differs.
+
+    Returns:
+        None if all steps that both runs have are identical.
+    """
     for x, y in zip(a.steps, b.steps, strict=False):
         for key in STEP_QUANTITIES:
             if not bitwise_equal_numbers(x[key], y[key]):
@@ -62,7 +67,7 @@ def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
     return None
 
 
-def _steps_difference(a: Run, b: Run) -> str | None:
+def _compare_steps(a: Run, b: Run) -> str | None:
     if (found := first_differing_step(a, b)) is not None:
         step, key = found
         x, y = (run.steps[step - 1][key] for run in (a, b))
@@ -72,33 +77,33 @@ def _steps_difference(a: Run, b: Run) -> str | None:
     return None
 
 
-def _predictions_difference(a: Run, b: Run) -> str | None:
+def _compare_predictions(a: Run, b: Run) -> str | None:
     if a.split["classes"] != b.split["classes"] or list(a.predictions["row"]) != list(b.predictions["row"]):
-        return f"predictions: {a.folder} and {b.folder} predict other rows or classes"
+        return f"predictions: {a.folder} and {b.folder} have different rows or classes"
     columns = {"review": "review", "label": "label", "class": "predicted"} | {
         f"probability of {name!r}": f"probability_{name}" for name in a.split["classes"]
     }
-    differs = {quantity: _unlike(a.predictions[name], b.predictions[name]) for quantity, name in columns.items()}
+    differs = {quantity: _unequal(a.predictions[name], b.predictions[name]) for quantity, name in columns.items()}
     rows = np.logical_or.reduce(list(differs.values())).nonzero()[0]
     if not len(rows):
         return None
     first = rows[0]
-    quantity = next(name for name, unlike in differs.items() if unlike[first])
+    quantity = next(name for name, rows_differ in differs.items() if rows_differ[first])
     x, y = (run.predictions[columns[quantity]].tolist()[first] for run in (a, b))
     row = a.predictions["row"].iloc[first]
     return f"prediction for row {row}: the {quantity} is {x!r} in {a.folder} and {y!r} in {b.folder}"
 
 
-def _unlike(x: Any, y: Any) -> NDArray[np.bool_]:
-    """Where two columns differ: numbers by their bits, text by its letters."""
+def _unequal(x: Any, y: Any) -> NDArray[np.bool_]:
+    """Compare two columns: numbers by their bits, text by its characters."""
     if x.dtype == np.float64:
         x, y = (np.ascontiguousarray(column).view(np.uint64) for column in (x, y))
     return np.asarray(x != y, dtype=bool)
 
 
-def _weights_difference(ours: Weights, theirs: Weights, a: Path, b: Path) -> str | None:
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        x, y = ours.get(name), theirs.get(name)
+def _compare_weights(weights_a: Weights, weights_b: Weights, a: Path, b: Path) -> str | None:
+    for name in [*weights_a, *(name for name in weights_b if name not in weights_a)]:
+        x, y = weights_a.get(name), weights_b.get(name)
         if x is None or y is None:
             return f"weights: tensor {name!r} is only in {a if y is None else b}"
         if x[:2] != y[:2]:
@@ -110,7 +115,7 @@ def _weights_difference(ours: Weights, theirs: Weights, a: Path, b: Path) -> str
     return None
 
 
-def _figures_difference(a: Run, b: Run) -> str | None:
+def _compare_metrics(a: Run, b: Run) -> str | None:
     for name in ("accuracy", "f1", "loss"):
         x, y = (run.metrics[name] for run in (a, b))
         if not bitwise_equal_numbers(x, y):
@@ -119,9 +124,9 @@ def _figures_difference(a: Run, b: Run) -> str | None:
 
 
 def read_weights(folder: Path) -> Weights:
-    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names.
+    """Map the tensors of model.safetensors, or of the files that model.safetensors.index.json names, into memory.
 
-    As bytes: that compares any dtype (numpy knows no bfloat16), maps files of any size, and needs no torch.
+    As bytes, which works for every dtype (numpy has no bfloat16), for files of any size, and without torch.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -135,15 +140,15 @@ def read_weights(folder: Path) -> Weights:
         raise UserError(f"{index}: damaged or half-written: {problem}") from None
     weights = {name: tensor for file in sorted(names) for name, tensor in _read_tensors(folder / file).items()}
     if not weights:
-        raise UserError(f"{folder}: its files hold no weight")
+        raise UserError(f"{folder}: its files contain no weights")
     return weights
 
 
 def _read_tensors(path: Path) -> Weights:
     if not path.is_file():
-        raise UserError(f"{path}: missing: the run has not finished, or its model was removed")
+        raise UserError(f"{path}: missing: the run has not finished, or its model was deleted")
     try:
-        with safe_open(path, framework="np"):  # checks the header, every offset and the file's length
+        with safe_open(path, framework="np"):  # checks the header, the offsets and the length of the file
             pass
     except (SafetensorError, OSError) as problem:
         raise UserError(f"{path}: damaged or half-written: {problem}") from None

@@ -1,10 +1,11 @@
-"""How sure a comparison of two classifiers can be: intervals, paired tests, calibration, and a verdict in words.
+"""The statistics of comparing two classifiers: intervals, paired tests, calibration, and a verdict in one line.
 
-Pure functions on arrays. Two questions are kept apart, because they have different answers:
-- `paired_rows` asks about the *test rows*: would these two trained models differ on other rows of the same kind?
-- `paired_seeds` asks about the *training*: would the two recipes differ on average over seeds, on these test rows?
+Pure functions on arrays. Two questions have different answers:
+- `paired_rows` is about the *test rows*: would these two trained models differ on other rows from the same source?
+- `paired_seeds` is about the *training*: would the two training methods differ on average over seeds, on these test
+  rows?
 
-Accuracies and differences are fractions; only `verdict` speaks in percentage points. A difference is always A - B.
+Accuracies and differences are fractions; only `verdict` uses percentage points. A difference is always A - B.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedRows:
-    """Two runs on the same `n` test rows; `a_only` rows are right in A and wrong in B, `b_only` the other way round."""
+    """Two runs on the same `n` test rows. `a_only` counts the rows that A classifies correctly and B does not."""
 
     n: int
     a_only: int
@@ -41,7 +42,7 @@ class PairedRows:
 
 @dataclass(frozen=True, slots=True)
 class PairedSeeds:
-    """Two recipes over the same `n` seeds. What the data cannot tell is None: see `paired_seeds`."""
+    """Two training methods over the same `n` seeds. Values that cannot be estimated are None: see `paired_seeds`."""
 
     n: int
     mean_a: float
@@ -54,7 +55,7 @@ class PairedSeeds:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """The `n` rows whose top probability lies in (low, high]; means are None where there is no such row."""
+    """The `n` rows whose highest probability is in (low, high]; the means are None if there are no such rows."""
 
     low: float
     high: float
@@ -65,7 +66,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The `n` rows from `shortest` to `longest`, both the lengths of rows that exist, and their accuracy."""
+    """The `n` rows whose lengths range from `shortest` to `longest`, and their accuracy."""
 
     shortest: float
     longest: float
@@ -74,35 +75,40 @@ class LengthGroup:
 
 
 def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval for an accuracy: all p with |correct/n - p| <= z sqrt(p (1 - p) / n).
+    """Return Wilson's score interval for an accuracy: all p with |correct/n - p| <= z sqrt(p (1 - p) / n).
 
-    Wilson (1927), JASA 22:209. Raises ValueError unless 0 <= correct <= n and n >= 1.
+    Wilson (1927), JASA 22:209.
+
+    Raises:
+        ValueError: unless 0 <= correct <= n and n >= 1.
     """
     if not 0 <= correct <= n or n < 1:
-        raise ValueError(f"{correct} correct of {n}: there must be at least one row, and 0 <= correct <= n")
+        raise ValueError(f"{correct} correct of {n}: n must be at least 1, and 0 <= correct <= n")
     limits = stats.binomtest(correct, n).proportion_ci(confidence, method="wilson")
     return Interval(correct / n, float(limits.low), float(limits.high), confidence)
 
 
 def mcnemar_exact(a_only: int, b_only: int) -> float:
-    """Exact two-sided p-value of McNemar's test: given a_only + b_only, a_only ~ Binomial(a_only + b_only, 1/2).
+    """Return the exact two-sided p-value of McNemar's test: a_only ~ Binomial(a_only + b_only, 1/2).
 
-    McNemar (1947), Psychometrika 12:153. Rows on which both are right or both are wrong say nothing; without any other
-    row p is 1.
+    McNemar (1947), Psychometrika 12:153. Rows that both runs classify correctly, or both incorrectly, carry no
+    information; without any other rows, p is 1.
     """
     return float(stats.binomtest(a_only, a_only + b_only, 0.5).pvalue) if a_only + b_only else 1.0
 
 
 def paired_difference_interval(a_only: int, b_only: int, n: int, confidence: float = 0.95) -> Interval:
-    """Tango's score interval for accuracy(A) - accuracy(B) on the same `n` rows: all d that a score test keeps.
+    """Return Tango's score interval for accuracy(A) - accuracy(B) on the same `n` rows.
 
-    |a_only - b_only - n d| <= z sqrt(n (2 q(d) + d (1 - d))), where q(d) is the maximum-likelihood P(only B is right)
-    given d. Tango (1998), Statistics in Medicine 17:891. Good for small n and few disagreements; with none at all it is
-    +-z^2 / (n + z^2), never a point.
-    Raises ValueError unless a_only, b_only >= 0, a_only + b_only <= n and n >= 1.
+    It contains all d that a score test does not reject: |a_only - b_only - n d| <= z sqrt(n (2 q(d) + d (1 - d))),
+    where q(d) is the maximum-likelihood estimate of P(only B is correct) given d. Tango (1998), Statistics in Medicine
+    17:891. Good for small n and few disagreements; without any it is +-z^2 / (n + z^2), never a single point.
+
+    Raises:
+        ValueError: unless a_only, b_only >= 0, a_only + b_only <= n and n >= 1.
     """
     if min(a_only, b_only) < 0 or a_only + b_only > n or n < 1:
-        raise ValueError(f"{a_only} + {b_only} rows of {n} cannot be those that only one run has right")
+        raise ValueError(f"{a_only} + {b_only} rows classified correctly by one run only, of {n}: impossible counts")
     high = _tango_upper_limit(a_only, b_only, n, confidence)
     return Interval((a_only - b_only) / n, -_tango_upper_limit(b_only, a_only, n, confidence), high, confidence)
 
@@ -112,24 +118,30 @@ def _tango_upper_limit(a_only: int, b_only: int, n: int, confidence: float) -> f
     estimate = (a_only - b_only) / n
 
     def beyond(d: float) -> float:
-        """n (d - estimate) - z * standard deviation: below zero where the score test keeps d."""
+        """Return n (d - estimate) - z * standard deviation, which is negative if the score test does not reject d."""
         linear = (2 * n - a_only + b_only) * d - a_only - b_only
         root = sqrt(max(0.0, linear**2 + 8 * n * b_only * d * (1 - d)))
         only_b = (root - linear) / (4 * n)
         return n * (d - estimate) - z * sqrt(max(0.0, n * (2 * only_b + d * (1 - d))))
 
-    # A step to the right of the estimate: without disagreement the variance there is 0 and the estimate a root.
+    # Start to the right of the estimate: without disagreements the variance is 0 there and the estimate is a root.
     return float(optimize.brentq(beyond, estimate + 1e-9 * (1 - estimate), 1.0, xtol=1e-12))
 
 
 def paired_rows(correct_a: ArrayLike, correct_b: ArrayLike, confidence: float = 0.95) -> PairedRows:
     """Compare two runs row by row: Wilson's interval of each, Tango's of the difference, McNemar's exact p-value.
 
-    `correct_a`, `correct_b`: (n,) bool, the same rows in the same order. Raises ValueError for anything else.
+    Args:
+        correct_a: bool (n,), whether A classifies each row correctly.
+        correct_b: the same for B, with the rows in the same order.
+        confidence: of the intervals.
+
+    Raises:
+        ValueError: other shapes or types.
     """
     a, b = np.asarray(correct_a), np.asarray(correct_b)
     if a.shape != b.shape or a.ndim != 1 or a.dtype != np.bool_ or b.dtype != np.bool_:
-        raise ValueError(f"two bool arrays of shape (n,) are needed, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+        raise ValueError(f"expected two bool arrays of shape (n,), got {a.dtype} {a.shape} and {b.dtype} {b.shape}")
     n, a_only, b_only = len(a), int((a & ~b).sum()), int((b & ~a).sum())
     accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n, confidence) for x in (a, b))
     difference = paired_difference_interval(a_only, b_only, n, confidence)
@@ -137,15 +149,22 @@ def paired_rows(correct_a: ArrayLike, correct_b: ArrayLike, confidence: float = 
 
 
 def paired_seeds(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> PairedSeeds:
-    """Compare two recipes over seeds: mean and standard deviation (ddof = 1), Student's paired t test and interval.
+    """Compare two training methods over seeds: mean, standard deviation (ddof = 1), Student's paired t test.
 
-    `a`, `b`: (seeds,) float, a[i] and b[i] trained from the same seed. With one seed, standard deviations, interval and
-    p-value are None. Where all seeds differ by the same amount there is no spread to weigh it by: no interval, and a
-    p-value (of 1) only where that amount is zero. Raises ValueError for other shapes, no seed, or a value not finite.
+    With one seed, standard deviations, interval and p-value are None. If the difference is the same for all seeds, its
+    variance cannot be estimated: there is no interval, and a p-value (1) only if the difference is zero.
+
+    Args:
+        a: float (seeds,), a metric of A with each seed.
+        b: the same for B; a[i] and b[i] have the same seed.
+        confidence: of the interval.
+
+    Raises:
+        ValueError: other shapes, no seeds, or a value that is not finite.
     """
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 1 or a.size == 0 or not np.isfinite([a, b]).all():
-        raise ValueError(f"two equally long rows of finite numbers are needed, not {a} and {b}")
+        raise ValueError(f"expected two arrays of finite numbers of the same length, got {a} and {b}")
     n, difference, interval, p_value = len(a), a - b, None, None
     rounding = 4 * np.finfo(np.float64).eps * np.abs([a, b]).max()
     if n > 1 and np.ptp(difference) > rounding:
@@ -159,45 +178,61 @@ def paired_seeds(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired
     return PairedSeeds(n, float(a.mean()), std_a, float(b.mean()), std_b, interval, p_value)
 
 
-def verdict(found: PairedRows | PairedSeeds, name_a: str, name_b: str, *, bitwise_equal: bool = False) -> str:
-    """What may be said of two runs (or recipes, over seeds), in one line of plain text; escape the names for HTML.
+def verdict(statistics: PairedRows | PairedSeeds, name_a: str, name_b: str, *, bitwise_identical: bool = False) -> str:
+    """Return the conclusion of a comparison as one line of plain text, in which names are not escaped.
 
-    "Better" needs p < 1 - confidence *and* an interval without zero. McNemar's exact test is stricter than Tango's
-    interval: at the border they may disagree, and the line says so.
+    "Better" requires p < 1 - confidence *and* an interval without zero. McNemar's exact test is stricter than Tango's
+    interval: close to the threshold they may disagree, and the line says so.
+
+    Args:
+        statistics: from `paired_rows` or `paired_seeds`.
+        name_a: name of A.
+        name_b: name of B.
+        bitwise_identical: whether the runs are.
     """
-    if bitwise_equal:
-        return "the same training, bit for bit"
-    if isinstance(found, PairedRows):  # a row is worth 100 / n points: no decimals far below that
-        scope, gap, decimals = f"at n = {found.n}", found.difference.estimate, max(1, ceil(log10(found.n)) - 2)
+    if bitwise_identical:
+        return "bitwise identical training"
+    n = statistics.n
+    if isinstance(statistics, PairedRows):  # one row is 100 / n points: far smaller decimals are meaningless
+        scope, gap, decimals = f"at n = {n}", statistics.difference.estimate, max(1, ceil(log10(n)) - 2)
     else:
-        scope, gap, decimals = f"over {found.n} seed{'s' * (found.n > 1)}", found.mean_a - found.mean_b, 2
-    interval, p = found.difference, found.p_value
+        scope, gap, decimals = f"over {n} seed{'s' * (n > 1)}", statistics.mean_a - statistics.mean_b, 2
+    interval, p = statistics.difference, statistics.p_value
     if interval is None or p is None:
         if p is not None:
-            return f"indistinguishable {scope}: the same accuracy at every seed"
+            return f"indistinguishable {scope}: the same accuracy with every seed"
         difference = f"{name_a} - {name_b} is {100 * gap:+z.{decimals}f} points"
-        return f"undecided {scope}: {difference}, with no spread to weigh it by"
+        return f"undecided {scope}: {difference}, but its variance cannot be estimated"
     within = f"[{100 * interval.low:+z.{decimals}f}, {100 * interval.high:+z.{decimals}f}] points"
     if interval.low <= 0 <= interval.high:
         return f"indistinguishable {scope}: the difference could be anywhere in {within}"
     chance = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
     if p >= 1 - interval.confidence:
-        return f"borderline {scope}: the difference lies in {within}, but the test keeps zero ({chance})"
+        return f"borderline {scope}: the difference is in {within}, but the test does not reject zero ({chance})"
     better, worse = (name_a, name_b) if gap > 0 else (name_b, name_a)
     return f"{better} is better than {worse} by {100 * abs(gap):.{decimals}f} points {scope} ({chance})"
 
 
 def calibration_bins(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> list[CalibrationBin]:
-    """The table of a reliability diagram: `bins` equal-width bins ((m - 1) / bins, m / bins] of the top probability.
+    """Return the bins of a reliability diagram, ((m - 1) / bins, m / bins] of the highest probability.
 
-    `probabilities`: (n, classes) float, rows summing to 1; `labels`: (n,) int, columns of `probabilities`.
-    Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2. Raises ValueError for anything else.
+    Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2.
+
+    Args:
+        probabilities: float (n, classes), rows summing to 1.
+        labels: int (n,), columns of `probabilities`.
+        bins: number of bins, all of the same width.
+
+    Raises:
+        ValueError: other shapes, types or values.
     """
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if p.ndim != 2 or y.shape != p.shape[:1] or not y.size or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(f"(n, classes) probabilities and (n,) int labels needed, not {p.shape}, {y.dtype} {y.shape}")
+        raise ValueError(
+            f"expected (n, classes) probabilities and (n,) int labels, got {p.shape} and {y.dtype} {y.shape}"
+        )
     if not (p.min() >= 0 and np.allclose(p.sum(axis=1), 1, atol=1e-2) and 0 <= y.min() <= y.max() < p.shape[1]):
-        raise ValueError("probabilities must be >= 0 with rows summing to 1, and labels columns of them")
+        raise ValueError("probabilities must be >= 0 with rows summing to 1, and labels must be columns of them")
     top, hit = p.max(axis=1), p.argmax(axis=1) == y
     edges = np.linspace(0, 1, bins + 1)
     of_row = np.searchsorted(edges[1:-1], top, side="left")  # right-closed, as in the paper
@@ -210,9 +245,9 @@ def calibration_bins(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15
 
 
 def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
-    """ECE = sum over bins of (n_bin / n) |accuracy - confidence|, in [0, 1]. Arguments, errors: `calibration_bins`.
+    """Return ECE = sum over bins of (n_bin / n) |accuracy - confidence|, in [0, 1].
 
-    Guo et al. (2017), equation 3.
+    Guo et al. (2017), equation 3. Arguments and exceptions are those of `calibration_bins`.
     """
     table = calibration_bins(probabilities, labels, bins)
     gaps = (row.n * abs((row.accuracy or 0.0) - (row.confidence or 0.0)) for row in table)  # an empty bin adds 0
@@ -222,14 +257,22 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins
 def accuracy_by_length(
     lengths: ArrayLike, correct: ArrayLike, groups: int = 4, edges: Sequence[float] | None = None
 ) -> list[LengthGroup]:
-    """Accuracy with its Wilson interval for short to long rows: `groups` of about equal size (quantiles of `lengths`).
+    """Return the accuracy of short to long rows, with its Wilson interval, in groups of about equal size.
 
-    `lengths`: (n,) numbers; `correct`: (n,) bool. `edges`, if given: the greatest length of each group but the last.
-    Rows of equal length stay together, so there may be fewer groups. Raises ValueError for other shapes.
+    Rows of the same length are in the same group, so there may be fewer groups.
+
+    Args:
+        lengths: numbers (n,).
+        correct: bool (n,).
+        groups: number of groups, whose edges are quantiles of `lengths`.
+        edges: the maximum length of each group except the last; overrides `groups`.
+
+    Raises:
+        ValueError: other shapes or types.
     """
     size, hit = np.asarray(lengths), np.asarray(correct)
     if size.shape != hit.shape or size.ndim != 1 or not size.size or hit.dtype != np.bool_:
-        raise ValueError(f"(n,) lengths and (n,) bool are needed, not {size.shape} and {hit.dtype} {hit.shape}")
+        raise ValueError(f"expected (n,) lengths and (n,) bool, got {size.shape} and {hit.dtype} {hit.shape}")
     cuts = np.unique(np.quantile(size, np.arange(1, groups) / groups) if edges is None else edges)
     of_row = np.searchsorted(cuts, size, side="left")
     table = []

@@ -10,82 +10,66 @@ from pathlib import Path
 
 from app.errors import UserError
 from app.files import flush
-
-RUNS = Path("runs")
-LOCK = ".lock"
+from app.runs.schema import LATEST, LOCK
 
 
-def create_folder(asked: str | None, parent: Path) -> Path:
-    """The folder asked for, which must be new or empty, else a new one under `parent` with `parent/latest` on it.
+def create_folder(requested: str | None, parent: Path) -> Path:
+    """Create a folder for results.
+
+    Args:
+        requested: a folder that must be new or empty (`--output_dir`); None: create a new one under `parent`, and let
+            the link `latest` there point to it.
 
     Raises:
         UserError: the folder is not empty, is a file, or can't be written.
     """
-    folder = _create(asked, parent)
-    if asked is None:
+    folder = _create(requested, parent)
+    if requested is None:
         point_latest(folder)
     return folder
 
 
-def claim_folder(asked: str | None, parent: Path) -> tuple[Path, int]:
-    """Create a run's folder, as `create_folder` does, and keep other jobs out of it.
+def claim_folder(requested: str | None, parent: Path) -> tuple[Path, int]:
+    """Create a run's folder like `create_folder`, and keep other jobs out of it.
 
     Returns:
         The folder, to which `latest` does not point yet, and the descriptor that `lock` returns.
 
     Raises:
-        UserError: the folder is not empty or can't be written, or another job has it.
+        UserError: the folder is not empty or can't be written, or another job uses it.
     """
-    folder = _create(asked, parent)
+    folder = _create(requested, parent)
     descriptor = lock(folder)
-    if asked is not None:
-        refuse_used(asked)  # another job may have run here, and ended, between the first check and the lock
+    if requested is not None:
+        refuse_used(requested)  # another job may have run here and ended between the first check and the lock
     return folder, descriptor
 
 
-def _create(asked: str | None, parent: Path) -> Path:
-    folder = Path(asked) if asked is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    try:
-        if asked is None:
-            folder = _unused(folder)
-        else:
-            refuse_used(asked)
-            _make(folder)
-        probe = folder / ".probe.tmp"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another job may be trying the same folder
-    except OSError as problem:
-        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
-    return folder
-
-
 def point_latest(folder: Path) -> None:
-    """Let `latest`, beside the folder, point to it."""
-    link = folder.with_name("latest")
+    """Let the link `latest` next to a folder point to it."""
+    link = folder.with_name(LATEST)
     staging = link.with_name(f".{link.name}.{os.getpid()}")
     staging.symlink_to(folder.name)
     os.replace(staging, link)
 
 
-def refuse_used(asked: str | None) -> None:
-    """What `create_folder` would refuse, found out before anything has been done.
+def refuse_used(requested: str | None) -> None:
+    """Refuse what `create_folder` would refuse, before anything has been done.
 
     Raises:
         UserError: the folder is not empty, or is a file.
     """
-    if (
-        asked is not None
-        and Path(asked).exists()
-        and (not Path(asked).is_dir() or any(map(_is_file_of_use, Path(asked).iterdir())))
-    ):
-        raise UserError(f"--output_dir {asked}: exists and is not an empty folder: name a new one")
+    if requested is None or not Path(requested).exists():
+        return
+    if not Path(requested).is_dir() or any(map(_is_content, Path(requested).iterdir())):
+        raise UserError(f"--output_dir {requested}: exists and is not an empty folder: name a new one")
 
 
 def lock(folder: Path) -> int:
-    """Keeps other jobs out of a folder until the descriptor that this returns is closed, or its process ends.
+    """Keep other jobs out of a folder until the returned descriptor is closed or this process ends.
 
     Raises:
-        UserError: another job has it, or it can't be opened.
+        UserError: another job has locked it, or it can't be opened.
     """
     try:
         # A file, because NFS does not pass the lock of a folder on to other machines.
@@ -96,9 +80,9 @@ def lock(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"{folder}: a run that has not ended is writing there: wait for it or end it first") from None
+        raise UserError(f"{folder}: a run that has not ended is writing to it: wait for it or end it first") from None
     except OSError:
-        pass  # a file system that knows no locks
+        pass  # the file system does not support locks
     return descriptor
 
 
@@ -109,19 +93,34 @@ def remove_claimed(folder: Path) -> None:
         folder.rmdir()
 
 
-def _is_file_of_use(path: Path) -> bool:
-    """Whether a file is more than what a run that was killed at its start leaves."""
+def _create(requested: str | None, parent: Path) -> Path:
+    folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    try:
+        if requested is None:
+            folder = _create_unused(folder)
+        else:
+            refuse_used(requested)
+            _make(folder)
+        probe = folder / ".probe.tmp"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # another job may be trying the same folder
+    except OSError as problem:
+        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
+    return folder
+
+
+def _is_content(path: Path) -> bool:
+    """Return whether a file is more than what a run that was killed at startup leaves behind."""
     return path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp"))
 
 
-def _unused(folder: Path) -> Path:
-    """`folder`, or with a number behind it where runs started in the same second; made here, so it is this run's
-    alone."""
+def _create_unused(folder: Path) -> Path:
+    """Create a folder that did not exist; add a number to its name if another run started in the same second."""
     _make(folder.parent)
     candidate, number = folder, 1
     while True:
         try:
-            candidate.mkdir()
+            candidate.mkdir()  # fails if another job has just created it
             flush(candidate.parent)
             return candidate
         except FileExistsError:

@@ -1,33 +1,35 @@
-"""A JSON Lines file that grows during a run and stays readable when the disk is full."""
+"""A JSON Lines file that grows during a run and remains readable when the disk is full."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from app import files
+from app.errors import escape_control_characters
 
 
 class MetricsLog:
     """An append-only log. Lines that could not be written are kept in memory and written with the next ones.
 
-    So the file never lacks a line between two others, and after a failed write it still ends with a whole line.
+    So no line is ever missing between two others, and the file ends with a complete line even after a failed write.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pending = b""
-        self.size: int | None = None  # bytes that are known to be whole lines
+        self.size: int | None = None  # bytes that are known to be complete lines
 
     def append(self, lines: str) -> None:
-        """Append whole lines.
+        """Append complete lines.
 
         Args:
-            lines: text that ends with a line feed, or nothing to write only what is pending.
+            lines: text that ends with a line feed; an empty string writes only the pending lines.
 
         Raises:
-            OSError: the lines could not be written; they stay pending.
+            OSError: the lines could not be written; they remain pending.
         """
         self.pending += lines.encode()
         if not self.pending:
@@ -38,7 +40,7 @@ class MetricsLog:
             file.truncate(self.size)  # a file system may report a failed write as late as in close()
             try:
                 written = 0
-                while written < len(self.pending):  # a nearly full disk accepts only a part
+                while written < len(self.pending):  # a nearly full disk may accept only part of it
                     written += file.write(self.pending[written:])
             except OSError:
                 with suppress(OSError):
@@ -47,11 +49,30 @@ class MetricsLog:
         self.size += len(self.pending)
         self.pending = b""
 
-    def flush(self) -> None:
-        """Bring every line to the disk.
+    def append_or_keep(self, lines: str, warn: Callable[[str], None]) -> None:
+        """Append complete lines. If that fails, such as on a full disk, warn once and keep them in memory.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the log's folder is gone.
+        """
+        had_failed = bool(self.pending)
+        try:
+            self.append(lines)
+        except OSError as problem:
+            if not self.path.parent.is_dir():
+                raise
+            if not had_failed:
+                warn(
+                    f"warning: {escape_control_characters(str(self.path))} could not be written: {problem.strerror}; "
+                    "training continues, and its lines are kept in memory until they can be written "
+                    "(--on_save_failure continue)"
+                )
+
+    def flush(self) -> None:
+        """Write all pending lines, and flush the file to disk.
+
+        Raises:
+            OSError: that failed.
         """
         self.append("")
         if self.path.exists():

@@ -1,35 +1,87 @@
-"""The model card: what the model was trained on, how well it did, and how to use it."""
+"""The model card: what the model was trained on, its test results, and how to use it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.report.formats import markdown_environment
-from app.settings import Settings
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from app.errors import escape_control_characters
+from app.markdown import template_environment
+from app.runs.contents import RunInfo, split_content
+from app.settings import DOWNLOADED_CSV, SAMPLE_CSV, TINY
+
+TASK = "text-classification"
+CHINESE = {SAMPLE_CSV.name, DOWNLOADED_CSV.name}
 
 
-def write_model_card(
-    path: Path,
-    path_name: str,
-    settings: Settings,
-    model_commit: str | None,
-    split: Mapping[str, Any],
-    class_names: Sequence[str],
-    metrics: Mapping[str, Any],
-) -> None:
-    """Writes `path` in the Hub's form: YAML front matter, then Markdown (after SetFit's model card)."""
-    card = (
-        markdown_environment()
+def model_card(info: RunInfo, metrics: Mapping[str, Any]) -> str:
+    """Return the text of the model card: YAML front matter for the Hub, then Markdown (after SetFit's model card).
+
+    Args:
+        metrics: the content of metrics.json.
+    """
+    body = (
+        template_environment(Path(__file__).with_name("templates"))
         .get_template("model_card.md.j2")
         .render(
-            path_name=path_name,
-            settings=settings,
-            model_commit=model_commit,
-            split=split,
-            class_names=class_names,
+            base=_base_model(info),
+            path_name=info.path_name,
+            settings=info.settings,
+            model_commit=info.model_commit,
+            split=split_content(info),
+            class_names=info.table.class_names,
             metrics=metrics,
         )
     )
-    path.write_text(card, encoding="utf-8")
+    return f"---\n{_metadata(info, metrics).to_yaml()}\n---\n\n{body}\n"
+
+
+def _metadata(info: RunInfo, metrics: Mapping[str, Any]) -> ModelCardData:
+    """Return the front matter. It leaves out what is unknown, such as the language of a user's reviews."""
+    csv, model = info.table.path, info.settings.model
+    dataset, base = escape_control_characters(csv.stem), _base_model(info)
+    results = [
+        EvalResult(
+            task_type=TASK,
+            dataset_type="csv",
+            dataset_name=dataset,
+            dataset_split="test",
+            metric_type=name,
+            metric_value=metrics[name],
+            metric_name=title,
+        )
+        for name, title in (("accuracy", "Accuracy"), ("f1", "F1"))
+    ]
+    return ModelCardData(
+        base_model=base if base and not Path(model).is_dir() and _is_repository(base) else None,
+        language="zh" if csv.name in CHINESE else None,
+        license="unknown",
+        library_name="transformers",
+        pipeline_tag=TASK,
+        datasets=[dataset] if _is_repository(dataset) else None,
+        metrics=["accuracy", "f1"],
+        model_name=f"{base or 'Text classifier'} trained on {dataset}",
+        eval_results=results,
+    )
+
+
+def _base_model(info: RunInfo) -> str | None:
+    """Return the name of the model that was fine-tuned, or of its folder; None for the embedded model."""
+    model = info.settings.model
+    if model == TINY:
+        return None
+    return escape_control_characters(Path(model).resolve().name if Path(model).is_dir() else model)
+
+
+def _is_repository(name: str) -> bool:
+    """Return whether the Hub accepts a name in the metadata; it rejects a card with an invalid one."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True

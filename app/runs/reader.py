@@ -1,10 +1,10 @@
-"""Reads what a run left behind, and trusts none of it until it has been checked."""
+"""Read a finished run. Its files are untrusted: everything is checked before it is used."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,31 +15,36 @@ from numpy.typing import NDArray
 
 from app.errors import UserError
 from app.runs.cells import escape, unescape
-
-# What a value must be. Whatever else a file holds is only shown.
-NUMBER, WHOLE, TEXT, NUMBERS, TEXTS = "a number", "a whole number", "a text", "a list of numbers", "a list of texts"
-Kinds = Mapping[str, str]
-STEP = {"step": WHOLE} | dict.fromkeys(
-    ("epoch", "loss", "grad_norm", "learning_rate", "examples", "tokens", "padded_tokens", "seconds"), NUMBER
+from app.runs.schema import (
+    EVALUATIONS,
+    INTEGER,
+    INTEGER_ROWS,
+    METRICS,
+    NAMES,
+    NUMBER,
+    NUMBERS,
+    OBJECT,
+    PREDICTIONS,
+    SETTINGS,
+    SPLIT,
+    STEPS,
+    TEXT,
+    TEXTS,
+    JsonFormat,
+    prediction_columns,
+    probability_column,
 )
-EVALUATION = {"step": WHOLE, "epoch": NUMBER, "rows": TEXT, "accuracy": NUMBER, "loss": NUMBER}
-SETTINGS = {"path": TEXT, "world_size": WHOLE, "csv": TEXT, "seed": WHOLE}
-SETTINGS_IF_THERE = dict.fromkeys(("cache_dir", "text_column", "label_column"), TEXT)
-SETTINGS_IF_THERE |= dict.fromkeys(("test_size", "validation_size"), NUMBER)
-SPLIT = {"fingerprint": TEXT, "n_test": WHOLE, "classes": TEXTS}
-METRICS = {"n_test": WHOLE, "peak_memory_bytes": NUMBERS} | dict.fromkeys(
-    ("accuracy", "f1", "loss", "train_seconds", "train_examples_per_second"), NUMBER
-)
-METRICS_IF_KNOWN = dict.fromkeys(("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu"), NUMBER)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, from its files alone.
+    """A finished run, read from its files alone.
 
-    `predictions` has a row a test row in file order: `row` (int64), `label`, `predicted` (str), `probability_<class>`
-    (float64), `review` (str): the original texts, without what predictions.csv escapes. `steps` are the lines of
-    steps.jsonl, in order.
+    Attributes:
+        steps: the lines of steps.jsonl, in order.
+        predictions: one row per test row in file order: `row` (int64), `label`, `predicted` (str),
+            `probability_<class>` (float64), `review` (str). The texts are the original ones, without the escapes of
+            predictions.csv.
     """
 
     folder: Path
@@ -52,49 +57,45 @@ class Run:
 
     @property
     def path(self) -> str:
-        """The road it took: `ddp_loop` or `trainer_run`."""
+        """The training path: `ddp_loop` or `trainer_run`."""
         return str(self.settings["path"])
 
     @property
     def probabilities(self) -> pd.DataFrame:
-        """float64 (n_test, classes), in the order of the classes."""
-        return self.predictions[[f"probability_{name}" for name in self.split["classes"]]]
+        """The predicted probabilities, float64 (n_test, classes), in the order of the classes."""
+        return self.predictions[[probability_column(name) for name in self.split["classes"]]]
 
     def class_ids(self, column: str) -> NDArray[np.int64]:
-        """`label` or `predicted` as positions in the list of classes, int64 (n_test,).
+        """Return `label` or `predicted` as indices into the list of classes, int64 (n_test,).
 
         Raises:
-            UserError: a class that the split doesn't know.
+            UserError: split.json does not list a class.
         """
-        ids = {name: position for position, name in enumerate(self.split["classes"])}
+        ids = {name: index for index, name in enumerate(self.split["classes"])}
         try:
             return np.array([ids[name] for name in self.predictions[column]], dtype=np.int64)
         except KeyError as unknown:
-            path = self.folder / "predictions.csv"
-            raise UserError(f"{path}: {column} {unknown} is no class of split.json") from None
+            path = self.folder / PREDICTIONS
+            raise UserError(f"{path}: {column} {unknown} is not a class in {SPLIT.name}") from None
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder.
+    """Read the run in a folder.
 
     Raises:
-        UserError: no such folder, a file missing, damaged or half-written, or files that contradict one another.
+        UserError: there is no such folder, a file is missing, damaged or incomplete, or files contradict one another.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
-    settings = _read_object(folder / "settings.json", SETTINGS, SETTINGS_IF_THERE)
-    split = _read_object(folder / "split.json", SPLIT, {"csv": TEXT})
-    metrics = _read_object(folder / "metrics.json", METRICS, METRICS_IF_KNOWN)
-    steps = _read_lines(folder / "steps.jsonl", STEP)
-    evaluations = folder / "evaluations.jsonl"
+    settings, split, metrics = (_read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
     run = Run(
         folder,
         settings,
         split,
-        steps,
-        _read_lines(evaluations, EVALUATION) if evaluations.exists() else [],
+        _read_lines(folder, STEPS),
+        _read_lines(folder, EVALUATIONS) if (folder / EVALUATIONS.name).exists() else [],
         metrics,
-        _read_predictions(folder / "predictions.csv", split["classes"], is_escaped="csv_escape" in split),
+        _read_predictions(folder / PREDICTIONS, split["classes"], is_escaped="csv_escape" in split),
     )
     _check(run)
     return run
@@ -103,22 +104,22 @@ def read_run(folder: Path) -> Run:
 def _check(run: Run) -> None:
     numbers = [step["step"] for step in run.steps]
     if numbers != list(range(1, len(numbers) + 1)):
-        raise UserError(f"{run.folder / 'steps.jsonl'}: steps are missing or repeated: it must count 1, 2, 3, …")
-    predictions, n_test = run.predictions, run.metrics["n_test"]
+        raise UserError(f"{run.folder / STEPS.name}: steps are missing or repeated: it must count 1, 2, 3, …")
+    path, predictions, n_test = run.folder / PREDICTIONS, run.predictions, run.metrics["n_test"]
     if run.split["n_test"] != n_test:
-        raise UserError(f"{run.folder / 'split.json'}: n_test is {run.split['n_test']}, metrics.json says {n_test}")
+        raise UserError(f"{run.folder / SPLIT.name}: n_test is {run.split['n_test']}, but {n_test} in {METRICS.name}")
     if not 0 < len(predictions) == n_test or predictions["row"].duplicated().any():
-        raise UserError(f"{run.folder / 'predictions.csv'}: must hold each of {n_test} test rows once")
+        raise UserError(f"{path}: must hold each of {n_test} test rows once")
     run.class_ids("label")
-    chances, predicted = run.probabilities.to_numpy(), run.class_ids("predicted")
-    for i in np.flatnonzero(chances[np.arange(n_test), predicted] != chances.max(axis=1))[:1]:
+    probabilities, predicted = run.probabilities.to_numpy(), run.class_ids("predicted")
+    for i in np.flatnonzero(probabilities[np.arange(n_test), predicted] != probabilities.max(axis=1))[:1]:
         row = predictions["row"].iloc[i]
-        raise UserError(f"{run.folder / 'predictions.csv'}: row {row}: predicted is not the most probable class")
+        raise UserError(f"{path}: row {row}: predicted is not the most probable class")
     accuracy = float((predictions["label"] == predictions["predicted"]).mean())
     if abs(accuracy - run.metrics["accuracy"]) > 1e-9:
         raise UserError(
-            f"{run.folder / 'predictions.csv'}: its accuracy is {accuracy:.6f}, metrics.json says "
-            f"{run.metrics['accuracy']:.6f}: the files are not of one run"
+            f"{path}: its accuracy is {accuracy:.6f}, but {run.metrics['accuracy']:.6f} in {METRICS.name}: the files "
+            "are not from the same run"
         )
 
 
@@ -126,71 +127,89 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: missing: the run has not finished, or this is no run folder") from None
+        raise UserError(f"{path}: missing: the run has not finished, or this is not a run folder") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(f"{path}: can't be read: {problem}") from None
 
 
-def _read_object(path: Path, needed: Kinds, if_there: Kinds) -> dict[str, Any]:
-    return _parse(_read_text(path), str(path), needed, if_there)
+def _read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:
+    path = folder / file.name
+    return _parse(_read_text(path), str(path), file)
 
 
-def _read_lines(path: Path, needed: Kinds) -> list[dict[str, Any]]:
+def _read_lines(folder: Path, file: JsonFormat) -> list[dict[str, Any]]:
+    path = folder / file.name
     text = _read_text(path)
     if not text.endswith("\n"):
         raise UserError(f"{path}: is empty or ends in the middle of a line")
-    return [_parse(line, f"{path}, line {number}", needed) for number, line in enumerate(text.splitlines(), start=1)]
+    return [_parse(line, f"{path}, line {number}", file) for number, line in enumerate(text.splitlines(), start=1)]
 
 
-def _parse(text: str, place: str, needed: Kinds, if_there: Kinds | None = None) -> dict[str, Any]:
+def _parse(text: str, location: str, file: JsonFormat) -> dict[str, Any]:
     try:
         content = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as problem:
-        raise UserError(f"{place}: damaged or half-written: {problem}") from None
-    missing = [key for key in needed if not isinstance(content, dict) or key not in content]
+        raise UserError(f"{location}: damaged or incomplete: {problem}") from None
+    missing = [key for key in file.required if not isinstance(content, dict) or key not in content]
     if missing:
-        raise UserError(f"{place}: lacks {', '.join(missing)}")
-    there = {key: kind for key, kind in (if_there or {}).items() if content.get(key) is not None}
-    for key, kind in {**needed, **there}.items():
-        if not _is(content[key], kind):
-            raise UserError(f"{place}: {key} is {str(content[key])[:80]!r}, not {kind}")
+        raise UserError(f"{location}: lacks {', '.join(missing)}")
+    present = {key: kind for key, kind in file.optional.items() if content.get(key) is not None}
+    for key, kind in {**file.required, **present}.items():
+        if not IS_KIND[kind](content[key]):
+            raise UserError(f"{location}: {key} is {str(content[key])[:80]!r}, not {kind}")
     return dict(content)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
-def _is(value: Any, kind: str) -> bool:
-    if kind == TEXTS:  # names, so each one once
-        return isinstance(value, list) and all(_is(x, TEXT) for x in value) and len(set(value)) == len(value) > 0
-    if kind == NUMBERS:
-        return isinstance(value, list) and all(_is(x, NUMBER) for x in value) and len(value) > 0
-    if kind == TEXT:
-        return isinstance(value, str)
-    is_number = isinstance(value, int if kind == WHOLE else int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # JSON's whole numbers have no end
+def _is_number(value: Any) -> bool:
+    # JSON's integers have no limit.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_element, value))
+
+
+IS_KIND: Mapping[str, Callable[[Any], bool]] = {
+    NUMBER: _is_number,
+    INTEGER: _is_integer,
+    TEXT: _is_text,
+    OBJECT: lambda value: isinstance(value, dict),
+    NUMBERS: lambda value: _is_list(value, _is_number) and len(value) > 0,
+    TEXTS: lambda value: _is_list(value, _is_text),
+    NAMES: lambda value: _is_list(value, _is_text) and len(set(value)) == len(value) > 0,
+    INTEGER_ROWS: lambda value: _is_list(value, lambda row: _is_list(row, _is_integer)),
+}
 
 
 def _read_predictions(path: Path, classes: list[str], is_escaped: bool) -> pd.DataFrame:
-    """Read predictions.csv. The first version escaped less, by a `'` before a class that begins like a formula."""
+    """Read predictions.csv. The first version escaped less: a `'` before a class that begins like a formula."""
     _read_text(path)
-    numbers = [f"probability_{name}" for name in classes]
-    texts = ["label", "predicted", "review", *numbers]
-    headers = {escape(name) if is_escaped else name: name for name in texts}
+    columns, numbers = prediction_columns(classes), [probability_column(name) for name in classes]
+    headers = {escape(name) if is_escaped else name: name for name in columns}
+    dtypes = {header: "int64" if name == "row" else "str" for header, name in headers.items()}
     try:
-        predictions: pd.DataFrame = pd.read_csv(
-            path, dtype=dict.fromkeys(headers, str) | {"row": "int64"}, keep_default_na=False
-        ).rename(columns=headers)
-        for name in numbers:  # by Python, which reads back what `repr` has written, to the bit
+        predictions: pd.DataFrame = pd.read_csv(path, dtype=dtypes, keep_default_na=False).rename(columns=headers)
+        for name in numbers:  # with Python's float, which reads back exactly what `repr` has written
             if name in predictions:
                 predictions[name] = [float(number) for number in predictions[name]]
     except (ValueError, OverflowError, pd.errors.ParserError, pd.errors.EmptyDataError) as problem:
-        raise UserError(f"{path}: damaged or half-written: {' '.join(str(problem).split())}") from None
-    missing = [name for name in ["row", *texts] if name not in predictions.columns]
+        raise UserError(f"{path}: damaged or incomplete: {' '.join(str(problem).split())}") from None
+    missing = [name for name in columns if name not in predictions.columns]
     if missing:
         raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}")
     if not isinstance(predictions.index, pd.RangeIndex):

@@ -14,9 +14,11 @@ from app.distributed.collectives import all_gather_object, local_main_process_fi
 from app.distributed.world import World
 from app.errors import UserError
 from app.metrics.score import load_metrics
+from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
+from app.runs.open import open_run
 from app.runs.record import RunRecord
-from app.runs.resume import Resume, check_fits, find_resume
+from app.runs.resume import Resume, find_resume
 from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.ddp import DDP
@@ -78,7 +80,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     settings = replace(settings, learning_rate=learning_rate, train_batch_size=data.plan.global_size)
     with raise_on_all_ranks(world):
-        check_fits(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
+        check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
     with local_main_process_first(world):
         load_metrics()  # now: a metric that can't be loaded after hours of training would be too late
     train_loader = data.train_loader(settings, world)
@@ -87,7 +89,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         positions = train_loader.sampler.rows_of_step((step - 1) % data.plan.steps_per_epoch)  # type: ignore[attr-defined]
         return [int(row) for row in data.table.rows[data.split.train[positions]]]
 
-    record = RunRecord(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit)
+    record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)

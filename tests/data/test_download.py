@@ -1,4 +1,7 @@
-import fcntl
+"""Downloading the real CSV, from servers that misbehave in various ways."""
+
+from __future__ import annotations
+
 import hashlib
 import os
 import signal
@@ -13,14 +16,15 @@ from jobs import PROJECT, unavailable
 
 from app.data import download
 from app.data.csv_table import read_reviews
+from app.files import staging_folder
 from app.interrupts import as_interrupt
+from app.settings import DOWNLOADED_CSV
 
 CONTENT = ("label,review\n" + "1,很好，还会再来\n0,太吵了\n" * 10_000).encode()
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """/right, /wrong, /truncated, /unannounced (no Content-Length), /hangs, /endless; anything else is
-    404."""
+    """Serves /right, /wrong, /truncated, /unannounced (no Content-Length), /hangs and /endless; otherwise 404."""
 
     def do_GET(self):
         self.server.requests.append(self.path)
@@ -36,7 +40,7 @@ class Mirror(BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/hangs":
             self.wfile.write(body[:1000])
-            self.server.asked.set()
+            self.server.requested.set()
             self.server.released.wait(30)
         else:
             self.wfile.write(body)
@@ -49,7 +53,7 @@ class Mirror(BaseHTTPRequestHandler):
 def mirror(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        server.requests, server.released, server.asked = [], threading.Event(), threading.Event()
+        server.requests, server.released, server.requested = [], threading.Event(), threading.Event()
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -66,8 +70,8 @@ def output(tmp_path, monkeypatch):
     return tmp_path / "data" / "reviews.csv"
 
 
-def refused(capsys, status, *arguments) -> str:
-    """The one line on standard error of a command that ends with this status."""
+def error_of(capsys, status, *arguments) -> str:
+    """Return the only line on standard error of a command that exits with this status."""
     assert download.main([str(argument) for argument in arguments]) == status
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -76,92 +80,94 @@ def refused(capsys, status, *arguments) -> str:
 
 
 @pytest.mark.parametrize("page", ["/right", "/unannounced"])
-def test_fetches_the_right_bytes(mirror, output, capsys, page):
+def test_the_expected_file_is_downloaded(mirror, output, capsys, page):
     assert download.main(["--url", mirror.url + page, "--output", str(output)]) == 0
     assert output.read_bytes() == CONTENT
     assert list(output.parent.iterdir()) == [output]
-    assert "downloaded" in capsys.readouterr().out
+    assert f"{output}: downloaded and verified" in capsys.readouterr().out
     assert len(read_reviews(output)) == 20_000
 
 
-def test_has_the_permissions_of_any_new_file(mirror, output):
+def test_the_file_has_the_permissions_of_any_new_file(mirror, output):
     (output.parent / "other").touch()
     assert download.download(mirror.url + "/right", output) is True
     assert output.stat().st_mode == (output.parent / "other").stat().st_mode
 
 
-def test_fetches_nothing_that_is_there(mirror, output, capsys):
+def test_an_existing_file_is_not_downloaded_again(mirror, output, capsys):
     output.write_bytes(CONTENT)
     assert download.main(["--url", mirror.url + "/right", "--output", str(output)]) == 0
-    assert "already there" in capsys.readouterr().out
+    assert "already downloaded" in capsys.readouterr().out
     assert mirror.requests == []
 
 
-def test_a_file_url(output, tmp_path):
+def test_a_file_url_is_copied(output, tmp_path):
     (tmp_path / "copy.csv").write_bytes(CONTENT)
     assert download.main(["--url", (tmp_path / "copy.csv").as_uri(), "--output", str(output)]) == 0
     assert output.read_bytes() == CONTENT
 
 
-def test_wrong_bytes_name_both_hashes_and_the_way_out(mirror, output, capsys):
-    line = refused(capsys, 1, "--url", mirror.url + "/wrong", "--output", output)
+def test_wrong_content_is_rejected_with_both_hashes_and_a_remedy(mirror, output, capsys):
+    line = error_of(capsys, 1, "--url", mirror.url + "/wrong", "--output", output)
     assert f"expected {download.SHA256}, got {hashlib.sha256(CONTENT[:-1]).hexdigest()}" in line
     assert "--url" in line
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_truncated_answer(mirror, output, capsys):
-    line = refused(capsys, 1, "--url", mirror.url + "/truncated", "--output", output)
+def test_a_truncated_response_is_rejected(mirror, output, capsys):
+    line = error_of(capsys, 1, "--url", mirror.url + "/truncated", "--output", output)
     assert f"ended after {len(CONTENT) - 5000:,} of {len(CONTENT):,} bytes" in line
     assert list(output.parent.iterdir()) == []
 
 
-def test_an_answer_that_stops(mirror, output, capsys, monkeypatch):
+def test_a_stalled_response_times_out(mirror, output, capsys, monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
-    assert "timed out" in refused(capsys, 1, "--url", mirror.url + "/hangs", "--output", output)
+    assert "timed out" in error_of(capsys, 1, "--url", mirror.url + "/hangs", "--output", output)
     assert list(output.parent.iterdir()) == []
 
 
-def test_404(mirror, output, capsys):
-    line = refused(capsys, 1, "--url", mirror.url + "/none", "--output", output)
+def test_an_http_error_is_reported(mirror, output, capsys):
+    line = error_of(capsys, 1, "--url", mirror.url + "/none", "--output", output)
     assert "HTTP status 404" in line
     assert "--url" in line
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_refused_connection(output, capsys):
+def test_a_refused_connection_is_reported(output, capsys):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets the port, and it refuses
+        unused.bind(
+            ("127.0.0.1", 0)
+        )  # bound but not listening: connections are refused, and no other process gets the port
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/right"
-        assert "refused" in refused(capsys, 1, "--url", url, "--output", output)
+        assert "refused" in error_of(capsys, 1, "--url", url, "--output", output)
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_missing_file_url(output, tmp_path, capsys):
-    assert "none.csv" in refused(capsys, 1, "--url", (tmp_path / "none.csv").as_uri(), "--output", output)
+def test_a_file_url_without_a_file_is_reported(output, tmp_path, capsys):
+    assert "none.csv" in error_of(capsys, 1, "--url", (tmp_path / "none.csv").as_uri(), "--output", output)
 
 
-def test_ctrl_c_leaves_nothing(mirror, output, capsys, monkeypatch):
+def test_ctrl_c_leaves_no_file(mirror, output, capsys, monkeypatch):
     written = []
 
     def interrupted(url):
         yield CONTENT[:1000]
-        written.extend(output.parent.iterdir())
+        written.extend(output.parent.rglob(output.name))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(download, "_fetched", interrupted)
-    assert "interrupted" in refused(capsys, 130, "--url", mirror.url + "/right", "--output", output)
+    monkeypatch.setattr(download, "_fetch", interrupted)
+    assert "interrupted" in error_of(capsys, 130, "--url", mirror.url + "/right", "--output", output)
     assert len(written) == 1
     assert written != [output]
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_full_disk(mirror, output, capsys, monkeypatch):
+def test_a_full_disk_is_reported(mirror, output, capsys, monkeypatch):
     def no_space(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    line = refused(capsys, 1, "--url", mirror.url + "/right", "--output", output)
+    line = error_of(capsys, 1, "--url", mirror.url + "/right", "--output", output)
     assert "No space left on device" in line
     assert str(output) in line
     assert list(output.parent.iterdir()) == []
@@ -170,37 +176,38 @@ def test_a_full_disk(mirror, output, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "url", ["ftp://host/f", "file.csv", "", "http://", "http://[::1", "http://h:x/", "http://h/a b", "https://h/好"]
 )
-def test_a_url_that_cannot_be_fetched(output, capsys, url):
-    assert f"--url {url!r}" in refused(capsys, 2, "--url", url, "--output", output)
+def test_an_unusable_url_is_rejected(output, capsys, url):
+    assert f"--url {url!r}" in error_of(capsys, 2, "--url", url, "--output", output)
     assert list(output.parent.iterdir()) == []
 
 
-def test_another_file_is_not_overwritten(mirror, output, capsys):
+def test_a_different_file_is_not_overwritten(mirror, output, capsys):
     output.write_text("mine")
-    assert "another file is there" in refused(capsys, 2, "--url", mirror.url + "/right", "--output", output)
+    assert "is a different file" in error_of(capsys, 2, "--url", mirror.url + "/right", "--output", output)
     assert output.read_text() == "mine"
     assert mirror.requests == []
 
 
-def test_an_output_that_is_a_folder_or_has_none(mirror, output, capsys):
-    assert "directory" in refused(capsys, 2, "--url", mirror.url + "/right", "--output", output.parent)
+def test_an_output_that_is_a_folder_or_in_a_missing_folder_is_rejected(mirror, output, capsys):
+    assert "directory" in error_of(capsys, 2, "--url", mirror.url + "/right", "--output", output.parent)
     missing = output.parent / "none" / "reviews.csv"
-    assert "there is no folder" in refused(capsys, 2, "--url", mirror.url + "/right", "--output", missing)
+    assert "does not exist" in error_of(capsys, 2, "--url", mirror.url + "/right", "--output", missing)
     assert list(output.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["--ulr", "x"], ["file.csv"], ["--url"]])
-def test_a_wrong_command_line(capsys, arguments):
-    refused(capsys, 2, *arguments)
+def test_an_invalid_command_line_is_one_line(capsys, arguments):
+    error_of(capsys, 2, *arguments)
 
 
-def test_the_default_is_the_repository_s_data_folder():
-    repository = next(folder for folder in download.OUTPUT.parents if (folder / "app").is_dir())
-    assert repository / "data" / "ChnSentiCorp_htl_all.csv" == download.OUTPUT
+def test_an_output_folder_that_is_not_writable_is_rejected(mirror, mount, output, capsys):
+    target = mount("ro") / "reviews.csv"
+    assert "is not writable" in error_of(capsys, 2, "--url", mirror.url + "/right", "--output", target)
+    assert mirror.requests == []
 
 
 @pytest.mark.parametrize("page", ["/right", "/unannounced"])
-def test_a_longer_file_is_refused_before_it_fills_the_disk(mirror, output, capsys, monkeypatch, page):
+def test_a_longer_file_is_rejected_before_it_fills_the_disk(mirror, output, capsys, monkeypatch, page):
     monkeypatch.setattr(download, "MAX_BYTES", len(CONTENT) - 1)
     written = []
     write = download.hashlib.sha256
@@ -214,22 +221,22 @@ def test_a_longer_file_is_refused_before_it_fills_the_disk(mirror, output, capsy
             self.digest.update(chunk)
 
     monkeypatch.setattr(download.hashlib, "sha256", Counted)
-    line = refused(capsys, 1, "--url", mirror.url + page, "--output", output)
+    line = error_of(capsys, 1, "--url", mirror.url + page, "--output", output)
     assert f"longer than the {len(CONTENT) - 1:,} bytes expected" in line
     assert sum(written) < len(CONTENT)
     assert list(output.parent.iterdir()) == []
 
 
-def test_the_largest_file_allowed_is_the_right_one(real_csv):
+def test_the_size_limit_is_the_size_of_the_real_file(real_csv):
     assert real_csv.stat().st_size == download.MAX_BYTES
     assert hashlib.sha256(real_csv.read_bytes()).hexdigest() == download.SHA256
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_a_download_leaves_nothing(mirror, output, number):
+def test_a_signal_during_a_download_leaves_no_file(mirror, output, number):
     command = [sys.executable, "-m", "app.data.download", "--url", mirror.url + "/hangs", "--output", str(output)]
     with subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) as process:
-        assert mirror.asked.wait(30)
+        assert mirror.requested.wait(30)
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -237,7 +244,7 @@ def test_a_signal_during_a_download_leaves_nothing(mirror, output, number):
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_download_ignores_a_hangup_under_nohup(mirror, output):
+def test_an_ignored_hangup_stays_ignored(mirror, output):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with as_interrupt(signal.SIGHUP):
@@ -247,23 +254,16 @@ def test_a_download_ignores_a_hangup_under_nohup(mirror, output):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_a_killed_download_left_is_removed_but_not_a_running_one_s_file(mirror, output):
-    killed, running = (output.with_name(f".{output.name}.{pid}.part") for pid in (1, 2))
-    killed.write_bytes(CONTENT[:1000])
-    with running.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert download.download(mirror.url + "/right", output) is True
-        assert sorted(output.parent.iterdir()) == sorted([running, output])
-
-
-def test_git_ignores_the_download_and_its_temporary_file():
-    names = [download.OUTPUT, download.OUTPUT.with_name(f".{download.OUTPUT.name}.123.part")]
+def test_git_ignores_the_download_and_its_staging_folder(tmp_path):
+    with staging_folder(tmp_path / DOWNLOADED_CSV.name) as staging:
+        temporary = [DOWNLOADED_CSV.with_name(path.name) for path in staging.parent.iterdir()]
+    names = [DOWNLOADED_CSV, *temporary]
     ignored = subprocess.run(["git", "check-ignore", *names], cwd=PROJECT, capture_output=True, text=True, check=False)
     if "not a git repository" in ignored.stderr:
         unavailable("a copy without its repository")
     assert ignored.stdout.splitlines() == list(map(str, names))
 
 
-def test_a_content_length_of_thousands_of_digits_is_one_line(mirror, output, capsys):
-    line = refused(capsys, 1, "--url", mirror.url + "/endless", "--output", output)
+def test_a_content_length_of_thousands_of_digits_is_reported(mirror, output, capsys):
+    line = error_of(capsys, 1, "--url", mirror.url + "/endless", "--output", output)
     assert "longer than" in line

@@ -1,16 +1,20 @@
+"""Tokenizing reviews and the cache of tokens."""
+
 from __future__ import annotations
+
+import subprocess
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from app.data.csv_table import read_reviews
-from app.data.tokenize import lengths_of, tokenize
+from app.data.tokenize import count_truncated, lengths_of, tokenize
 from app.errors import UserError
 from app.model.tiny_bert import learn_tokenizer
 
 
-def test_rows_keep_their_order_labels_and_lengths(world, review_csv, tmp_path):
+def test_tokenized_rows_keep_order_labels_and_lengths(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
     rows = tokenize(table, tokenizer, 16, tmp_path / "cache", world)
@@ -20,10 +24,27 @@ def test_rows_keep_their_order_labels_and_lengths(world, review_csv, tmp_path):
     assert np.array_equal(lengths_of(rows), [len(ids) for ids in expected])
     assert max(lengths_of(rows)) == 16
     assert "attention_mask" not in rows.column_names
-    assert "review" not in rows.column_names, "no second copy of the text"
+    assert "review" not in rows.column_names, "the cache must not contain a second copy of the text"
 
 
-def test_the_cache_is_used_again_and_knows_rows_tokenizer_and_length(world, review_csv, tmp_path):
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["rust", "python"])
+def test_truncated_reviews_are_counted(world, review_csv, tmp_path, monkeypatch, side, kind):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    tokenizer.truncation_side = side
+    full_lengths = np.array([len(ids) for ids in tokenizer(table.texts.tolist())["input_ids"]])
+    max_length = int(np.median(full_lengths))
+    assert (full_lengths == max_length).any(), "a review of exactly the maximum length is not truncated"
+    if kind == "python":  # tokenizers without a Rust backend return no encodings
+        monkeypatch.setattr("transformers.BatchEncoding.encodings", None)
+    rows = tokenize(table, tokenizer, max_length, tmp_path / "cache", world)
+    assert count_truncated(rows) == (full_lengths > max_length).sum() > 0
+    assert count_truncated(rows.select(np.flatnonzero(full_lengths <= max_length))) == 0
+    assert count_truncated(tokenize(table, tokenizer, max_length, tmp_path / "cache", world)) == count_truncated(rows)
+
+
+def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(world, review_csv, tmp_path):
     cache = tmp_path / "cache"
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
@@ -40,7 +61,7 @@ def test_the_cache_is_used_again_and_knows_rows_tokenizer_and_length(world, revi
     assert len(list(cache.iterdir())) == 5
 
 
-def test_a_cache_that_can_not_be_written_or_read_is_one_line(world, review_csv, tmp_path):
+def test_a_cache_folder_that_cannot_be_written_or_read_is_reported(world, review_csv, tmp_path):
     table = read_reviews(review_csv(20))
     tokenizer = learn_tokenizer(table.texts)
     (tmp_path / "file").touch()
@@ -56,7 +77,7 @@ def test_a_cache_that_can_not_be_written_or_read_is_one_line(world, review_csv, 
 
 
 def without_the_last_record_batch(content: bytes) -> bytes:
-    """A valid Arrow stream of fewer rows: what a write that was cut off at a record batch leaves."""
+    """Return a valid Arrow stream with fewer rows, like a write that stopped between two record batches."""
     table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -81,7 +102,7 @@ def with_a_flipped_bit(content: bytes) -> bytes:
         with_a_flipped_bit,
     ],
 )
-def test_a_damaged_cache_is_made_again(world, review_csv, tmp_path, capsys, monkeypatch, damage):
+def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, capsys, monkeypatch, damage):
     monkeypatch.setattr("app.data.tokenize.CHUNK", 8)
     monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
     table = read_reviews(review_csv(50))
@@ -97,7 +118,7 @@ def test_a_damaged_cache_is_made_again(world, review_csv, tmp_path, capsys, monk
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
-def test_a_cache_of_other_rows_under_this_name_is_not_used(world, review_csv, tmp_path):
+def test_a_cache_file_renamed_to_another_key_is_not_used(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
     tokenize(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, tmp_path / "cache", world)
@@ -106,3 +127,38 @@ def test_a_cache_of_other_rows_under_this_name_is_not_used(world, review_csv, tm
     (file,) = set((tmp_path / "cache").iterdir()) - {other}
     other.rename(file)
     assert tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == expected
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp_path, monkeypatch, error):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+
+    def fail(*_):
+        assert len(list((tmp_path / "cache").iterdir())) == 2, "the staging folder and its lock"
+        raise error
+
+    monkeypatch.setattr("app.data.tokenize._were_truncated", fail)
+    with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+        tokenize(table, tokenizer, 16, tmp_path / "cache", world)
+    assert list((tmp_path / "cache").iterdir()) == []
+    if isinstance(error, OSError):
+        assert "cannot be written: No space left on device" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", ["size=64k", "ro"])
+def test_a_full_or_read_only_cache_folder_is_reported(world, review_csv, mount, options):
+    table = read_reviews(review_csv(5_000))
+    cache = mount(options)
+    with pytest.raises(UserError, match=r"--cache_dir .*cannot be written: (No space left on device|Read-only)"):
+        tokenize(table, learn_tokenizer(table.texts[:100]), 64, cache, world)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_read_only_cache_folder_is_usable_if_it_has_the_tokens(world, review_csv, mount, tmp_path):
+    table = read_reviews(review_csv(50))
+    tokenizer = learn_tokenizer(table.texts)
+    cache = mount("size=1m")
+    expected = tokenize(table, tokenizer, 16, cache, world).to_dict()
+    subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
+    assert tokenize(table, tokenizer, 16, cache, world).to_dict() == expected

@@ -83,11 +83,11 @@ def inspect() -> Iterator[dict[str, Any]]:
         plain = {name: x for name, x in vars(ddp).items() if isinstance(x, bool | int | float | str | None)}
         found["ddp"] |= plain | {"broadcast_buffers": ddp.broadcast_buffers}
 
-    def compare_and_finish(record: RunRecord, *arguments: Any) -> None:
+    def compare_and_finish(record: RunRecord, *arguments: Any, **named: Any) -> None:
         model, tokenizer, before = loaded
         after = describe(model, tokenizer)
         found["changes"] += [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
-        finish(record, *arguments)
+        finish(record, *arguments, **named)
 
     with (
         patch.object(app.training.build, "load_classifier", load_and_describe),

@@ -1,4 +1,4 @@
-"""Whatever is changed in a copy of a run, `first_difference` names it; what isn't changed, it doesn't."""
+"""`first_difference` names every change in a copy of a run, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def twins(review_csv, tmp_path) -> tuple[Path, Path]:
 
 def difference(twins: tuple[Path, Path]) -> str | None:
     a, b = map(read_run, twins)
-    there, back = first_difference(a, b), first_difference(b, a)
-    assert (there is None) == (back is None)
-    return there
+    forward, backward = first_difference(a, b), first_difference(b, a)
+    assert (forward is None) == (backward is None)
+    return forward
 
 
 def edit_weights(file: Path, change) -> None:
@@ -39,31 +39,31 @@ def edit_weights(file: Path, change) -> None:
     save_file(tensors, file)
 
 
-def test_a_copy_is_equal(twins):
+def test_a_copy_is_identical(twins):
     assert difference(twins) is None
 
 
-@pytest.mark.parametrize(("key", "words"), [("loss", "the loss"), ("grad_norm", "the gradient norm")])
-def test_the_last_bit_of_a_step_is_seen_and_the_first_such_step_named(twins, key, words):
+@pytest.mark.parametrize(("key", "description"), [("loss", "the loss"), ("grad_norm", "the gradient norm")])
+def test_the_first_step_that_differs_in_its_last_bit_is_named(twins, key, description):
     for step in (5, 9):
         before = read_run(twins[0]).steps[step - 1][key]
         edit_step(twins[1], step, **{key: math.nextafter(before, 9)})
-    assert difference(twins).startswith(f"step 5: {words} is ")
+    assert difference(twins).startswith(f"step 5: {description} is ")
     assert first_differing_step(*map(read_run, twins)) == (5, key)
 
 
-def test_within_a_step_the_loss_comes_first(twins):
+def test_the_loss_of_a_step_is_named_before_its_gradient_norm(twins):
     edit_step(twins[1], 3, loss=0.5, grad_norm=0.5)
     assert difference(twins).startswith("step 3: the loss is ")
 
 
-def test_minus_zero_is_not_zero(twins):
+def test_minus_zero_differs_from_zero(twins):
     edit_step(twins[0], 2, loss=0.0)
     edit_step(twins[1], 2, loss=-0.0)
     assert difference(twins) == f"step 2: the loss is 0.0 in {twins[0]} and -0.0 in {twins[1]}"
 
 
-def test_a_missing_step_is_seen_but_after_the_common_ones(twins):
+def test_missing_steps_are_named_after_differences_in_common_steps(twins):
     file = twins[1] / "steps.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
     assert difference(twins) == f"number of steps: 12 in {twins[0]} and 10 in {twins[1]}"
@@ -82,24 +82,24 @@ def edit_prediction(run: Path, line: int, column: int, change) -> str:
     return cells[0]
 
 
-def test_the_last_bit_of_a_probability_is_seen_and_its_row_named(twins):
+def test_the_row_of_a_probability_that_differs_in_its_last_bit_is_named(twins):
     edit_prediction(twins[1], 7, 3, lambda cell: repr(math.nextafter(float(cell), 0)))
     row = edit_prediction(twins[1], 4, 4, lambda cell: repr(math.nextafter(float(cell), 2)))
     assert difference(twins).startswith(f"prediction for row {row}: the probability of '1' is ")
 
 
-def test_a_class_is_seen(twins):
+def test_another_predicted_class_is_named(twins):
     flip = {"0": "1", "1": "0"}.__getitem__
     row = edit_prediction(twins[1], 4, 2, flip)
     for column in (3, 4):
         edit_prediction(twins[1], 4, column, lambda cell: repr(1 - float(cell)))
-    right = [cells.split(",")[1:3] for cells in (twins[1] / "predictions.csv").read_text("utf-8").splitlines()[1:]]
+    pairs = [cells.split(",")[1:3] for cells in (twins[1] / "predictions.csv").read_text("utf-8").splitlines()[1:]]
     metrics = json.loads((twins[1] / "metrics.json").read_text())
-    write_json(twins[1] / "metrics.json", metrics | {"accuracy": sum(x == y for x, y in right) / len(right)})
+    write_json(twins[1] / "metrics.json", metrics | {"accuracy": sum(x == y for x, y in pairs) / len(pairs)})
     assert difference(twins).startswith(f"prediction for row {row}: the class is ")
 
 
-def test_labels_that_were_changed_and_leave_the_accuracy_as_it_is_are_seen(twins):
+def test_changed_labels_are_named_even_if_the_accuracy_is_the_same(twins):
     flip = {"0": "1", "1": "0"}.__getitem__
     for run in twins:
         row = edit_prediction(run, 1, 1, flip)
@@ -111,13 +111,13 @@ def test_labels_that_were_changed_and_leave_the_accuracy_as_it_is_are_seen(twins
     assert difference(twins).startswith(f"prediction for row {row}: the label is ")
 
 
-@pytest.mark.parametrize("figure", ["f1", "loss"])
-def test_a_figure_that_does_not_follow_from_the_predictions_is_seen(twins, figure):
-    edit_json(twins[1] / "metrics.json", **{figure: 0.25})
-    assert difference(twins).startswith(f"test {figure}: ")
+@pytest.mark.parametrize("metric", ["f1", "loss"])
+def test_a_metric_that_differs_is_named(twins, metric):
+    edit_json(twins[1] / "metrics.json", **{metric: 0.25})
+    assert difference(twins).startswith(f"test {metric}: ")
 
 
-def test_one_bit_of_one_weight_is_seen_and_its_tensor_named(twins):
+def test_the_tensor_of_a_weight_that_differs_in_one_bit_is_named(twins):
     def change(tensors):
         tensors["layer.weight"].view(np.uint32)[1, 2] ^= 1
 
@@ -125,13 +125,13 @@ def test_one_bit_of_one_weight_is_seen_and_its_tensor_named(twins):
     assert "1 of 12 values of tensor 'layer.weight' differ" in difference(twins)
 
 
-def test_the_sign_of_a_zero_weight_is_seen(twins):
+def test_the_sign_of_a_zero_weight_is_a_difference(twins):
     edit_weights(twins[1] / "model" / "model.safetensors", lambda tensors: tensors["layer.bias"].__setitem__(0, -0.0))
     assert "1 of 3 values of tensor 'layer.bias' differ" in difference(twins)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "description"),
     [
         (lambda t: t.pop("layer.bias"), "tensor 'layer.bias' is only in"),
         (lambda t: t.update(extra=np.ones(1, np.float32)), "tensor 'extra' is only in"),
@@ -139,12 +139,12 @@ def test_the_sign_of_a_zero_weight_is_seen(twins):
         (lambda t: t.update({"layer.bias": np.zeros((3, 1), np.float32)}), "and F32 [3, 1] in"),
     ],
 )
-def test_tensors_of_other_names_types_and_shapes(twins, change, words):
+def test_tensors_with_other_names_types_or_shapes_are_named(twins, change, description):
     edit_weights(twins[1] / "model" / "model.safetensors", change)
-    assert words in difference(twins)
+    assert description in difference(twins)
 
 
-def test_sharded_weights_are_the_same_weights(twins):
+def test_sharded_weights_are_compared_like_a_single_file(twins):
     folder = twins[1] / "model"
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -160,7 +160,7 @@ def test_sharded_weights_are_the_same_weights(twins):
         difference(twins)
 
 
-def test_weights_that_numpy_has_no_type_for(tmp_path):
+def test_weights_without_a_numpy_dtype_can_be_read(tmp_path):
     import torch
     from safetensors.torch import save_file as save_tensors
 
@@ -170,7 +170,7 @@ def test_weights_that_numpy_has_no_type_for(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b"\xff" * 9])
-def test_damaged_weights_are_one_line_that_names_the_file_even_where_the_steps_differ(twins, damage):
+def test_damaged_weights_are_one_line_that_names_the_file_even_if_the_steps_differ(twins, damage):
     file = twins[1] / "model" / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     edit_step(twins[1], 1, loss=0.5)
@@ -180,7 +180,7 @@ def test_damaged_weights_are_one_line_that_names_the_file_even_where_the_steps_d
     assert "\n" not in str(problem.value)
 
 
-def test_missing_weights_and_a_damaged_index(twins):
+def test_missing_weights_and_a_damaged_index_are_named(twins):
     (twins[1] / "model" / "model.safetensors.index.json").write_text('{"weight_map": [')
     with pytest.raises(UserError, match=r"index\.json: damaged"):
         difference(twins)
@@ -191,8 +191,8 @@ def test_missing_weights_and_a_damaged_index(twins):
 
 
 @given(st.floats(), st.floats())
-def test_same_bits_agrees_with_repr(x, y):
-    """repr tells all floats apart but for NaN's payload, and -0.0 from 0.0."""
+def test_bitwise_equality_agrees_with_repr(x, y):
+    """repr distinguishes all floats, -0.0 from 0.0 too, except for the payload of NaN."""
     if not (math.isnan(x) and math.isnan(y)):
         assert bitwise_equal_numbers(x, y) == (repr(x) == repr(y))
     assert bitwise_equal_numbers(x, x)

@@ -1,4 +1,4 @@
-"""comparison.json: the contract's keys, and each figure against its definition."""
+"""comparison.json: its documented keys, and each value against its definition."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ from app.report.comparison import compare_runs, compare_seeds, first_difference_
 from app.report.render import write_comparison
 from app.runs.reader import read_run
 
-CONTRACT = {
+DOCUMENTED_KEYS = {
     *("runs", "split_fingerprint", "first_differing_step", "max_loss_difference", "disagreements", "same_predictions"),
-    *("statistics", "verdict", "floors", "calibration", "accuracy_by_length", "confusion_matrices"),
+    *(
+        "misclassified_by_both",
+        "n_misclassified_by_both",
+        "statistics",
+        "verdict",
+        "floors",
+        "calibration",
+        "accuracy_by_length",
+        "confusion_matrices",
+    ),
 }
 PER_RUN = {"path", "folder", "accuracy", "f1", "loss", "train_seconds", "train_examples_per_second", "world_size"}
 
 
 @pytest.fixture
 def pair(review_csv, tmp_path):
-    """Makes two runs: `pair(chances=(0, 1))` are different, equal chances give equal runs."""
+    """A function that writes two runs, which are identical if their chances are equal and differ otherwise."""
 
     def make(chances=(0, 1), reviews=None, names=("a", "b"), **settings):
         reviews = reviews or review_csv()
-        roads = ("ddp_loop", "trainer_run")
+        path_names = ("ddp_loop", "trainer_run")
         return tuple(
-            read_run(write_run(tmp_path / name, reviews, path=road, chance=chance, **settings))
-            for name, road, chance in zip(names, roads, chances, strict=True)
+            read_run(write_run(tmp_path / name, reviews, path=path_name, chance=chance, **settings))
+            for name, path_name, chance in zip(names, path_names, chances, strict=True)
         )
 
     return make
 
 
-def test_equal_runs(pair):
+def test_identical_runs_have_no_difference(pair):
     comparison = compare_runs(*pair((0, 0)))
-    assert comparison.keys() >= CONTRACT
+    assert comparison.keys() >= DOCUMENTED_KEYS
     assert all(run.keys() >= PER_RUN for run in comparison["runs"])
-    assert comparison["verdict"] == "the same training, bit for bit"
+    assert comparison["verdict"] == "bitwise identical training"
     assert comparison["first_difference"] is None
     assert comparison["first_differing_step"] is None
     assert comparison["max_loss_difference"] == 0
@@ -49,7 +58,7 @@ def test_equal_runs(pair):
     assert comparison["statistics"]["p_value"] == 1
 
 
-def test_equal_steps_are_not_enough_for_the_verdict(pair):
+def test_runs_with_identical_steps_but_different_weights_are_not_identical(pair):
     a, b = pair((0, 0))
     file = b.folder / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -61,7 +70,7 @@ def test_equal_steps_are_not_enough_for_the_verdict(pair):
     assert comparison["verdict"].startswith("indistinguishable at n = 15")
 
 
-def test_different_runs_figure_by_figure(pair):
+def test_every_value_of_different_runs_agrees_with_its_definition(pair):
     runs = pair()
     comparison = compare_runs(*runs)
     assert comparison["first_differing_step"] == 1
@@ -71,20 +80,47 @@ def test_different_runs_figure_by_figure(pair):
     other = tables[0]["predicted"] != tables[1]["predicted"]
     assert other.any()
     assert [item["row"] for item in comparison["disagreements"]] == tables[0]["row"][other].to_list()
-    right = [table["label"] == table["predicted"] for table in tables]
+    correct = [table["label"] == table["predicted"] for table in tables]
     statistics = comparison["statistics"]
-    assert statistics["a_only"] == (right[0] & ~right[1]).sum()
-    assert statistics["b_only"] == (right[1] & ~right[0]).sum()
+    assert statistics["a_only"] == (correct[0] & ~correct[1]).sum()
+    assert statistics["b_only"] == (correct[1] & ~correct[0]).sum()
     for side, table in enumerate(tables):
         expected = confusion_matrix(table["label"], table["predicted"], labels=["0", "1"]).tolist()
         assert comparison["confusion_matrices"][side] == expected
         assert sum(group["n"] for group in comparison["accuracy_by_length"][side]) == len(table)
         assert sum(row["n"] for row in comparison["calibration"][side]["bins"]) == len(table)
         assert 0 <= comparison["calibration"][side]["ece"] <= 1
-    assert [floor["name"] for floor in comparison["floors"]] == ["majority class", "TF-IDF + logistic regression"]
+    assert [baseline["name"] for baseline in comparison["floors"]] == ["majority class", "TF-IDF + logistic regression"]
 
 
-def test_it_is_json_and_says_the_same_twice(pair, tmp_path):
+def test_reviews_that_both_misclassify_are_sorted_by_confidence(pair, review_csv):
+    runs = pair(reviews=review_csv(400))
+    comparison = compare_runs(*runs)
+    tables = [run.predictions for run in runs]
+    wrong = (tables[0]["label"] != tables[0]["predicted"]) & (tables[1]["label"] != tables[1]["predicted"])
+    rows = comparison["misclassified_by_both"]
+    assert 0 < len(rows) == comparison["n_misclassified_by_both"] == wrong.sum() < 20
+    assert {row["row"] for row in rows} == set(tables[0]["row"][wrong])
+    confidences = [sum(max(chances) for chances in row["probabilities"]) for row in rows]
+    assert confidences == sorted(confidences, reverse=True)
+    for row in rows:
+        for table, predicted in zip(tables, row["predicted"], strict=True):
+            line = table[table["row"] == row["row"]].iloc[0]
+            assert (line["label"], line["predicted"], line["review"]) == (row["label"], predicted, row["review"])
+            assert predicted != row["label"]
+
+
+def test_identical_runs_list_at_most_20_reviews_that_both_misclassify(pair, review_csv):
+    runs = pair((0, 0), reviews=review_csv(2_000))
+    comparison = compare_runs(*runs)
+    wrong = runs[0].predictions["label"] != runs[0].predictions["predicted"]
+    assert comparison["disagreements"] == []
+    assert len(comparison["misclassified_by_both"]) == 20 < comparison["n_misclassified_by_both"] == wrong.sum()
+    least_confident = max(comparison["misclassified_by_both"][-1]["probabilities"][0])
+    assert (runs[0].probabilities[wrong].max(axis=1) >= least_confident).sum() == 20
+
+
+def test_the_files_are_valid_and_the_same_twice(pair, tmp_path):
     runs = pair()
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -94,7 +130,7 @@ def test_it_is_json_and_says_the_same_twice(pair, tmp_path):
     assert json.loads((tmp_path / "first" / "comparison.json").read_text("utf-8")) == compare_runs(*runs)
 
 
-def test_a_gradient_norm_alone_is_a_difference(pair):
+def test_a_gradient_norm_is_a_difference(pair):
     a, b = pair((0, 0))
     edit_step(b.folder, 6, grad_norm=9.0)
     comparison = compare_runs(a, read_run(b.folder))
@@ -102,7 +138,7 @@ def test_a_gradient_norm_alone_is_a_difference(pair):
     assert comparison["max_loss_difference"] == 0
 
 
-def test_losses_that_are_too_far_apart_for_a_number_give_no_largest_difference(pair):
+def test_a_difference_in_loss_that_overflows_is_none(pair):
     a, b = pair((0, 0))
     edit_step(a.folder, 6, loss=1e308)
     edit_step(b.folder, 6, loss=-1e308)
@@ -111,14 +147,14 @@ def test_losses_that_are_too_far_apart_for_a_number_give_no_largest_difference(p
     assert comparison["max_loss_difference"] is None
 
 
-def test_other_splits_are_refused(pair, review_csv):
+def test_runs_with_different_splits_are_an_error(pair, review_csv):
     a, b = pair()
     edit_json(b.folder / "split.json", fingerprint="0" * 64)
     with pytest.raises(UserError, match="different splits"):
         compare_runs(a, read_run(b.folder))
 
 
-def test_without_the_csv_there_are_no_floors_and_a_reason(pair):
+def test_without_the_csv_there_are_no_baselines_and_a_reason(pair):
     a, b = pair()
     (a.folder.parent / "reviews.csv").unlink()
     comparison = compare_runs(a, b)
@@ -126,7 +162,7 @@ def test_without_the_csv_there_are_no_floors_and_a_reason(pair):
     assert "reviews.csv: no such file" in comparison["why_no_floors"]
 
 
-def test_an_unknown_class_names_the_file(pair):
+def test_an_unknown_class_is_an_error_that_names_the_file(pair):
     a, b = pair((0, 0))
     for run in (a, b):
         edit_json(run.folder / "split.json", classes=["0", "2"])
@@ -136,49 +172,49 @@ def test_an_unknown_class_names_the_file(pair):
         compare_runs(read_run(a.folder), read_run(b.folder))
 
 
-def test_over_seeds(pair, review_csv):
+def test_the_comparison_over_seeds_contains_every_pair(pair, review_csv):
     reviews = review_csv()
     pairs = [
         pair((seed, seed + (seed != 2)), reviews, (f"a{seed}", f"b{seed}"), seed=seed, world_size=1)
         for seed in (1, 2, 3)
     ]
     comparison = compare_seeds(pairs)
-    assert comparison.keys() >= CONTRACT
+    assert comparison.keys() >= DOCUMENTED_KEYS
     assert comparison["runs"][0]["folder"] == str(pairs[0][0].folder)
-    lines, found = comparison["seeds"]["pairs"], comparison["seeds"]["paired_seeds"]
-    assert [line["seed"] for line in lines] == [1, 2, 3]
-    assert [line["first_differing_step"] for line in lines] == [1, None, 1]
-    assert lines[1]["verdict"] == "the same training, bit for bit"
-    assert found["n"] == 3
-    assert found["mean_a"] == pytest.approx(sum(a.metrics["accuracy"] for a, _ in pairs) / 3)
-    assert comparison["verdict"] == comparison["seeds"]["verdict"] != lines[1]["verdict"]
-    assert lines[2]["runs"][1] == {
+    entries, statistics = comparison["seeds"]["pairs"], comparison["seeds"]["paired_seeds"]
+    assert [entry["seed"] for entry in entries] == [1, 2, 3]
+    assert [entry["first_differing_step"] for entry in entries] == [1, None, 1]
+    assert entries[1]["verdict"] == "bitwise identical training"
+    assert statistics["n"] == 3
+    assert statistics["mean_a"] == pytest.approx(sum(a.metrics["accuracy"] for a, _ in pairs) / 3)
+    assert comparison["verdict"] == comparison["seeds"]["verdict"] != entries[1]["verdict"]
+    assert entries[2]["runs"][1] == {
         "accuracy": pairs[2][1].metrics["accuracy"],
         "loss": pairs[2][1].metrics["loss"],
         "folder": str(pairs[2][1].folder),
     }
 
 
-def test_only_equality_at_every_seed_is_the_same_training(pair, review_csv):
+def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):
     reviews = review_csv()
     pairs = [pair((s, s), reviews, (f"a{s}", f"b{s}"), seed=s) for s in (1, 2)]
-    assert compare_seeds(pairs)["verdict"] == "the same training, bit for bit"
+    assert compare_seeds(pairs)["verdict"] == "bitwise identical training"
     edit_step(pairs[1][1].folder, 12, loss=0.5)
     comparison = compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])
     assert comparison["verdict"].startswith("indist")
     assert first_difference_of(comparison).startswith("seed 2: step 12: the loss is ")
 
 
-def test_seeds_must_pair(pair, review_csv):
+def test_both_runs_of_a_pair_must_have_the_same_seed(pair, review_csv):
     a, b = pair((1, 1))
-    with pytest.raises(UserError, match="share a seed"):
+    with pytest.raises(UserError, match="must share a seed"):
         compare_seeds([(a, b), (a, b)])
-    with pytest.raises(UserError, match="no pair"):
+    with pytest.raises(UserError, match="no pairs"):
         compare_seeds([])
 
 
 def test_real_reviews_are_compared_in_seconds(pair, real_csv, tmp_path):
-    """Without the imports, which take as long again; the whole is bounded by the launched tests."""
+    """CPU time without the imports, which take about as long."""
     runs = pair(reviews=real_csv, test_size=0.1)
     start = time.process_time()
     (tmp_path / "out").mkdir()

@@ -1,4 +1,4 @@
-"""The figures: well-formed, the same twice, in the page's colours, and deaf to what names say."""
+"""The plots: well-formed, reproducible, in the page's colors, and unaffected by what names contain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BINS += [{"low": 0.5, "high": 0.6, "n": 0, "confidence": None, "accuracy": None}
 CALIBRATION = [{"ece": 0.1, "bins": BINS}] * 2
 
 
-def every_figure(names=NAMES) -> dict[str, Markup]:
+def every_plot(names=NAMES) -> dict[str, Markup]:
     rows = [{"name": name, "low": 0.5, "estimate": 0.6, "high": 0.7} for name in [*names, "majority class"]]
     pairs = [{"seed": seed, "runs": [{"accuracy": 0.8}, {"accuracy": 0.7}]} for seed in (1, 2)]
     return {
@@ -48,8 +48,8 @@ def texts(svg: str) -> list[str]:
     return [element.text or "" for element in parsed(svg).iter() if element.tag.endswith("text")]
 
 
-def test_each_is_one_svg_that_scales():
-    for name, svg in every_figure().items():
+def test_each_plot_is_one_svg_that_scales():
+    for name, svg in every_plot().items():
         assert isinstance(svg, Markup)
         root = parsed(svg)
         assert root.tag == "svg", name
@@ -58,37 +58,37 @@ def test_each_is_one_svg_that_scales():
         assert texts(svg), "text is text"
 
 
-def test_they_are_the_same_twice_whatever_matplotlibrc_says(monkeypatch):
-    first = every_figure()
+def test_plots_are_the_same_twice_with_any_matplotlibrc(monkeypatch):
+    first = every_plot()
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 40)
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "path")
-    assert every_figure() == first
-    assert matplotlib.rcParams["font.size"] == 40, "and what it says is left alone"
+    assert every_plot() == first
+    assert matplotlib.rcParams["font.size"] == 40, "the user's own settings are unchanged"
 
 
-def test_colours_are_the_pages():
-    for name, svg in every_figure().items():
+def test_colors_are_variables_of_the_page():
+    for name, svg in every_plot().items():
         assert not re.findall(r"#[0-9a-fA-F]{6}\b", svg), name
         assert set(re.findall(r"var\(--(\w+)\)", svg)) <= {"ink", "muted", "rule", "card", "neutral", "a", "b"}
 
 
-def test_nothing_is_asked_of_another_place():
-    for svg in every_figure().values():
+def test_plots_make_no_requests():
+    for svg in every_plot().values():
         assert not re.search(r"(href|src)=\"(?!#)|url\((?!#)|<image|<script|<!--|<metadata", svg)
 
 
-def test_names_stay_text():
-    for name, svg in every_figure([HOSTILE, HOSTILE[::-1]]).items():
+def test_names_that_contain_html_stay_text():
+    for name, svg in every_plot([HOSTILE, HOSTILE[::-1]]).items():
         tags = set(re.findall(r"<(\w+)", svg))
         assert tags <= {"svg", "defs", "style", "g", "path", "use", "text", "tspan", "clipPath", "rect"}, name
     rows = [{"name": "<b>$x$</b>", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2
     assert "<b>$x$</b>" in texts(plots.accuracies(rows))
 
 
-def test_ids_are_not_shared():
-    """Two elements of one id on the page would take each other's clipping and markers."""
+def test_plots_have_no_ids_in_common():
+    """Two elements with the same id would use each other's clip paths and markers."""
     seen: set[str] = set()
-    for svg in every_figure().values():
+    for svg in every_plot().values():
         ids = re.findall(r' id="([^"]+)"', svg)
         assert len(ids) == len(set(ids))
         assert not seen & set(ids)
@@ -98,10 +98,10 @@ def test_ids_are_not_shared():
         }
 
 
-def test_equal_losses_are_said_not_drawn():
-    assert "equal to the bit: all 4 steps" in texts(plots.loss_difference([LOSSES[0]] * 2))
+def test_identical_losses_are_labeled():
+    assert "bitwise identical: all 4 steps" in texts(plots.loss_difference([LOSSES[0]] * 2))
     assert "no step differs" in texts(plots.loss_difference([LOSSES[0]] * 2))
-    assert "equal to the bit: 3 of 4 steps" in texts(plots.loss_difference(LOSSES))
+    assert "bitwise identical: 3 of 4 steps" in texts(plots.loss_difference(LOSSES))
     assert "no step differs" not in texts(plots.loss_difference(LOSSES))
 
 
@@ -123,19 +123,19 @@ def test_powers_of_ten_are_plain_text():
         [[-0.5, 0.5], [0.5, 0.5]],
     ],
 )
-def test_awkward_losses_are_drawn(losses):
+def test_unusual_losses_can_be_plotted(losses):
     parsed(plots.loss_curves(losses, NAMES))
     parsed(plots.loss_difference(losses))
 
 
-def test_a_long_training_is_a_small_picture():
+def test_the_plot_of_a_long_training_is_small():
     noise = np.random.default_rng(0).uniform(size=(2, 200_000)).tolist()
     assert len(plots.loss_curves(noise, NAMES)) < 300_000
     assert len(plots.loss_difference(noise)) < 100_000
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=60), st.floats(0.01, 1))
-def test_the_running_mean_stays_within_what_was_seen(values, share):
+def test_the_running_mean_stays_between_minimum_and_maximum(values, share):
     smooth = plots.running_mean(values, share)
     assert len(smooth) == len(values)
     assert smooth[0] == pytest.approx(values[0])
@@ -143,7 +143,7 @@ def test_the_running_mean_stays_within_what_was_seen(values, share):
 
 
 @pytest.mark.parametrize("name", ["a\\b", r"\1\g<0>\g<x>", "runs\\2026\\", "#010101", "var(--ink)", ' id="a_1"', "a>b"])
-def test_a_name_is_shown_to_the_letter_whatever_it_looks_like(name):
+def test_names_that_look_like_markup_are_shown_literally(name):
     rows = [{"name": f"{name}", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2
     assert name.strip() in [text.strip() for text in texts(plots.accuracies(rows))]
     label = parsed(plots.loss_curves(LOSSES, [name, "b"])).get("aria-label")
@@ -151,7 +151,7 @@ def test_a_name_is_shown_to_the_letter_whatever_it_looks_like(name):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"])))
-def test_no_name_breaks_a_figure(name):
+def test_any_name_gives_a_valid_plot(name):
     label = parsed(plots._svg(100, name, lambda _: None)).get("aria-label")
     assert label is not None
     assert label.split() == name.split()

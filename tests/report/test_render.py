@@ -1,4 +1,4 @@
-"""comparison.md and comparison.html say what comparison.json holds; untrusted text stays text in both."""
+"""comparison.md and comparison.html show what comparison.json contains; untrusted text stays text in both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from run_folders import edit_json, write_run
 
+from app.markdown import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
-from app.report.formats import markdown_cell
 from app.report.render import as_html, as_markdown, settings_rows, write_comparison
 from app.runs.reader import read_run
 
@@ -20,7 +20,7 @@ IMAGE = "<img src=x onerror=\"document.title='ran'\">"
 
 
 class Tags(HTMLParser):
-    """Collects the tags, the attributes and the text of a page."""
+    """The tags, the attributes and the text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tags(HTMLParser):
 
 @pytest.fixture
 def comparison(review_csv, tmp_path):
-    """Two different runs on reviews and classes that would run as HTML."""
+    """Two different runs on reviews and classes that contain active HTML."""
     reviews = pd.read_csv(review_csv(120))
     reviews["review"] += f" {SCRIPT}{IMAGE} | `code` [link](http://example.invalid) \x1b[31m"
     reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE})
@@ -49,7 +49,7 @@ def comparison(review_csv, tmp_path):
     return compare_runs(read_run(a), read_run(b))
 
 
-def test_the_page_runs_nothing_and_asks_for_nothing(comparison):
+def test_the_page_has_no_scripts_and_no_requests(comparison):
     assert comparison["disagreements"]
     page = Tags(as_html(comparison))
     assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
@@ -58,18 +58,18 @@ def test_the_page_runs_nothing_and_asks_for_nothing(comparison):
     assert all(address.startswith("#") for address in addresses)
     policies = [value for name, value in page.attributes if name == "content" and "default-src 'none'" in value]
     assert len(policies) == 1
-    assert "script" not in policies[0], "nothing that default-src forbids is let in again"
+    assert "script" not in policies[0], "what default-src forbids stays forbidden"
     assert not re.search(r"url\((?!#)|@import", as_html(comparison))
 
 
-def test_hostile_text_is_shown_to_the_letter(comparison):
+def test_the_page_shows_hostile_text_literally(comparison):
     text = Tags(as_html(comparison)).text
     assert SCRIPT in text
     assert IMAGE in text
     assert "$\\frac{$" in text
 
 
-def test_markdown_of_hostile_text(comparison):
+def test_markdown_escapes_hostile_text(comparison):
     markdown = as_markdown(comparison)
     assert "<" not in markdown
     assert "\x1b" not in markdown
@@ -91,11 +91,11 @@ def test_markdown_of_hostile_text(comparison):
         ("x" * 200, "x" * 159 + "…"),
     ],
 )
-def test_cells(text, cell):
+def test_a_markdown_cell_is_one_line_without_markup(text, cell):
     assert markdown_cell(text) == cell
 
 
-def test_what_the_page_says(comparison):
+def test_the_page_shows_the_values(comparison):
     text = Tags(as_html(comparison)).text
     assert comparison["verdict"].split(":")[0].lower() in text.lower()
     assert comparison["first_difference"] in text
@@ -118,13 +118,13 @@ def test_settings_that_differ_come_first_and_are_marked(comparison):
     assert as_html(comparison).count('class="differs"') == 1
 
 
-def test_the_page_says_why_there_are_no_floors(comparison):
+def test_both_reports_explain_why_there_are_no_baselines(comparison):
     without = comparison | {"floors": None, "why_no_floors": "reviews.csv: no such file"}
     assert "reviews.csv: no such file" in as_html(without)
     assert "reviews.csv: no such file" in as_markdown(without)
 
 
-def test_seeds_are_a_section(review_csv, tmp_path):
+def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
     pairs = []
     for seed in (1, 2):
         runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), chance=i, seed=seed) for i, x in enumerate("ab")]
@@ -133,22 +133,22 @@ def test_seeds_are_a_section(review_csv, tmp_path):
     markdown, text = as_markdown(comparison), Tags(as_html(comparison)).text
     for page in (markdown, text):
         assert "Over 2 seeds" in page
-        assert "Equal to the bit at 0 of 2 seeds" in page
+        assert "Bitwise identical for 0 of 2 seeds" in page
     assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in markdown
     one = compare_seeds(pairs[:1])
-    assert "Over 1 seed" in as_html(one)
+    assert "Over 1 seed<" in as_html(one)
     assert "undecided" in as_markdown(one).lower() or "indistinguishable" in as_markdown(one).lower()
 
 
-def test_many_classes_are_pairs_and_not_a_matrix(review_csv, tmp_path):
+def test_many_classes_are_shown_as_pairs_instead_of_a_matrix(review_csv, tmp_path):
     csv = review_csv(240, classes=tuple(f"class {i}" for i in range(8)))
     comparison = compare_runs(*(read_run(write_run(tmp_path / n, csv, chance=c)) for n, c in (("a", 0), ("b", 1))))
     page = as_html(comparison)
-    assert "pairs confused most often" in page
+    assert "pairs that were confused most often" in page
     assert 'class="confusion"' not in page
 
 
-def test_the_three_files(comparison, tmp_path):
+def test_three_files_are_written_and_the_terminal_gets_a_shorter_list(comparison, tmp_path):
     (tmp_path / "out").mkdir()
     markdown = write_comparison(comparison, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -156,5 +156,49 @@ def test_the_three_files(comparison, tmp_path):
         "comparison.json",
         "comparison.md",
     ]
-    assert (tmp_path / "out" / "comparison.md").read_text("utf-8") == markdown
+    assert (tmp_path / "out" / "comparison.md").read_text("utf-8") == as_markdown(comparison)
+    assert markdown == as_markdown(comparison, 5)
     assert json.loads((tmp_path / "out" / "comparison.json").read_text("utf-8")) == comparison
+
+
+@pytest.fixture
+def identical(review_csv, tmp_path):
+    """Two identical runs that misclassify more reviews than are listed, on reviews that contain active HTML."""
+    reviews = pd.read_csv(review_csv(2_000))
+    reviews["review"] += f" {SCRIPT}|{IMAGE}"
+    reviews.to_csv(tmp_path / "reviews.csv", index=False)
+    return compare_runs(*(read_run(write_run(tmp_path / name, tmp_path / "reviews.csv")) for name in "ab"))
+
+
+def misclassified_section(text: str) -> str:
+    return text.partition("Misclassified by both, most confident first")[2].partition("Speed and memory")[0]
+
+
+def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
+    total = identical["n_misclassified_by_both"]
+    markdown, page = as_markdown(identical), as_html(identical)
+    assert "classified differently" not in markdown
+    section = misclassified_section(markdown)
+    assert section.startswith(f": 20 of {total}\n")
+    rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
+    assert [int(line.split("|")[1]) for line in rows] == [row["row"] for row in identical["misclassified_by_both"]]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+    shown = misclassified_section(Tags(page).text)
+    assert [int(number) for number in re.findall(r"row (\d+) ", shown)] == [
+        row["row"] for row in identical["misclassified_by_both"]
+    ]
+    assert f"20 of {total}." in shown
+    assert shown.count(SCRIPT) == 20, "as text"
+    assert "script" not in Tags(page).tags
+
+
+def test_the_terminal_lists_fewer_reviews_than_the_file(identical):
+    section = misclassified_section(as_markdown(identical, 5))
+    assert section.startswith(f": 5 of {identical['n_misclassified_by_both']}\n")
+    assert len(re.findall(r"^\| \d", section, re.MULTILINE)) == 5
+
+
+def test_runs_without_common_mistakes_say_so(identical):
+    without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
+    assert "Misclassified by both" not in as_markdown(without)
+    assert "classified correctly by at least one run" in as_html(without)

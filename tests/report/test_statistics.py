@@ -1,4 +1,4 @@
-"""The statistics of a comparison against independent references: published, brute force, laws, exact coverage."""
+"""The statistics against independent references: published values, brute force, identities, exact coverage."""
 
 import math
 import re
@@ -12,7 +12,6 @@ from scipy import optimize, stats
 from sklearn.calibration import calibration_curve
 
 from app.report.statistics import (
-    Interval,
     PairedSeeds,
     accuracy_by_length,
     calibration_bins,
@@ -25,7 +24,7 @@ from app.report.statistics import (
     wilson_interval,
 )
 
-settings.register_profile("no deadline", deadline=None)  # a busy machine is no counterexample
+settings.register_profile("no deadline", deadline=None)  # a slow machine is not a counterexample
 settings.load_profile("no deadline")
 
 CONFIDENCES = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99, 0.999])
@@ -33,14 +32,14 @@ CONFIDENCES = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99, 0.999])
 
 @st.composite
 def discordant_counts(draw, largest=2000):
-    """(a_only, b_only, n) with every corner of the triangle in reach."""
+    """Draw (a_only, b_only, n), including the extreme cases."""
     n = draw(st.integers(1, largest))
     a_only = draw(st.integers(0, n))
     return a_only, draw(st.integers(0, n - a_only)), n
 
 
 def rows(a_only, b_only, n):
-    """Two bool arrays with these counts, both wrong on all other rows but the last."""
+    """Two bool arrays with these counts; of the other rows, both are correct on the last one only."""
     a, b = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
     a[:a_only] = b[a_only : a_only + b_only] = True
     if a_only + b_only < n:
@@ -64,7 +63,7 @@ def test_wilson_limits_solve_the_score_equation(counts, confidence):
 
 
 @pytest.mark.parametrize(("correct", "n"), [(0, 0), (-1, 5), (6, 5), (1, -3)])
-def test_wilson_refuses_impossible_counts(correct, n):
+def test_wilson_rejects_impossible_counts(correct, n):
     with pytest.raises(ValueError, match="correct"):
         wilson_interval(correct, n)
 
@@ -73,20 +72,20 @@ def test_wilson_refuses_impossible_counts(correct, n):
 
 
 @pytest.mark.parametrize("discordant", [0, 1, 2, 5, 9, 10, 33, 100])
-def test_mcnemar_sums_every_outcome_that_is_no_likelier(discordant):
+def test_mcnemar_sums_the_outcomes_that_are_at_most_as_likely(discordant):
     ways = [math.comb(discordant, k) for k in range(discordant + 1)]
     for a_only, observed in enumerate(ways):
         p = sum(way for way in ways if way <= observed) / 2**discordant
         assert mcnemar_exact(a_only, discordant - a_only) == pytest.approx(p, rel=1e-9)
 
 
-def test_mcnemar_never_rejects_a_true_null_more_often_than_its_level():
+def test_the_size_of_mcnemars_test_is_at_most_its_level():
     sizes = []
     for discordant in range(1, 151, 3):
         rejected = [mcnemar_exact(k, discordant - k) < 0.05 for k in range(discordant + 1)]
         sizes.append(stats.binom.pmf(np.arange(discordant + 1), discordant, 0.5)[rejected].sum())
     assert max(sizes) <= 0.05
-    assert sizes[-1] > 0.02, "a test that never rejects holds its level too"
+    assert sizes[-1] > 0.02, "a test that never rejects would pass, too"
 
 
 def test_false_positive_rate_and_coverage_of_simulated_runs():
@@ -94,13 +93,13 @@ def test_false_positive_rate_and_coverage_of_simulated_runs():
     rng, runs, n = np.random.default_rng(20_241), 2_000, 777
     hardness = rng.beta(4.5, 0.5, size=(runs, n))
     a, b = rng.random((runs, n)) < hardness, rng.random((runs, n)) < hardness
-    found = [paired_rows(x, y) for x, y in zip(a, b, strict=True)]
+    comparisons = [paired_rows(x, y) for x, y in zip(a, b, strict=True)]
     deviation = math.sqrt(0.05 * 0.95 / runs)
-    false_positives = np.mean([comparison.p_value < 0.05 for comparison in found])
+    false_positives = np.mean([comparison.p_value < 0.05 for comparison in comparisons])
     assert 0.01 < false_positives <= 0.05 + 3 * deviation
-    covered = np.mean([comparison.difference.low <= 0 <= comparison.difference.high for comparison in found])
+    covered = np.mean([comparison.difference.low <= 0 <= comparison.difference.high for comparison in comparisons])
     assert covered == pytest.approx(0.95, abs=4 * deviation)
-    wilson = np.mean([comparison.accuracy_a.low <= 0.9 <= comparison.accuracy_a.high for comparison in found])
+    wilson = np.mean([comparison.accuracy_a.low <= 0.9 <= comparison.accuracy_a.high for comparison in comparisons])
     assert wilson == pytest.approx(0.95, abs=4 * deviation)
 
 
@@ -114,7 +113,7 @@ def test_tango_gives_the_published_interval():
 
 
 def score(d, a_only, b_only, n):
-    """Tango's statistic at `d`, its nuisance parameter found by maximising the multinomial likelihood numerically."""
+    """Tango's statistic at `d`, its nuisance parameter found by maximizing the multinomial likelihood numerically."""
 
     def minus_log_likelihood(only_b):
         return -stats.multinomial.logpmf(
@@ -131,14 +130,14 @@ def score(d, a_only, b_only, n):
     "counts", [(1, 7, 21), (3, 2, 10), (40, 30, 777), (5, 12, 777), (1, 1, 50), (9, 3, 12), (200, 350, 777)]
 )
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
-def test_tango_keeps_exactly_the_differences_that_the_score_test_keeps(counts, confidence):
+def test_tango_contains_exactly_the_differences_that_the_score_test_does_not_reject(counts, confidence):
     interval = paired_difference_interval(*counts, confidence)
     z = stats.norm.ppf((1 + confidence) / 2)
     assert score(interval.low, *counts) == pytest.approx(z, abs=1e-4)
     assert score(interval.high, *counts) == pytest.approx(-z, abs=1e-4)
     for d in np.linspace(-0.99, 0.99, 45):
-        kept = abs(score(d, *counts)) <= z
-        assert kept == (interval.low <= d <= interval.high), d
+        not_rejected = abs(score(d, *counts)) <= z
+        assert not_rejected == (interval.low <= d <= interval.high), d
 
 
 @given(discordant_counts(), CONFIDENCES)
@@ -150,26 +149,26 @@ def test_tango_is_antisymmetric_and_contains_the_difference(counts, confidence):
     assert interval.estimate == (a_only - b_only) / n
     assert -1 <= interval.low <= interval.estimate <= interval.high <= 1
     z2 = stats.norm.ppf((1 + confidence) / 2) ** 2
-    assert interval.high - interval.low >= z2 / (n + z2), "never a point"
+    assert interval.high - interval.low >= z2 / (n + z2), "never a single point"
 
 
 @given(discordant_counts(300), st.integers(2, 50))
-def test_tango_narrows_with_more_rows_of_the_same_kind(counts, times):
+def test_tango_gets_narrower_with_more_rows(counts, times):
     few, many = (paired_difference_interval(*(factor * count for count in counts)) for factor in (1, times))
     assert many.high - many.low < few.high - few.low
     assert few.low - 1e-9 <= many.low <= many.high <= few.high + 1e-9
 
 
 @given(st.integers(1, 10**6), CONFIDENCES)
-def test_tango_without_a_disagreement_is_wilson_of_zero_on_both_sides(n, confidence):
+def test_tango_without_disagreements_is_wilson_of_zero_on_both_sides(n, confidence):
     interval, wilson = paired_difference_interval(0, 0, n, confidence), wilson_interval(0, n, confidence)
     assert interval.high == pytest.approx(wilson.high, rel=1e-6)
     assert interval.low == -interval.high
 
 
 @given(discordant_counts(500))
-def test_tango_excludes_zero_wherever_mcnemar_rejects(counts):
-    """So the verdict knows three cases, not four."""
+def test_tango_excludes_zero_if_mcnemar_rejects(counts):
+    """Therefore the verdict has three cases, not four."""
     a_only, b_only, n = counts
     assume(mcnemar_exact(a_only, b_only) < 0.05)
     interval = paired_difference_interval(a_only, b_only, n)
@@ -177,8 +176,8 @@ def test_tango_excludes_zero_wherever_mcnemar_rejects(counts):
 
 
 @pytest.mark.parametrize(("n", "largest"), [(30, 30), (777, 45)])
-def test_tango_covers_the_truth_in_exact_enumeration(n, largest):
-    """Coverage without simulation error: the probability of every table whose interval holds the truth, summed."""
+def test_the_exact_coverage_of_tango_is_close_to_its_confidence(n, largest):
+    """Without simulation error: sum the probabilities of all tables whose interval contains the true difference."""
     tables = np.array([(a, b, n - a - b) for a in range(largest + 1) for b in range(largest + 1) if a + b <= n])
     intervals = [paired_difference_interval(int(a), int(b), n) for a, b, _ in tables]
     low, high = np.array([[interval.low, interval.high] for interval in intervals]).T
@@ -187,14 +186,14 @@ def test_tango_covers_the_truth_in_exact_enumeration(n, largest):
     for only_a in shares:
         for only_b in shares:
             weight = stats.multinomial.pmf(tables, n, [only_a, only_b, 1 - only_a - only_b])
-            assert weight.sum() > 1 - 1e-8, "tables left out would count as misses"
+            assert weight.sum() > 1 - 1e-8, "omitted tables would count as not covered"
             coverage.append(weight[(low <= only_a - only_b) & (only_a - only_b <= high)].sum())
     assert min(coverage) >= 0.935
-    assert 0.945 <= np.mean(coverage) <= 0.975, "neither liberal nor wastefully wide"
+    assert 0.945 <= np.mean(coverage) <= 0.975, "neither too narrow nor too wide"
 
 
 @pytest.mark.parametrize("counts", [(-1, 0, 5), (0, -1, 5), (3, 3, 5), (0, 0, 0)])
-def test_tango_refuses_impossible_counts(counts):
+def test_tango_rejects_impossible_counts(counts):
     with pytest.raises(ValueError, match="rows"):
         paired_difference_interval(*counts)
 
@@ -203,7 +202,7 @@ def test_tango_refuses_impossible_counts(counts):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=200))
-def test_rows_are_counted_as_a_loop_counts_them(pairs):
+def test_row_counts_agree_with_a_loop(pairs):
     found = paired_rows([a for a, _ in pairs], [b for _, b in pairs])
     assert found.n == len(pairs)
     assert found.a_only == sum(a and not b for a, b in pairs)
@@ -227,8 +226,8 @@ def test_rows_are_counted_as_a_loop_counts_them(pairs):
     ],
     ids=["lengths", "labels of A", "labels of B", "2-d", "no dtype", "empty"],
 )
-def test_rows_refuse_anything_but_two_rows_of_bool(a, b):
-    with pytest.raises(ValueError, match=r"bool|one row"):
+def test_paired_rows_rejects_anything_but_two_bool_arrays(a, b):
+    with pytest.raises(ValueError, match=r"bool|at least 1"):
         paired_rows(a, b)
 
 
@@ -238,7 +237,7 @@ ACCURACIES = st.floats(0.5, 1.0).map(lambda x: round(x * 777) / 777)
 
 
 @given(st.lists(st.tuples(ACCURACIES, ACCURACIES), min_size=2, max_size=12), CONFIDENCES)
-def test_seeds_against_the_formulas_of_the_paired_t_test(pairs, confidence):
+def test_paired_seeds_agrees_with_the_formulas_of_the_paired_t_test(pairs, confidence):
     a, b = np.array(pairs).T
     d, n = a - b, len(a)
     assume(np.ptp(d) > 1e-6)
@@ -254,26 +253,26 @@ def test_seeds_against_the_formulas_of_the_paired_t_test(pairs, confidence):
     assert found.std_b == pytest.approx(math.sqrt(sum((x - sum(b) / n) ** 2 for x in b) / (n - 1)), abs=1e-12)
 
 
-def test_seeds_false_positive_rate_and_coverage():
+def test_false_positive_rate_and_coverage_over_seeds():
     rng, runs = np.random.default_rng(7), 1_000
     common = rng.normal(0.88, 0.01, size=(runs, 5))
     a, b = common + rng.normal(0.002, 0.003, size=(runs, 5)), common + rng.normal(0.002, 0.003, size=(runs, 5))
-    found = [paired_seeds(x, y) for x, y in zip(a, b, strict=True)]
+    comparisons = [paired_seeds(x, y) for x, y in zip(a, b, strict=True)]
     tolerance = 4 * math.sqrt(0.05 * 0.95 / runs)
-    assert np.mean([comparison.p_value < 0.05 for comparison in found]) == pytest.approx(0.05, abs=tolerance)
-    covered = [comparison.difference.low <= 0 <= comparison.difference.high for comparison in found]
+    assert np.mean([comparison.p_value < 0.05 for comparison in comparisons]) == pytest.approx(0.05, abs=tolerance)
+    covered = [comparison.difference.low <= 0 <= comparison.difference.high for comparison in comparisons]
     assert np.mean(covered) == pytest.approx(0.95, abs=tolerance)
 
 
-def test_one_seed_has_means_and_nothing_else():
+def test_one_seed_gives_means_only():
     assert paired_seeds([0.9], [0.8]) == PairedSeeds(1, 0.9, None, 0.8, None, None, None)
 
 
-def test_equal_accuracies_at_every_seed_are_no_evidence():
+def test_the_same_accuracy_with_every_seed_is_no_evidence():
     found = paired_seeds([0.9, 0.8, 0.7], [0.9, 0.8, 0.7])
     assert (found.difference, found.p_value) == (None, 1.0)
     assert found.std_a == pytest.approx(0.1)
-    # the same fractions computed in another way, a rounding apart
+    # the same fractions, computed in another way with another rounding
     assert paired_seeds([0.1 + 0.2, 0.5], [0.3, 0.5]).p_value == 1.0
 
 
@@ -285,27 +284,27 @@ def test_a_constant_difference_is_not_infinitely_significant(a, b):
 
 
 @pytest.mark.parametrize(("a", "b"), [([], []), ([0.9], [0.9, 0.8]), ([0.9, math.nan], [0.9, 0.8]), ([[0.9]], [[0.9]])])
-def test_seeds_refuse_unpaired_or_missing_values(a, b):
-    with pytest.raises(ValueError, match="equally long"):
+def test_paired_seeds_rejects_unpaired_or_missing_values(a, b):
+    with pytest.raises(ValueError, match="of the same length"):
         paired_seeds(a, b)
 
 
 # The verdict
 
 
-def test_verdict_bit_for_bit():
-    assert verdict(paired_rows(*rows(0, 0, 777)), "A", "B", bitwise_equal=True) == "the same training, bit for bit"
+def test_the_verdict_of_identical_runs():
+    assert verdict(paired_rows(*rows(0, 0, 777)), "A", "B", bitwise_identical=True) == "bitwise identical training"
 
 
-def test_verdict_indistinguishable_names_the_whole_interval_even_without_a_disagreement():
+def test_the_verdict_names_the_interval_even_without_disagreements():
     z2 = stats.norm.ppf(0.975) ** 2
-    reach = f"{100 * z2 / (777 + z2):.1f}"
+    limit = f"{100 * z2 / (777 + z2):.1f}"
     assert verdict(paired_rows(*rows(0, 0, 777)), "ddp_loop", "trainer_run") == (
-        f"indistinguishable at n = 777: the difference could be anywhere in [-{reach}, +{reach}] points"
+        f"indistinguishable at n = 777: the difference could be anywhere in [-{limit}, +{limit}] points"
     )
 
 
-def test_verdict_names_the_better_run_and_does_not_depend_on_the_order():
+def test_the_verdict_names_the_better_run_in_any_order():
     a, b = rows(60, 20, 777)
     one, other = verdict(paired_rows(a, b), "first", "second"), verdict(paired_rows(b, a), "second", "first")
     assert one == other == f"first is better than second by {100 * 40 / 777:.1f} points at n = 777 (p < 0.001)"
@@ -315,18 +314,18 @@ def test_verdict_names_the_better_run_and_does_not_depend_on_the_order():
     assert verdict(paired_rows(b, a), "x", "y").endswith(f"(p = {p:.2g})")
 
 
-def test_verdict_admits_where_test_and_interval_disagree():
-    found = paired_rows(*rows(6, 0, 777)), paired_rows(*rows(5, 0, 777))
-    assert [round(comparison.p_value, 4) for comparison in found] == [0.0312, 0.0625]
-    assert verdict(found[0], "A", "B").startswith("A is better than B")
-    assert found[1].difference.low > 0
-    line = verdict(found[1], "A", "B")
+def test_the_verdict_is_borderline_if_test_and_interval_disagree():
+    comparisons = paired_rows(*rows(6, 0, 777)), paired_rows(*rows(5, 0, 777))
+    assert [round(comparison.p_value, 4) for comparison in comparisons] == [0.0312, 0.0625]
+    assert verdict(comparisons[0], "A", "B").startswith("A is better than B")
+    assert comparisons[1].difference.low > 0
+    line = verdict(comparisons[1], "A", "B")
     assert line.startswith("borderline at n = 777")
-    assert line.endswith("the test keeps zero (p = 0.062)")
+    assert line.endswith("the test does not reject zero (p = 0.062)")
 
 
 @given(discordant_counts())
-def test_verdict_says_better_exactly_when_mcnemar_rejects(counts):
+def test_the_verdict_is_better_exactly_if_mcnemar_rejects(counts):
     found = paired_rows(*rows(*counts))
     line = verdict(found, "A", "B")
     assert ("is better than" in line) == (found.p_value < 0.05)
@@ -334,14 +333,16 @@ def test_verdict_says_better_exactly_when_mcnemar_rejects(counts):
     assert line.startswith("indistinguishable") == (found.difference.low <= 0 <= found.difference.high)
 
 
-def test_verdict_writes_no_negative_zero():
-    found = [paired_rows(*rows(a_only, b_only, 777)) for a_only in range(22) for b_only in range(22)]
-    limits = [limit for comparison in found for limit in (comparison.difference.low, comparison.difference.high)]
-    assert any(-0.0005 < limit < 0 for limit in limits), "nothing here would be rounded to zero"
-    assert not [line for line in (verdict(comparison, "A", "B") for comparison in found) if re.search(r"-0\.0\b", line)]
+def test_the_verdict_contains_no_negative_zero():
+    comparisons = [paired_rows(*rows(a_only, b_only, 777)) for a_only in range(22) for b_only in range(22)]
+    limits = [limit for comparison in comparisons for limit in (comparison.difference.low, comparison.difference.high)]
+    assert any(-0.0005 < limit < 0 for limit in limits), "otherwise nothing would be rounded to zero"
+    assert not [
+        line for line in (verdict(comparison, "A", "B") for comparison in comparisons) if re.search(r"-0\.0\b", line)
+    ]
 
 
-def test_verdict_over_seeds():
+def test_the_verdict_over_seeds():
     a, b = np.array([0.90, 0.91, 0.89, 0.90]), np.array([0.88, 0.89, 0.88, 0.87])
     found = paired_seeds(a, b)
     p = stats.ttest_1samp(a - b, 0).pvalue
@@ -354,17 +355,17 @@ def test_verdict_over_seeds():
     )
 
 
-def test_verdict_says_when_seeds_cannot_tell():
+def test_the_verdict_is_undecided_if_the_variance_cannot_be_estimated():
     assert verdict(paired_seeds([0.9], [0.8]), "A", "B") == (
-        "undecided over 1 seed: A - B is +10.00 points, with no spread to weigh it by"
+        "undecided over 1 seed: A - B is +10.00 points, but its variance cannot be estimated"
     )
     assert verdict(paired_seeds([0.8, 0.7], [0.9, 0.8]), "A", "B").startswith("undecided over 2 seeds: A - B is -10.00")
     same = verdict(paired_seeds([0.9, 0.8], [0.9, 0.8]), "A", "B")
-    assert same == "indistinguishable over 2 seeds: the same accuracy at every seed"
+    assert same == "indistinguishable over 2 seeds: the same accuracy with every seed"
 
 
 @pytest.mark.parametrize(("n", "digits"), [(3, 1), (777, 1), (1000, 1), (10_000, 2), (100_000, 3)])
-def test_verdict_has_the_decimals_that_a_row_can_move(n, digits):
+def test_the_verdict_has_as_many_decimals_as_one_row_can_change(n, digits):
     limits = verdict(paired_rows(*rows(0, 0, n)), "A", "B").split("[")[1].split("]")[0].split(", ")
     assert {len(limit.split(".")[1]) for limit in limits} == {digits}
 
@@ -374,7 +375,7 @@ def test_verdict_has_the_decimals_that_a_row_can_move(n, digits):
 
 @st.composite
 def classified(draw):
-    """(n, classes) probabilities, many of them on the edges of bins, and labels."""
+    """Draw (n, classes) probabilities, many of them on the edges of bins, and labels."""
     n, classes = draw(st.integers(1, 60)), draw(st.integers(2, 5))
     weights = draw(st.lists(st.lists(st.integers(0, 15), min_size=classes, max_size=classes), min_size=n, max_size=n))
     counts = np.array(weights, dtype=float)
@@ -385,7 +386,7 @@ def classified(draw):
 
 
 @given(classified(), st.integers(1, 20))
-def test_calibration_against_a_loop_and_scikit_learn(sample, bins):
+def test_calibration_agrees_with_a_loop_and_with_scikit_learn(sample, bins):
     p, labels = sample
     table = calibration_bins(p, labels, bins)
     expected = 0.0
@@ -393,10 +394,10 @@ def test_calibration_against_a_loop_and_scikit_learn(sample, bins):
         inside = [i for i, x in enumerate(p) if low < max(x) <= high]
         assert (row.low, row.high, row.n) == (low, high, len(inside))
         if inside:
-            hits = sum(int(np.argmax(p[i])) == labels[i] for i in inside) / len(inside)
+            accuracy_inside = sum(int(np.argmax(p[i])) == labels[i] for i in inside) / len(inside)
             confidence = sum(max(p[i]) for i in inside) / len(inside)
-            assert (row.accuracy, row.confidence) == (pytest.approx(hits), pytest.approx(confidence))
-            expected += len(inside) / len(p) * abs(hits - confidence)
+            assert (row.accuracy, row.confidence) == (pytest.approx(accuracy_inside), pytest.approx(confidence))
+            expected += len(inside) / len(p) * abs(accuracy_inside - confidence)
         else:
             assert row.accuracy is None
             assert row.confidence is None
@@ -408,14 +409,14 @@ def test_calibration_against_a_loop_and_scikit_learn(sample, bins):
 
 
 @given(classified())
-def test_calibration_error_in_one_bin_is_the_gap_of_the_means(sample):
+def test_calibration_error_in_one_bin_is_the_difference_of_the_means(sample):
     p, labels = sample
     gap = abs(float(np.mean(p.argmax(axis=1) == labels)) - float(p.max(axis=1).mean()))
     assert expected_calibration_error(p, labels, bins=1) == pytest.approx(gap, abs=1e-12)
-    assert gap - 1e-12 <= expected_calibration_error(p, labels) <= 1, "splitting bins never hides a gap"
+    assert gap - 1e-12 <= expected_calibration_error(p, labels) <= 1, "splitting a bin never reduces the error"
 
 
-def test_calibration_error_knows_honest_probabilities_from_overconfident_ones():
+def test_calibration_error_is_small_only_for_calibrated_probabilities():
     rng = np.random.default_rng(3)
     truth = rng.uniform(0.5, 1, size=50_000)
     labels = (rng.random(50_000) < truth).astype(int)
@@ -439,7 +440,7 @@ def test_calibration_error_knows_honest_probabilities_from_overconfident_ones():
     ],
     ids=["lengths", "1-d", "empty", "logits", "sum", "nan", "class 2 of 2", "class -1", "float labels"],
 )
-def test_calibration_refuses_what_is_no_table_of_probabilities(p, labels):
+def test_calibration_rejects_anything_but_probabilities_and_labels(p, labels):
     with pytest.raises(ValueError, match="probabilities"):
         calibration_bins(p, labels)
 
@@ -464,13 +465,13 @@ def test_length_groups_partition_the_rows_in_order(sample, groups):
 
 
 @given(st.integers(1, 8), st.integers(1, 30), st.randoms(use_true_random=False))
-def test_distinct_lengths_make_groups_of_equal_size(groups, each, random):
+def test_distinct_lengths_give_groups_of_equal_size(groups, each, random):
     lengths = random.sample(range(10_000), groups * each)
     assert [row.n for row in accuracy_by_length(lengths, [True] * len(lengths), groups)] == [each] * groups
 
 
 @given(LENGTHS, st.lists(st.integers(0, 40), min_size=1, max_size=4, unique=True))
-def test_length_edges_are_the_greatest_length_of_their_group(sample, edges):
+def test_length_edges_are_the_maximum_length_of_their_group(sample, edges):
     table = accuracy_by_length([x for x, _ in sample], [y for _, y in sample], edges=edges)
     limits = [-1, *sorted(edges), 40]
     expected = []
@@ -484,11 +485,6 @@ def test_length_edges_are_the_greatest_length_of_their_group(sample, edges):
 @pytest.mark.parametrize(
     ("lengths", "correct"), [([1, 2], [True]), ([1, 2], [0, 1]), ([], np.zeros(0, bool)), ([[1]], [[True]])]
 )
-def test_length_refuses_other_shapes(lengths, correct):
+def test_accuracy_by_length_rejects_other_shapes(lengths, correct):
     with pytest.raises(ValueError, match="lengths"):
         accuracy_by_length(lengths, correct)
-
-
-def test_results_are_immutable():
-    with pytest.raises(AttributeError):
-        Interval(0.5, 0.4, 0.6).low = 0.0  # type: ignore[misc]

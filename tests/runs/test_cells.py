@@ -1,4 +1,4 @@
-"""Cells that no spreadsheet runs, whatever it splits a line at, and that can be read back exactly."""
+"""No spreadsheet runs an escaped cell, whichever separator it uses, and every text can be read back exactly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
         ("", ""),
     ],
 )
-def test_an_apostrophe_stands_before_what_could_begin_a_formula(text, cell):
+def test_an_apostrophe_precedes_each_character_that_could_begin_a_formula(text, cell):
     assert escape(text) == cell
     assert unescape(cell) == text
 
@@ -51,22 +51,22 @@ def test_every_text_can_be_read_back(text):
 
 @given(TEXTS, TEXTS)
 @example("=a", "'=a")
-def test_no_two_texts_share_a_cell(one, other):
+def test_different_texts_have_different_cells(one, other):
     assert (escape(one) == escape(other)) == (one == other)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4))
-def test_no_reading_of_a_written_line_has_a_cell_that_begins_a_formula(texts):
+def test_no_cell_begins_a_formula_under_any_separator(texts):
     file = io.StringIO()
     csv.writer(file, quoting=csv.QUOTE_NONNUMERIC).writerow([7, *map(escape, texts), 0.5])
     for separators in (",", ";", "\t", "[,;\t\r\n]"):
         for cell in re.split(separators, file.getvalue()):
             for line in cell.splitlines():
-                seen = re.sub(r"^[\s\"“”\u200b\u202e\u2061\ufe0f]+|[\s\"]+$", "", line)
-                assert not seen.startswith(tuple("=+-@＝＋－＠")) or NUMBER.fullmatch(seen), (separators, cell)
+                visible = re.sub(r"^[\s\"“”\u200b\u202e\u2061\ufe0f]+|[\s\"]+$", "", line)
+                assert not visible.startswith(tuple("=+-@＝＋－＠")) or NUMBER.fullmatch(visible), (separators, cell)
 
 
-def test_a_text_of_nothing_but_separators_takes_linear_time():
+def test_escaping_a_text_of_separators_takes_linear_time():
     text = "\t\n" * 500_000
     start = time.process_time()
     assert unescape(escape(text)) == text

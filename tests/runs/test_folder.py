@@ -1,4 +1,4 @@
-"""One folder belongs to one job, and its name is on disk."""
+"""A run folder belongs to one job, and its name survives a power failure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from app.errors import UserError
 from app.runs import folder as run_folder
 from app.runs.folder import claim_folder, create_folder
+from app.runs.schema import LATEST, METRICS
 
 
 @pytest.fixture
 def flushed(monkeypatch) -> list[str]:
-    """Record the names of the folders that are flushed to disk."""
+    """The names of the folders that are flushed to disk."""
     names: list[str] = []
     flush = run_folder.flush
     monkeypatch.setattr(run_folder, "flush", lambda path: (names.append(path.name), flush(path)))
@@ -31,11 +32,11 @@ def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, create):
 
 
 def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_refused(tmp_path, monkeypatch):
-    """Between the first look and the lock, another job may have started, finished and released its lock."""
+    """Between the first check and the lock, another job may have started, finished and released its lock."""
     lock = run_folder.lock
 
     def lock_late(folder: Path) -> int:
-        (folder / "metrics.json").touch()
+        (folder / METRICS.name).touch()
         return lock(folder)
 
     monkeypatch.setattr(run_folder, "lock", lock_late)
@@ -43,11 +44,11 @@ def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_refused(tmp
         claim_folder(str(tmp_path / "run"), tmp_path)
 
 
-def test_a_claimed_folder_is_locked_and_latest_is_left_to_the_caller(tmp_path):
+def test_claiming_a_folder_locks_it_and_leaves_latest_alone(tmp_path):
     folder, descriptor = claim_folder(None, tmp_path)
     with pytest.raises(UserError, match="has not ended"):
         run_folder.lock(folder)
     os.close(descriptor)
-    assert not (tmp_path / "latest").exists()
+    assert not (tmp_path / LATEST).exists()
     run_folder.point_latest(folder)
-    assert (tmp_path / "latest").resolve() == folder.resolve()
+    assert (tmp_path / LATEST).resolve() == folder.resolve()

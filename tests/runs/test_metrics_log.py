@@ -1,4 +1,4 @@
-"""A log on a full disk: no line is lost, none is torn."""
+"""A log on a full disk: no line is lost or incomplete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.runs.metrics_log import MetricsLog
 
 
 class Disk:
-    """A disk with so many bytes left, in place of the file that a log opens."""
+    """A disk with `room` bytes left. It takes the place of the file that a log opens."""
 
     def __init__(self, room: int) -> None:
         self.room, self.content = room, b""
@@ -35,12 +35,12 @@ class Disk:
         return len(self.content)
 
     def write(self, content: bytes) -> int:
-        taken = content[: self.room]
-        if not taken:
+        accepted = content[: self.room]
+        if not accepted:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= len(taken)
-        self.content += taken
-        return len(taken)
+        self.room -= len(accepted)
+        self.content += accepted
+        return len(accepted)
 
     def truncate(self, size: int) -> None:
         if self.fails_to_truncate and size < len(self.content):
@@ -53,7 +53,7 @@ class Disk:
     lines=st.lists(st.text("abé好", max_size=9).map(lambda text: text + "\n"), max_size=12),
     rooms=st.lists(st.integers(0, 30), min_size=12, max_size=12),
 )
-def test_the_file_is_always_a_prefix_of_whole_lines_and_complete_once_there_is_room(lines, rooms):
+def test_the_file_is_always_a_prefix_of_complete_lines_and_catches_up_once_there_is_room(lines, rooms):
     disk = Disk(0)
     log = MetricsLog(disk)
     for number, (line, room) in enumerate(zip(lines, rooms, strict=False), start=1):
@@ -63,17 +63,17 @@ def test_the_file_is_always_a_prefix_of_whole_lines_and_complete_once_there_is_r
             written = number
         except OSError:
             written = None
-        whole = "".join(lines[:number]).encode()
-        assert whole.startswith(disk.content)
-        assert disk.content + log.pending == whole
+        expected = "".join(lines[:number]).encode()
+        assert expected.startswith(disk.content)
+        assert disk.content + log.pending == expected
         assert not disk.content or disk.content.endswith(b"\n")
-        assert written is None or disk.content == whole
+        assert written is None or disk.content == expected
     disk.room += 10_000
     log.append("")
     assert disk.content == "".join(lines).encode()
 
 
-def test_a_failure_that_is_reported_only_when_the_file_is_closed_repeats_no_line():
+def test_no_line_is_repeated_if_a_failure_is_reported_only_when_the_file_is_closed():
     disk = Disk(100)
     log = MetricsLog(disk)
     log.append("1\n")
@@ -85,7 +85,7 @@ def test_a_failure_that_is_reported_only_when_the_file_is_closed_repeats_no_line
     assert disk.content == b"1\n2\n3\n"
 
 
-def test_part_of_a_line_that_could_not_be_removed_at_once_is_removed_later():
+def test_an_incomplete_line_that_could_not_be_removed_is_removed_later():
     disk = Disk(3)
     log = MetricsLog(disk)
     log.append("1\n")
@@ -98,7 +98,7 @@ def test_part_of_a_line_that_could_not_be_removed_at_once_is_removed_later():
     assert disk.content == b"1\n2\n3\n"
 
 
-def test_a_log_goes_on_after_what_is_there(tmp_path):
+def test_an_existing_log_is_continued(tmp_path):
     (tmp_path / "steps.jsonl").write_text("1\n")
     log = MetricsLog(tmp_path / "steps.jsonl")
     log.append("2\n")

@@ -1,4 +1,4 @@
-"""What a run's folder may not hold: each is one line that names the file."""
+"""Damaged or inconsistent run folders are refused with one line that names the file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from run_folders import edit_json, edit_step, write_run
 
 from app.errors import UserError
 from app.runs.reader import read_run
+from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, probability_column
 
 
 @pytest.fixture
@@ -23,19 +24,22 @@ NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
 @pytest.mark.parametrize(
     ("file", "key", "values"),
     [
-        ("metrics.json", "accuracy", (*NOT_FINITE, "0.9", None, True, [], 0.25)),
-        ("metrics.json", "mfu", (*NOT_FINITE, "abc", {})),
-        ("metrics.json", "peak_memory_bytes", ("abc", [], {}, [None], [float("nan")])),
-        ("metrics.json", "n_test", (0, 3, 15.0, 10**400)),
-        ("split.json", "classes", (None, 3, [], ["0", "0"], ["0"], ["0", "2"], [0, 1])),
-        ("split.json", "fingerprint", (None, 3, {})),
-        ("split.json", "n_test", (3,)),
-        ("settings.json", "cache_dir", (3, [])),
-        ("settings.json", "seed", ("42", 0.5)),
-        ("settings.json", "anything", NOT_FINITE),
+        (METRICS.name, "accuracy", (*NOT_FINITE, "0.9", None, True, [], 0.25)),
+        (METRICS.name, "mfu", (*NOT_FINITE, "abc", {})),
+        (METRICS.name, "confusion_matrix", (3, [3], [["1"]], {})),
+        (METRICS.name, "peak_memory_bytes", ("abc", [], {}, [None], [float("nan")])),
+        (METRICS.name, "n_test", (0, 3, 15.0, 10**400)),
+        (SPLIT.name, "classes", (None, 3, [], ["0", "0"], ["0"], ["0", "2"], [0, 1])),
+        (SPLIT.name, "fingerprint", (None, 3, {})),
+        (SPLIT.name, "n_test", (3,)),
+        (SPLIT.name, "rows_dropped", (3, [])),
+        (SETTINGS.name, "devices", (3, [3], "cpu")),
+        (SETTINGS.name, "cache_dir", (3, [])),
+        (SETTINGS.name, "seed", ("42", 0.5)),
+        (SETTINGS.name, "anything", NOT_FINITE),
     ],
 )
-def test_a_value_that_can_t_be_is_named(run, file, key, values):
+def test_an_invalid_value_is_named(run, file, key, values):
     for value in values:
         edit_json(run / file, **{key: value})
         with pytest.raises(UserError, match=r"\.(json|csv): ") as problem:
@@ -43,38 +47,38 @@ def test_a_value_that_can_t_be_is_named(run, file, key, values):
         assert "\n" not in str(problem.value)
 
 
-def test_unknown_figures_may_be_missing_or_null(run):
-    edit_json(run / "metrics.json", mfu=None, padding_fraction=None)
-    edit_json(run / "settings.json", cache_dir=None, anything=[None, {"at": 1.5}])
+def test_optional_values_may_be_missing_or_null(run):
+    edit_json(run / METRICS.name, mfu=None, padding_fraction=None)
+    edit_json(run / SETTINGS.name, cache_dir=None, anything=[None, {"at": 1.5}])
     assert read_run(run).metrics["mfu"] is None
 
 
 @pytest.mark.parametrize("value", [*NOT_FINITE, 10**400, "1", None])
-def test_a_step_that_holds_no_number_is_named_with_its_line(run, value):
+def test_an_invalid_number_in_steps_jsonl_is_named_with_its_line(run, value):
     edit_step(run, 3, loss=value)
     with pytest.raises(UserError, match=r"steps\.jsonl, line 3: "):
         read_run(run)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda lines: [lines[0], *("0," + line for line in lines[1:])], "more fields than its header"),
-        (lambda lines: [lines[0], "9" * 30 + lines[1][lines[1].index(",") :], *lines[2:]], "damaged or half-written"),
+        (lambda lines: [lines[0], "9" * 30 + lines[1][lines[1].index(",") :], *lines[2:]], "damaged or incomplete"),
         (lambda lines: lines[:1], "must hold each of"),
         (lambda lines: [*lines, lines[-1]], "must hold each of"),
     ],
 )
-def test_predictions_that_can_t_be_are_named(run, change, told):
-    file = run / "predictions.csv"
+def test_damaged_predictions_are_named(run, change, message):
+    file = run / PREDICTIONS
     file.write_text("\n".join(change(file.read_text("utf-8").splitlines())) + "\n", "utf-8")
-    with pytest.raises(UserError, match=told) as problem:
+    with pytest.raises(UserError, match=message) as problem:
         read_run(run)
     assert "predictions.csv: " in str(problem.value)
 
 
-def test_a_class_that_is_not_the_most_probable_one_is_an_error(run):
-    file = run / "predictions.csv"
+def test_a_prediction_that_is_not_the_most_probable_class_is_refused(run):
+    file = run / PREDICTIONS
     header, first, *rest = file.read_text("utf-8").splitlines()
     cells = first.split(",")
     cells[3], cells[4] = cells[4], cells[3]
@@ -83,16 +87,16 @@ def test_a_class_that_is_not_the_most_probable_one_is_an_error(run):
         read_run(run)
 
 
-def test_what_is_no_object_is_an_error(run):
+def test_json_that_is_not_an_object_is_refused(run):
     for content in ("[]", "null", "3", "NaN", "[" * 100_000, json.dumps("x")):
-        (run / "split.json").write_text(content)
+        (run / SPLIT.name).write_text(content)
         with pytest.raises(UserError, match=r"split\.json: (lacks|damaged)"):
             read_run(run)
 
 
 @pytest.fixture
 def formulas(tmp_path):
-    """A CSV whose classes and reviews would run in a spreadsheet, or look like what was escaped."""
+    """A CSV whose classes and reviews would run in a spreadsheet, or look as if they were escaped already."""
     classes = ["=a", "'=a", "x;=b"]
     reviews = [f"{begin}{i}" for i in range(20) for begin in ("=", "'=", "好;=", "a\n-", "很好", "-")]
     labels = [classes[i % 3] for i in range(len(reviews))]
@@ -100,19 +104,19 @@ def formulas(tmp_path):
     return tmp_path / "formulas.csv"
 
 
-def test_the_original_texts_come_back(formulas, tmp_path):
+def test_the_original_texts_are_restored(formulas, tmp_path):
     run = read_run(write_run(tmp_path / "run", formulas))
     source = pd.read_csv(formulas, dtype=str).loc[run.predictions["row"]]
     assert run.predictions["review"].tolist() == source["review"].tolist()
     assert run.predictions["label"].tolist() == source["label"].tolist()
     assert set(run.predictions["predicted"]) == {"=a", "'=a", "x;=b"}
     assert [run.split["classes"][i] for i in run.class_ids("label")] == source["label"].tolist()
-    assert list(run.probabilities) == [f"probability_{name}" for name in run.split["classes"]]
+    assert list(run.probabilities) == [probability_column(name) for name in run.split["classes"]]
 
 
-def test_a_run_of_the_first_version_is_read_as_it_was(review_csv, tmp_path):
+def test_a_run_of_the_first_version_can_still_be_read(review_csv, tmp_path):
     run = read_run(write_run(tmp_path / "run", review_csv(60, classes=("=a", "x;=b")), escaped=False))
-    cells = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    cells = pd.read_csv(tmp_path / "run" / PREDICTIONS)
     assert set(cells["label"]) == {"'=a", "x;=b"}
     assert set(run.predictions["label"]) == {"=a", "x;=b"}
     assert len(set(run.class_ids("label"))) == 2

@@ -1,0 +1,127 @@
+"""The best weights so far, for `--load_best_model_at_end`: `checkpoints/best-<step>/`, next to the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from app.checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
+from app.checkpoint.state import write_weights
+from app.distributed.collectives import broadcast_object, broadcast_tensors, first_failure
+from app.distributed.world import World
+from app.errors import RunError
+from app.files import commit
+from app.runs.schema import BEST_PREFIX, MODEL, RUN_STATE
+from app.strategies.base import Strategy, Tensors
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step after which the validation metric was best so far, and its value; step 0: not evaluated yet."""
+
+    step: int = 0
+    value: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the folder that holds the weights."""
+        return f"{BEST_PREFIX}{self.step}"
+
+    def is_improved_by(self, value: float, metric: str) -> bool:
+        """Return whether a value of the metric is strictly better. Of equal values the first one stays the best."""
+        if self.value is None:
+            return True
+        return value < self.value if metric == "loss" else value > self.value
+
+
+def save_best(
+    checkpoints: CheckpointManager, best: Best, improved: Best, strategy: Strategy, model: torch.nn.Module
+) -> Best:
+    """Save the model's weights as the best so far, and remove those that they replace. Collective.
+
+    Args:
+        best: the best step until now.
+        improved: the current step, which is better.
+
+    Returns:
+        `improved`, or `best` if the weights could not be written and the run continues regardless.
+    """
+    world = checkpoints.world
+
+    def fill(folder: Path) -> None:
+        state = strategy.gather_model_state(model)
+        if world.is_main_process:
+            write_weights(folder, state)
+
+    if not checkpoints.save(improved.name, fill, (MODEL,)):
+        return best
+    if world.is_main_process:
+        remove_unused_best(checkpoints.folder, improved)
+    return improved
+
+
+def load_best(checkpoints: Path, best: Best, strategy: Strategy, model: torch.nn.Module, world: World) -> None:
+    """Load the best weights into the model, on every rank. Collective.
+
+    Args:
+        checkpoints: the folder of the checkpoints.
+
+    Raises:
+        RunError: the weights are damaged.
+    """
+    folder = checkpoints / best.name
+    problem = problem_of(folder) if world.is_main_process else None
+    if (problem := first_failure(problem, world)) is not None:
+        raise RunError(f"{folder}: the best weights are damaged: {problem}")
+    state = load_file(folder / MODEL) if world.is_main_process else {}
+    strategy.load_model_state(model, _broadcast_state(state, world))
+
+
+def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
+    """Copy the best weights of another run, whose checkpoint a new run resumes from. Call it on rank 0.
+
+    Args:
+        source: the `best-<step>` folder next to that checkpoint; may be missing, or be this run's own.
+        run: the folder of the new run.
+        checkpoints: the folder of its checkpoints.
+    """
+    if source is None or not source.is_dir():
+        return
+    target, staging = checkpoints / source.name, run / ".best.tmp"
+    if source.resolve() != target.resolve():
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(source, staging)
+        checkpoints.mkdir(exist_ok=True)
+        commit(staging, target)
+
+
+def remove_unused_best(checkpoints: Path, best: Best) -> None:
+    """Remove all best weights except those of `best` and those that resuming from a checkpoint would need.
+
+    Call it on rank 0.
+    """
+    used = {best.name}
+    for checkpoint in latest_first(checkpoints):
+        with suppress(OSError, ValueError, KeyError):  # a damaged checkpoint needs none: it can't be resumed
+            step = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))["best"]["step"]
+            used.add(Best(step).name)
+    for folder in checkpoints.glob(f"{BEST_PREFIX}*"):
+        if folder.name not in used:
+            remove(folder)
+
+
+def _broadcast_state(state: Tensors, world: World) -> Tensors:
+    """Return rank 0's state dict on every rank, on the rank's device."""
+    layout = broadcast_object([(name, x.shape, x.dtype) for name, x in state.items()], world)
+    if world.is_main_process:
+        state = {name: x.to(world.device) for name, x in state.items()}
+    else:
+        state = {name: torch.empty(shape, dtype=dtype, device=world.device) for name, shape, dtype in layout}
+    broadcast_tensors(state.values(), world)
+    return state

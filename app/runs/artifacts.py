@@ -1,0 +1,131 @@
+"""What a finished run leaves: the model with its card, predictions.csv and metrics.json. Rank 0 writes them."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from app.data.csv_table import ReviewTable
+from app.data.split import Split
+from app.files import commit, write_json
+from app.metrics.score import Scores
+from app.runs.cells import escape
+from app.runs.contents import RunInfo, metrics_content
+from app.runs.model_card import model_card
+from app.runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
+from app.runs.steps import Totals
+from app.strategies.base import Tensors
+
+
+def write_results(
+    folder: Path,
+    info: RunInfo,
+    model: PreTrainedModel,
+    state: Tensors,
+    tokenizer: PreTrainedTokenizerBase,
+    logits: NDArray[np.floating[Any]],
+    scores: Scores,
+    totals: Totals,
+    peak_memory: Sequence[int],
+) -> None:
+    """Write the model, predictions.csv and, last, metrics.json.
+
+    Args:
+        state: the model's complete state dict.
+        logits: float (n_test, classes), of the test rows in file order.
+        peak_memory: the most memory that each rank has used, in bytes.
+
+    Raises:
+        OSError: a file can't be written, or the folder is gone.
+    """
+    metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops))
+    write_model(folder, model, state, tokenizer, model_card(info, metrics))
+    write_predictions(folder / PREDICTIONS, info.table, info.split, logits)
+    write_json(folder / METRICS.name, metrics)
+
+
+def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> float | None:
+    """Return the model FLOPs utilization, or None if the devices' peak is unknown.
+
+    6 FLOPs per parameter and token (Chowdhery et al. 2022, appendix B, without the attention term). Padding does not
+    count as tokens, nor do embeddings as parameters.
+    """
+    if peak_flops is None:
+        return None
+    parameters = model.num_parameters(exclude_embeddings=True)
+    return 6.0 * parameters * totals.tokens / totals.train_seconds / peak_flops
+
+
+def write_model(
+    folder: Path, model: PreTrainedModel, state: Tensors, tokenizer: PreTrainedTokenizerBase, card: str
+) -> None:
+    """Write model/: weights, config, tokenizer and model card, so that `pipeline` can load it.
+
+    Args:
+        folder: the run's folder, which must exist.
+        state: the model's complete state dict. The model itself may be sharded.
+        card: the text of the model card.
+
+    Raises:
+        OSError: a file can't be written, or the folder is gone.
+    """
+    target, staging = folder / MODEL_FOLDER, folder / f".{MODEL_FOLDER}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()  # save_pretrained would also create a run folder that is gone
+    try:
+        model.save_pretrained(staging, state_dict=share_tied_tensors(model, state))
+        tokenizer.save_pretrained(staging)
+    except (OSError, SafetensorError) as problem:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise OSError(f"{target} could not be written: {problem}") from None
+    (staging / MODEL_CARD).write_text(card, encoding="utf-8")
+    if not (folder / SETTINGS.name).is_file():  # the folder was moved away, and save_pretrained created it again
+        shutil.rmtree(staging)
+        with suppress(OSError):
+            folder.rmdir()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    commit(staging, target)
+
+
+def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
+    """Let tied parameters share a tensor in the state dict too, as they do in `model.state_dict()`.
+
+    `save_pretrained` recognizes tied weights by their shared memory, and omits all but one of them. In a state dict
+    that was gathered from shards, each name may have a copy.
+    """
+    own = model.state_dict(keep_vars=True)  # the parameters themselves; this gathers nothing
+    first_names: dict[int, str] = {}
+    for name, parameter in own.items():
+        first_names.setdefault(id(parameter), name)
+    return {name: state[first_names[id(own[name])]] if name in own else tensor for name, tensor in state.items()}
+
+
+def write_predictions(path: Path, table: ReviewTable, split: Split, logits: NDArray[np.floating[Any]]) -> None:
+    """Write predictions.csv.
+
+    Args:
+        logits: float (n_test, classes), of the test rows in file order.
+    """
+    probabilities = torch.from_numpy(logits).double().softmax(dim=1).numpy()
+    names = table.class_names
+    staging = path.with_name(f".{path.name}.tmp")
+    with staging.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(map(escape, prediction_columns(names)))
+        for position, row, best in zip(split.test, probabilities, logits.argmax(axis=1), strict=True):
+            label, review = names[table.labels[position]], table.texts.iloc[position]
+            cells = [escape(label), escape(names[best]), *row.tolist(), escape(review)]
+            writer.writerow([int(table.rows[position]), *cells])
+    commit(staging, path)

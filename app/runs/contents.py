@@ -1,0 +1,131 @@
+"""The contents of settings.json, split.json, run_state.json and metrics.json."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from app.checkpoint.best import Best
+from app.data.csv_table import ReviewTable
+from app.data.sampler import BatchPlan
+from app.data.split import Split
+from app.distributed.world import World
+from app.hardware import git_commit
+from app.metrics.score import Scores
+from app.runs.steps import Totals
+from app.settings import Settings
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "evaluate",
+    "accelerate",
+    "tokenizers",
+    "pandas",
+    "scikit-learn",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What is known about a run before it starts.
+
+    Attributes:
+        path_name: the training path, `ddp_loop` or `trainer_run`.
+        devices: the name of each rank's device.
+        launchers: the torchrun processes of this job.
+        model_commit: the commit on the Hub that the model was loaded from; None for any other model.
+        peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
+            unknown.
+    """
+
+    path_name: str
+    settings: Settings
+    table: ReviewTable
+    split: Split
+    world: World
+    devices: Sequence[str]
+    launchers: Collection[str]
+    model_commit: str | None
+    peak_flops: float | None
+
+
+def settings_content(info: RunInfo) -> dict[str, Any]:
+    """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
+    return info.settings.as_dict() | {
+        "path": info.path_name,
+        "model_commit": info.model_commit,
+        "csv": str(info.table.path),
+        "world_size": info.world.size,
+        "devices": list(info.devices),
+        "launchers": list(info.launchers),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+    }
+
+
+def split_content(info: RunInfo) -> dict[str, Any]:
+    """Return the content of split.json."""
+    settings, table, split = info.settings, info.table, info.split
+    return {
+        "csv": table.path.name,
+        "csv_sha256": table.sha256,
+        "rows_read": table.rows_read,
+        "rows_dropped": {reason: len(rows) for reason, rows in table.dropped.items()},
+        "classes": list(table.class_names),
+        "seed": settings.seed,
+        "test_size": settings.test_size,
+        "validation_size": settings.validation_size,
+        "n_train": len(split.train),
+        "n_validation": len(split.validation),
+        "n_test": len(split.test),
+        "fingerprint": split.fingerprint,
+        "csv_escape": "'",  # predictions.csv is written by app.runs.cells.escape
+    }
+
+
+def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals, best: Best) -> dict[str, Any]:
+    """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state."""
+    return {
+        "path": info.path_name,
+        "step": step,
+        "epoch": step / plan.steps_per_epoch,
+        "samples_seen": step * plan.global_size,
+        "total_steps": plan.total_steps,
+        "world_size": info.world.size,
+        "device": info.world.device.type,
+        "threads": torch.get_num_threads(),
+        "fingerprint": info.split.fingerprint,
+        "settings": info.settings.as_dict(),
+        "model_commit": info.model_commit,
+        "totals": asdict(totals),
+        "best": asdict(best),
+    }
+
+
+def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], mfu: float | None) -> dict[str, Any]:
+    """Return the content of metrics.json.
+
+    Args:
+        scores: of the test rows.
+        peak_memory: the most memory that each rank has used, in bytes.
+        mfu: model FLOPs utilization; None if it is unknown.
+    """
+    metrics = asdict(scores)
+    metrics["n_test"] = metrics.pop("n")
+    return metrics | {
+        "train_seconds": totals.train_seconds,
+        "train_examples_per_second": totals.examples_per_second,
+        "train_tokens_per_second": totals.tokens / totals.train_seconds,
+        "padding_fraction": 1 - totals.tokens / totals.padded_tokens,
+        "mfu": mfu,
+        "peak_memory_bytes": list(peak_memory),
+    }

@@ -1,0 +1,156 @@
+"""Find the run folder and the checkpoint to resume from. Everything here runs on rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.checkpoint.manager import PREFIX, latest_first, latest_valid_checkpoint, problem_of, was_complete
+from app.errors import UserError
+from app.runs.folder import lock
+from app.runs.schema import CHECKPOINTS, LATEST, METRICS, RUNS, SETTINGS
+from app.settings import Settings
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of `find_checkpoint`.
+
+    Attributes:
+        folder: the run's own folder, if it exists already; it is locked.
+        checkpoint: the checkpoint to resume from.
+        lock: the descriptor that keeps other jobs out of `folder`.
+        finished: `folder` holds this job's finished run.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    lock: int | None = None
+    finished: bool = False
+
+
+def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: Callable[[str], None]) -> Found:
+    """Choose the folder and the checkpoint to resume from.
+
+    Args:
+        path_name: the training path, `ddp_loop` or `trainer_run`.
+        own: the folder that this job created before torchrun restarted it.
+        warn: prints a line about each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or another job is writing to its folder.
+    """
+    requested = settings.resume_from_checkpoint
+    if own is not None:
+        return _find_own(own, requested, warn)
+    if requested is None:
+        return Found()
+    if requested == "auto":
+        return _find_latest(path_name, settings.output_dir, warn)
+    if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
+        return Found(None, _requested_checkpoint(requested, warn))
+    path = Path(requested).resolve()
+    run = path.parent.parent if _is_checkpoint(path) else path
+    if not (run / SETTINGS.name).is_file():  # not a run folder: leave it unlocked, and report what is wrong
+        _requested_checkpoint(requested, warn)
+    held = lock(run)
+    return Found(run, _requested_checkpoint(requested, warn), held)
+
+
+def folder_of_this_job(path_name: str, output_dir: str | None, launchers: Collection[str]) -> Path | None:
+    """Return the run folder that earlier processes of this job created; None if there is none.
+
+    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
+    Otherwise it belongs to another run, or to another program that happens to have a settings.json.
+
+    Args:
+        launchers: the torchrun processes of this job.
+    """
+    candidates = [Path(output_dir)] if output_dir is not None else sorted((RUNS / path_name).glob("*"), reverse=True)
+    for folder in candidates:
+        recorded = _recorded_settings(folder).get("launchers")
+        if isinstance(recorded, list) and set(launchers) & {one for one in recorded if isinstance(one, str)}:
+            return folder.resolve()
+    return None
+
+
+def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> Found:
+    """Resume a restarted job in its own folder; from the requested checkpoint as long as it has none of its own."""
+    held = lock(own)
+    if (own / METRICS.name).is_file():
+        return Found(own, None, held, finished=True)
+    checkpoint = _latest_valid(own, warn)
+    if checkpoint is None and requested not in (None, "auto"):
+        checkpoint = _requested_checkpoint(str(requested), warn)
+    return Found(own, checkpoint, held)
+
+
+def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
+    """`auto`: the training path's latest run if it has not finished, or the run in the requested folder."""
+    folder = Path(output_dir) if output_dir else (RUNS / path_name / LATEST).resolve()
+    recorded = _recorded_settings(folder)
+    if not recorded:  # any other folder that is not empty is refused later
+        warn("--resume_from_checkpoint auto: there is no run to resume, so this one starts from the beginning")
+        return Found()
+    if recorded["path"] != path_name:
+        raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
+    held = lock(folder)
+    finished = (folder / METRICS.name).is_file()
+    if finished and output_dir is None:
+        os.close(held)
+        return Found()
+    checkpoint = _latest_valid(folder, warn)
+    if finished and checkpoint is None:
+        raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
+    return Found(folder.resolve(), checkpoint, held)
+
+
+def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the latest valid checkpoint of a run that is to be resumed in place.
+
+    Raises:
+        UserError: there were complete checkpoints, and none can be read. Starting from the beginning would remove them,
+            although the cause may be temporary.
+    """
+    checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, warn)
+    if checkpoint is None and any(map(was_complete, latest_first(run / CHECKPOINTS))):
+        raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
+    return checkpoint
+
+
+def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
+    """Return the requested checkpoint, or the latest valid one of the requested run."""
+    path = Path(requested)
+    if not path.is_dir():
+        raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
+    if _is_checkpoint(path):
+        problem, checkpoint = problem_of(path), path
+    else:
+        checkpoint = latest_valid_checkpoint(path / CHECKPOINTS, warn) or path
+        problem = "has no complete checkpoint" if checkpoint == path else None
+    checkpoint = checkpoint.resolve()
+    run = checkpoint.parent.parent
+    if problem is None and (checkpoint.parent.name != CHECKPOINTS or not (run / SETTINGS.name).is_file()):
+        problem = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
+    if problem is not None:
+        raise UserError(f"--resume_from_checkpoint {requested}: {problem}")
+    return checkpoint
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint by its name, which a run folder may have too."""
+    return path.name.startswith(PREFIX) and not (path / SETTINGS.name).is_file()
+
+
+def _recorded_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
+    try:
+        content = json.loads((folder / SETTINGS.name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    is_run = isinstance(content, dict) and {"path", "world_size", "csv", "train_batch_size"} <= content.keys()
+    return content if is_run else {}

@@ -1,0 +1,125 @@
+"""The steps of a run: what each rank measures in a step, and the reduction over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from app.distributed.collectives import all_gather_object, reduce_mean, reduce_sum
+from app.distributed.world import World
+from app.errors import RunError
+
+
+@dataclass
+class Step:
+    """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced.
+
+    Attributes:
+        loss: this rank's mean loss, scalar.
+        grad_norm: the norm of the averaged gradients before clipping, scalar, equal on every rank.
+        examples: this rank's rows.
+        tokens: this rank's tokens without padding, scalar int64 tensor.
+        padded_tokens: this rank's tokens with padding.
+        seconds: the duration of the step.
+    """
+
+    step: int
+    epoch: float
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    learning_rate: float
+    examples: int
+    tokens: torch.Tensor
+    padded_tokens: int
+    seconds: float
+
+
+@dataclass
+class Totals:
+    """Sums over all steps so far and all ranks; `padded_tokens` counts tokens and padding."""
+
+    train_seconds: float = 0.0
+    examples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.train_seconds
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of steps.jsonl."""
+        self.train_seconds += line["seconds"]
+        self.examples += line["examples"]
+        self.tokens += line["tokens"]
+        self.padded_tokens += line["padded_tokens"]
+
+
+def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
+    """Return the numbers of rows, of tokens without padding (scalar tensor), and of tokens with padding."""
+    # A model that takes no mask reads padding as text, so all positions count as tokens.
+    masks = [
+        batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+        for batch in batches
+    ]
+    tokens = torch.stack([mask.sum() for mask in masks]).sum()
+    return sum(len(mask) for mask in masks), tokens, sum(mask.numel() for mask in masks)
+
+
+def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
+    """Reduce steps over the ranks, all in two collectives. Collective.
+
+    Returns:
+        The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
+    """
+    device = world.device
+    losses = reduce_mean(torch.stack([step.loss.double() for step in steps]).to(device), world).tolist()
+    tokens = torch.stack([step.tokens for step in steps]).to(device)
+    sizes = torch.tensor([[step.examples, step.padded_tokens] for step in steps], device=device)
+    counts = reduce_sum(torch.cat([tokens.unsqueeze(1), sizes], dim=1), world).tolist()
+    # Only here does the host wait for the device: once for all norms of the interval. They are equal on every rank.
+    norms = torch.stack([step.grad_norm.double() for step in steps]).tolist()
+    return [
+        {
+            "step": step.step,
+            "epoch": step.epoch,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": step.learning_rate,
+            "examples": examples,
+            "tokens": n_tokens,
+            "padded_tokens": padded_tokens,
+            "seconds": step.seconds,
+        }
+        for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(steps, losses, norms, counts, strict=True)
+    ]
+
+
+def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
+    """Describe the last of these lines of steps.jsonl. The speed is the mean over all of them."""
+    last = lines[-1]
+    examples_per_second = sum(line["examples"] for line in lines) / sum(line["seconds"] for line in lines)
+    return (
+        f"step {last['step']}/{total_steps} (epoch {last['epoch']:.2f}): loss {last['loss']:.4f}, "
+        f"grad norm {last['grad_norm']:.3g}, learning rate {last['learning_rate']:.3g}, "
+        f"{examples_per_second:.0f} reviews/s"
+    )
+
+
+def nonfinite_error(step: Step, rows: Sequence[int], world: World) -> RunError:
+    """Describe a step whose gradient norm is not finite. Collective.
+
+    Args:
+        rows: this rank's data rows of that step.
+
+    Returns:
+        The error to raise; it names the ranks whose loss is not finite, and their rows.
+    """
+    reports = all_gather_object((bool(torch.isfinite(step.loss)), ", ".join(map(str, rows))), world)
+    ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
+    norm = float(step.grad_norm)
+    cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"
+    return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")

@@ -1,0 +1,71 @@
+"""The best weights: what counts as better, and how they get back to every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from run_records import Copies
+from torch import nn
+from worlds import fake_world
+
+from app.checkpoint import best as best_module
+from app.checkpoint.best import Best, copy_best, load_best
+from app.checkpoint.manager import commit_checkpoint, problem_of
+from app.runs.schema import CHECKPOINTS
+
+
+@pytest.mark.parametrize(
+    ("best", "value", "metric", "is_improved"),
+    [
+        (None, 0.1, "accuracy", True),
+        (0.5, 0.6, "accuracy", True),
+        (0.5, 0.5, "accuracy", False),
+        (0.5, 0.4, "f1", False),
+        (0.5, 0.4, "loss", True),
+        (0.5, 0.5, "loss", False),
+        (0.5, 0.6, "loss", False),
+    ],
+)
+def test_only_a_strictly_better_value_is_an_improvement(best, value, metric, is_improved):
+    assert Best(1, best).is_improved_by(value, metric) is is_improved
+
+
+def test_a_rank_that_has_not_read_the_file_loads_the_complete_state_of_rank_0(tmp_path, monkeypatch):
+    """A sharded strategy needs the complete state on every rank; only rank 0 reads the file."""
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    layout = [(name, x.shape, x.dtype) for name, x in source.state_dict().items()]
+
+    def receive(tensors, world) -> None:
+        for tensor, sent in zip(tensors, source.state_dict().values(), strict=True):
+            tensor.copy_(sent)
+
+    monkeypatch.setattr(best_module, "first_failure", lambda problem, world: problem)
+    monkeypatch.setattr(best_module, "broadcast_object", lambda value, world: layout)
+    monkeypatch.setattr(best_module, "broadcast_tensors", receive)
+    strategy = Copies()
+    load_best(tmp_path / "not visible here", Best(1, 0.5), strategy, model, fake_world(1, 2))
+    assert torch.equal(model.weight, source.weight)
+    assert list(strategy.loaded[0]) == ["weight", "bias"]
+
+
+def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):
+    source = tmp_path / "old" / CHECKPOINTS / "best-3"
+    staging = tmp_path / "old" / CHECKPOINTS / ".writing" / "best-3"
+    staging.mkdir(parents=True)
+    (staging / "weights").write_text("1")
+    commit_checkpoint(staging, source)
+    run = tmp_path / "new"
+    run.mkdir()
+    copy_best(source, run, run / CHECKPOINTS)
+    assert problem_of(run / CHECKPOINTS / "best-3") is None
+    assert problem_of(source) is None
+    assert [path.name for path in run.iterdir()] == [CHECKPOINTS]
+
+
+def test_best_weights_are_not_copied_onto_themselves(tmp_path):
+    folder = tmp_path / CHECKPOINTS / "best-3"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text("1")
+    copy_best(folder, tmp_path, tmp_path / CHECKPOINTS)
+    copy_best(None, tmp_path, tmp_path / CHECKPOINTS)
+    assert (folder / "weights").read_text() == "1"

@@ -1,0 +1,49 @@
+"""Helpers for tests of `RunRecord`: steps without a training, and strategies that show what they are asked for."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.metrics.score import Scores, score
+from app.runs.record import RunRecord
+from app.runs.schema import STEPS
+
+
+def add_steps(record: RunRecord, *steps: int) -> None:
+    """Add steps with 4 rows of 3 tokens each, and write them."""
+    for step in steps:
+        batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(4, 3, dtype=torch.int64))
+        record.add_step(step, step / 10, torch.tensor(0.5), torch.tensor(1.25), 1e-3, [batch])
+    record.write_steps()
+
+
+def steps_on_disk(record: RunRecord) -> list[int]:
+    """Return the steps in steps.jsonl."""
+    return [json.loads(line)["step"] for line in (record.folder / STEPS.name).read_text().splitlines()]
+
+
+def correct_predictions(record: RunRecord) -> tuple[NDArray[np.float64], Scores]:
+    """Return logits that predict every test row correctly, and their scores."""
+    labels = record.info.table.labels[record.info.split.test]
+    logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
+    return logits, score(logits, labels)
+
+
+class Copies:
+    """A strategy whose gathered state has a tensor of its own under each name, as one that is gathered from shards."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+        self.loaded: list[dict[str, torch.Tensor]] = []
+
+    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        self.gathered += 1
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def load_model_state(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+        self.loaded.append(state)
+        model.load_state_dict(state)
