@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Set up, check the style and the types, then run the tests:  bash run_scripts/test.sh [pytest's arguments]
-# Those that take minutes are left out; with them:  bash run_scripts/test.sh -m "slow or not slow"
+# Set up, check style and types, and run the tests, with one worker per core:
+#
+#     bash run_scripts/test.sh                          # without the slow tests
+#     bash run_scripts/test.sh -m "slow or not slow"    # all tests
+#     bash run_scripts/test.sh -n 0 tests/launched/test_parity.py
+#
+# Further arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,4 +13,5 @@ bash run_scripts/setup.sh
 .venv/bin/python -m ruff check --quiet .
 .venv/bin/python -m ruff format --check --quiet .
 .venv/bin/python -m mypy app
-exec .venv/bin/python -m pytest "$@"
+# At most 4 workers: each starts jobs of up to 4 processes, which need 0.7 GiB of memory each.
+exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup "$@"

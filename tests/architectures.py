@@ -1,19 +1,11 @@
-"""Tiny models of many architectures, and a program that runs many trainings in one torchrun job to save start-up time.
-
-As a script it reads RUNS, a JSON file with a list of [training path, flags], and writes outcomes.json beside it: for
-each run what it raised, what it changed in the model's config, and how DDP was set up.
-"""
+"""Tiny models of many architectures, and a local cache of the Hugging Face Hub."""
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -33,17 +25,7 @@ from transformers import (
     set_seed,
 )
 
-import app.ddp_loop
-import app.runs.resume
-import app.trainer_run
-import app.training.build
-from app.cli import launch, parse_settings
-from app.distributed.process_group import join
 from app.model.tiny_bert import learn_tokenizer
-from app.runs.record import RunRecord
-from app.settings import Settings
-
-PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
 
 
 class BatchNormBertConfig(BertConfig):
@@ -51,7 +33,7 @@ class BatchNormBertConfig(BertConfig):
 
 
 class BatchNormBert(BertForSequenceClassification):
-    """A classifier whose buffers change in training: each rank's running statistics are those of its own rows."""
+    """A classifier with buffers that training changes: each rank has the running statistics of its own rows."""
 
     config_class = BatchNormBertConfig
 
@@ -66,7 +48,7 @@ AutoModelForSequenceClassification.register(BatchNormBertConfig, BatchNormBert)
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-# Where a config has special tokens, they are not the tokenizer's ([PAD] 0, [CLS] 2, [SEP] 3): the tokenizer's hold.
+# Special tokens in a config differ from the tokenizer's ([PAD] 0, [CLS] 2, [SEP] 3), which take precedence.
 CONFIGS: dict[str, PreTrainedConfig] = {
     "bert": BertConfig(**SMALL),
     "roberta": RobertaConfig(**SMALL, max_position_embeddings=66),
@@ -84,7 +66,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
-    """A folder with the config of an architecture and a tokenizer, but no weights."""
+    """Write a folder with the config of an architecture and a tokenizer, but no weights."""
     tokenizer = learn_tokenizer(["好，差。第一次 0123456789"] * 20)
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     for attribute, value in tokenizer_changes.items():
@@ -96,10 +78,10 @@ def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
 
 
 def write_hub_cache(cache: Path, name: str, **commits: str) -> None:
-    """A local cache of the Hub with commits of a model, by the names of their branches.
+    """Write a local cache of the Hub that holds commits of a model.
 
     Args:
-        commits: hashes by branch. Each commit has other weights.
+        commits: the commit hash of each branch. Each commit has different weights.
     """
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
@@ -108,65 +90,3 @@ def write_hub_cache(cache: Path, name: str, **commits: str) -> None:
         snapshot = write_model(repository / "snapshots" / commit, "bert")
         set_seed(seed)
         AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(snapshot)).save_pretrained(snapshot)
-
-
-# ---- the script -----------------------------------------------------------------------------------------------------
-
-
-class Watch:
-    """What the run that is going on has loaded and wrapped."""
-
-    def __init__(self) -> None:
-        self.ddp: dict[str, Any] = {}
-        self.loaded: list[Any] = []
-        self.changes: list[tuple[str, str]] = []
-        load, wrap, finish = app.training.build.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
-
-        def load_and_watch(*arguments: Any) -> Any:
-            classifier = load(*arguments)
-            model, tokenizer = classifier.model, arguments[2]
-            self.loaded = [model, tokenizer, *self.describe(model, tokenizer)]
-            return classifier
-
-        def wrap_and_watch(ddp: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-            wrap(ddp, *arguments, **options)
-            plain = {name: x for name, x in vars(ddp).items() if isinstance(x, bool | int | float | str | None)}
-            self.ddp |= plain | {"broadcast_buffers": ddp.broadcast_buffers}
-
-        def look_and_finish(record: RunRecord, *arguments: Any) -> None:
-            model, tokenizer, *before = self.loaded
-            after = self.describe(model, tokenizer)
-            self.changes += [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
-            finish(record, *arguments)
-
-        RunRecord.finish = look_and_finish  # type: ignore[method-assign]
-        app.training.build.load_classifier = load_and_watch
-        DistributedDataParallel.__init__ = wrap_and_watch  # type: ignore[method-assign]
-
-    @staticmethod
-    def describe(model: Any, tokenizer: Any) -> list[str]:
-        """Everything but what saving a model adds to its config."""
-        generation_config = getattr(model, "generation_config", None)
-        config = {name: x for name, x in model.config.to_dict().items() if name not in ("architectures", "dtype")}
-        return [repr(config), repr(generation_config), repr(tokenizer), repr(tokenizer.init_kwargs)]
-
-
-def run_all(settings: Settings) -> None:
-    file = Path(os.environ["RUNS"])
-    outcomes = []
-    watch = Watch()
-    with join(settings) as world:
-        for path, flags in json.loads(file.read_text()):
-            watch.ddp, watch.changes, problem = {}, [], None
-            try:
-                PATHS[path].fine_tune(parse_settings(arguments=flags), world)  # type: ignore[attr-defined]
-            except Exception as raised:
-                problem = f"{type(raised).__name__}: {raised}"
-            outcomes.append({"problem": problem, "changes": watch.changes, "ddp": watch.ddp})
-            gc.collect()  # a DDP module must not outlive the process group
-    if world.is_main_process:
-        file.with_name("outcomes.json").write_text(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    launch(run_all, None)

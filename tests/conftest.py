@@ -1,4 +1,4 @@
-"""What the tests share: the data they run on, and real torchrun jobs with a time limit that leave nothing behind."""
+"""Fixtures that many tests use: data, jobs, a process group, and small file systems."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ import hypothesis
 import pandas as pd
 import pytest
 import torch
-from jobs import (
-    SAMPLE_CSV,
-    Finished,
-    command_of,
-    end_processes,
-    environment_of,
-    find_real_csv,
-    in_ci,
-    unavailable,
-)
+from jobs import LIMIT, SAMPLE_CSV, Finished, Job, find_real_csv, in_ci, unavailable
 
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -31,12 +22,21 @@ hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on machines without one, and adjust those that start jobs.
+
+    These get more time. Those of one file share jobs, so that `pytest -n` must run them in the same worker.
+    """
+    for item in items:
+        if item.get_closest_marker("launched"):
+            item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
+            if config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def hotel_csv(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def review_csv(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a small CSV of reviews that can be told apart by their words: `rows` of them, every third negative."""
+    """Write a small CSV whose classes differ in their words: `review_csv(rows)` returns its path."""
 
     def write(rows: int = 60, name: str = "reviews.csv", classes: tuple[Any, ...] = (0, 1)) -> Path:
         path = tmp_path / name
@@ -74,28 +74,11 @@ def review_csv(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Finished]:
-    """Runs a program of ours in real processes: `launch("app.ddp_loop", "--max_steps", 3, ranks=2)`.
+    """Run a program in real processes: `launch("ddp_loop", "--max_steps", 3, ranks=2)`. Arguments as for `jobs.Job`."""
 
-    Module and ranks as for `jobs.command_of`. Fails where a process of the job is left over; ends all of them where the
-    time limit is passed.
-    """
-
-    def run(module: str, *flags: Any, ranks: int = 0, limit: float = 150, **environment: str) -> Finished:
-        command = command_of(module, flags, ranks)
-        mark = f"{os.getpid()}-{id(flags)}-{len(list(tmp_path.iterdir()))}"
-        variables = environment_of(mark) | environment
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as job:
-            try:
-                out, err = job.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                end_processes(mark)
-                out, err = job.communicate()
-                pytest.fail(f"{command} took more than {limit} s:\n{out}\n{err}")
-        left = end_processes(mark)
-        assert not left, f"{command} left processes behind: {left}"
-        return Finished(job.returncode, out, err)
+    def run(program: str, *flags: Any, ranks: int = 0, limit: float = LIMIT, **environment: str) -> Finished:
+        with Job(program, *flags, cwd=tmp_path, ranks=ranks, **environment) as job:
+            return job.finish(limit)
 
     return run
 

@@ -1,25 +1,26 @@
-"""Jobs that tests start: what they printed, what they left, and how to end all of their processes."""
+"""Jobs that tests start: their output, what they leave behind, and how to end all of their processes."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+import tempfile
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pandas as pd
 import psutil
 import pytest
 
+from app.distributed.launcher import TorchrunJob, torchrun_command
+
 PROJECT = Path(__file__).parents[1]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
+MANY_RUNS = PROJECT / "tests" / "launched" / "many_runs.py"
+LIMIT = 240  # seconds for a job: a limit only has to end what hangs, also on a machine three times as slow as a laptop
 
 
 def in_ci() -> bool:
@@ -46,130 +47,170 @@ def find_real_csv() -> Path | None:
     return None
 
 
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def write_subset(csv: Path, target: Path, rows: int) -> None:
+    """Write some rows of a CSV of reviews, the same ones each time, to another file."""
+    pd.read_csv(csv).dropna().sample(rows, random_state=0).to_csv(target, index=False)
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Finished:
+    """A job that has ended."""
+
     status: int
     out: str
     err: str
 
     @property
     def error_lines(self) -> list[str]:
-        """The lines of ours that say what was wrong."""
+        """The lines with which the program itself reports an error."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """All processes, whatever their session or parent, that were started with this mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("SAMEBITS_TEST_JOB") == mark:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def end_processes(mark: str) -> list[str]:
-    """Ends what is left of a job that should have ended; returns what it was."""
-    # torchrun's own helpers take a moment to notice that their parent has gone, and ranks finish their step first.
-    _, alive = psutil.wait_procs(processes_of(mark), timeout=15)
-    left = []
-    for process in alive:
-        try:
-            left.append(" ".join(process.cmdline()))
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    return left
-
-
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-
-
-def command_of(module: str, flags: Sequence[Any], ranks: int, torchrun: Sequence[str] = ("--standalone",)) -> list[str]:
-    """`ranks` processes under torchrun, or plain python for 0.
+class Job(TorchrunJob):
+    """A job whose output is kept. Leaving its context kills whatever is left of it.
 
     Args:
-        module: its name, or a script's path.
-        torchrun: its flags; by default a single node with a free port of its own.
+        program: `ddp_loop`, `trainer_run`, another module's full name, or the path of a script.
+        flags: its command line.
+        cwd: its working directory.
+        ranks: processes, or 0 for plain Python.
+        torchrun_flags: as for `torchrun_command`.
+        prefix: a command that replaces itself with the job, such as `unshare -m`.
+        environment: more variables.
     """
-    program = [module] if module.endswith(".py") else ["-m", module]
-    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *launcher, *program, *map(str, flags)]
-
-
-def environment_of(mark: str) -> dict[str, str]:
-    """What a job's processes are started with, and found by."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return variables | {"PYTHONPATH": str(PROJECT), "SAMEBITS_TEST_JOB": mark, "HF_HUB_OFFLINE": "1"}
-
-
-class Job:
-    """A torchrun job that runs while a test does something to it; as a context manager, so that nothing of it stays."""
 
     def __init__(
         self,
-        road: str,
+        program: str,
         *flags: Any,
         cwd: Path,
         ranks: int = 2,
-        torchrun: Sequence[str] = ("--standalone",),
+        torchrun_flags: Sequence[str] = ("--standalone",),
         prefix: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        """
-        Args:
-            road: `ddp_loop`, `trainer_run` or a script's path.
-            ranks: processes, or 0 for plain python.
-            torchrun: as for `command_of`.
-            prefix: a command that runs the job, such as `unshare -m`.
-            environment: more variables.
-        """
-        self.mark = uuid.uuid4().hex
-        module = road if road.endswith(".py") else f"app.{road}"
-        command = [*prefix, *command_of(module, flags, ranks, torchrun)]
-        variables = environment_of(self.mark) | environment
-        self.logs = [cwd / f"{self.mark}.{name}" for name in ("out", "err")]
-        with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
-            self.torchrun = subprocess.Popen(
-                command, cwd=cwd, env=variables, stdout=out, stderr=err, start_new_session=True
-            )
+        module = program if program.endswith(".py") or "." in program else f"app.{program}"
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(
+            [*prefix, *torchrun_command(module, flags, ranks, torchrun_flags)],
+            environment={"HF_HUB_OFFLINE": "1"} | environment,
+            cwd=cwd,
+            stdout=Path(self._folder.name, "out"),
+            stderr=Path(self._folder.name, "err"),
+            grace_seconds=0,
+        )
 
     def rank(self, rank: int) -> psutil.Process:
-        """The process that is this rank."""
-        return next(p for p in processes_of(self.mark) if p.environ().get("RANK") == str(rank))
+        """The process of a rank."""
+        process = self.find_rank(rank)
+        assert process is not None, f"no rank {rank}:\n{self.text}"
+        return process
 
-    def wait_for(self, holds: Callable[[], bool], limit: float = 90) -> None:
-        """Waits until something holds while the job runs."""
-        deadline = time.monotonic() + limit
-        while not holds():
-            assert self.torchrun.poll() is None, f"ended too early:\n{self.text}"
-            assert time.monotonic() < deadline, f"nothing happened in {limit} s:\n{self.text}"
-            time.sleep(0.01)
-
-    def finish(self, limit: float = 120) -> Finished:
-        """Waits for the end; fails where it does not come, or leaves a process."""
+    def wait_for(self, holds: Callable[[], bool], limit: float = LIMIT) -> None:
+        """Wait until a condition holds while the job runs."""
         try:
-            self.torchrun.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"took more than {limit} s:\n{self.text}") from None
-        left = end_processes(self.mark)
-        assert not left, f"left processes behind: {left}"
-        return Finished(self.torchrun.returncode, *(log.read_text() for log in self.logs))
+            assert self.wait_until(holds, limit), f"ended too early:\n{self.text}"
+        except TimeoutError:
+            raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
+
+    def finish(self, limit: float = LIMIT) -> Finished:
+        """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
+        try:
+            status = self.wait(limit)
+        except TimeoutError as late:
+            raise AssertionError(f"{late}:\n{self.text}") from None
+        leftovers = self.kill_leftovers()
+        assert not leftovers, f"{self.command} left processes behind: {leftovers}"
+        return Finished(status, self.stdout.read_text(), self.stderr.read_text())
 
     @property
     def text(self) -> str:
-        return "\n".join(log.read_text() for log in self.logs)
+        """All that the job has printed so far."""
+        return f"{self.stdout.read_text()}\n{self.stderr.read_text()}"
 
-    def __enter__(self) -> Job:
-        return self
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._folder.cleanup()
 
-    def __exit__(self, *_: object) -> None:
-        if self.torchrun.poll() is None:
-            self.torchrun.kill()
-        for process in processes_of(self.mark):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.torchrun.wait()
+
+# ---- many trainings in one job --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One of the runs that `run_many` trains.
+
+    Attributes:
+        path: `ddp_loop` or `trainer_run`.
+        flags: its command line; `{rank}` in a flag becomes the rank's number.
+        mutation: the change, of those in `launched/mutations.py`, that is made for this run only.
+        inspect: whether to look into DDP, config and tokenizer (`Outcome.inspection`).
+        copies: folders to copy before the run: (source, target) pairs.
+        moves: files and folders to rename before the run, after the copies: (source, target) pairs.
+    """
+
+    path: str
+    flags: Sequence[Any] = ()
+    mutation: str | None = None
+    inspect: bool = False
+    copies: Sequence[tuple[Any, Any]] = ()
+    moves: Sequence[tuple[Any, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 knows about a run that `run_many` trained.
+
+    Attributes:
+        problem: the exception's type and text; None if the run finished.
+        out: what rank 0 printed.
+        inspection: `ddp`, its plain attributes, and `changes` in config and tokenizer, each (before, after).
+    """
+
+    problem: str | None
+    out: str
+    inspection: dict[str, Any]
+
+
+def run_many(
+    folder: Path, runs: Mapping[str, TrainingRun], ranks: int = 2, limit: float = 600, **environment: str
+) -> dict[str, Outcome]:
+    """Train many runs one after another in one job on CPUs, with one thread per rank.
+
+    Args:
+        folder: the job's working directory. A run's own folder is `folder/name` unless its flags name another.
+        runs: the runs, by name.
+        ranks: processes, or 0 for plain Python.
+        limit: seconds for all of them together.
+
+    Returns:
+        The outcome of each run, by name.
+    """
+    common = ["--use_cpu", "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
+    content = {}
+    for name, run in runs.items():
+        flags = [*common, *map(str, run.flags)]
+        if not any(flag.startswith("--output_dir") for flag in flags):
+            flags.append(f"--output_dir={name}")
+        content[name] = vars(run) | {"flags": flags}
+    file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(content, default=str))
+    flags = ["--use_cpu", "--threads=1", "--ddp_timeout=120"]
+    variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
+    with Job(str(MANY_RUNS), *flags, cwd=folder, ranks=ranks, **variables, **environment) as job:
+        done = job.finish(limit)
+    assert done.status == 0, done.out + done.err
+    return {name: Outcome(**x) for name, x in json.loads(file.with_name("outcomes.json").read_text()).items()}
+
+
+def require_success(outcomes: Mapping[str, Outcome]) -> None:
+    """Assert that every run finished."""
+    assert {name: outcome.problem for name, outcome in outcomes.items()} == dict.fromkeys(outcomes)

@@ -1,7 +1,6 @@
-"""The training that every number of ranks has to agree with: one process, plain PyTorch, nothing distributed.
+"""A plain PyTorch loop in one process, which training at any number of ranks has to agree with.
 
-It takes rows, tokens and initial weights from `app`, but has a permutation, a padding, an AdamW, a schedule and a loop
-of its own.
+It takes rows, tokens and initial weights from `app`, but shuffles, pads, schedules and optimizes with code of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,11 @@ from app.settings import Settings
 
 
 def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
-    """Loss of each of `settings.max_steps` steps, and the class id predicted for each test row in file order."""
+    """Train `settings.max_steps` steps with a linear schedule, AdamW and clipping.
+
+    Returns:
+        The loss of each step, and the class id predicted for each test row in file order.
+    """
     table = read_reviews(settings.csv_path, "review", "label")
     split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
@@ -37,9 +40,9 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
     losses = []
     model.train()
     for step in range(steps):
-        epoch, place = divmod(step, steps_per_epoch)
+        epoch, batch = divmod(step, steps_per_epoch)
         order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(settings.seed + epoch))
-        rows = split.train[order[place * size : (place + 1) * size].numpy()]
+        rows = split.train[order[batch * size : (batch + 1) * size].numpy()]
         share = step / warmup if step < warmup else (steps - step) / (steps - warmup)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3 * share
         loss = torch.nn.functional.cross_entropy(logits_of(rows), torch.from_numpy(table.labels[rows]))

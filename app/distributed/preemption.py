@@ -38,7 +38,8 @@ class StopRequest:
         os.set_blocking(self.writer, False)
         signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         self.previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def requested(self) -> bool:
         """Tell whether any rank had been asked to stop at the previous call. Collective; call it after each step."""
@@ -65,6 +66,8 @@ class StopRequest:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         os.close(self.writer)  # ends the thread
+        # It refers to the process group. If it released that while the interpreter exits, the process would abort.
+        self.listener.join()
 
     def _listen(self) -> None:
         first = None

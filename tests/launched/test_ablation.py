@@ -1,54 +1,51 @@
-"""`python -m app.compare --ablate` as a user starts it, and that its recipe without a change is app.ddp_loop."""
+"""`python -m app.compare --ablate` as a user starts it. Unchanged, its simulated ranks train like app.ddp_loop."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pandas as pd
 import pytest
+import torch
 from jobs import SAMPLE_CSV, read_steps
 
-from app.experiments.ablation_variants import Variant
-
-pytestmark = pytest.mark.launched
-# More steps than an epoch has, micro-batches, and dropout.
-FLAGS = ["--csv", SAMPLE_CSV, "--max_length", 16, "--train_batch_size", 96, "--gradient_accumulation_steps", 2]
-FLAGS += ["--max_steps", 30, "--threads", 1, "--disable_tqdm"]
-
-EMULATION = """
-import json, sys
-from app.cli import launch
-from app.distributed.process_group import join
+from app.cli import parse_settings
+from app.compare import main
 from app.experiments.ablation import prepare_data, train_variant
 from app.experiments.ablation_variants import Variant
 
-def main(settings):
-    with join(settings) as world:
-        data = prepare_data(settings, Variant(), 2, world)
-        outcome = train_variant(settings, Variant(), data, 2, world)
-    json.dump({"losses": outcome.losses, "correct": outcome.correct.tolist()}, open("outcome.json", "w"))
-
-launch(main, None)
-"""
+# More steps than an epoch has, accumulation, and dropout.
+FLAGS = ["--csv", SAMPLE_CSV, "--max_length", 16, "--train_batch_size", 96, "--gradient_accumulation_steps", 2]
+FLAGS += ["--max_steps", 30, "--threads", 1, "--disable_tqdm"]
 
 
-def test_ranks_that_take_turns_train_like_ranks_that_are_there(launch, tmp_path):
-    (tmp_path / "emulation.py").write_text(EMULATION)
-    for done in (
-        launch("app.ddp_loop", *FLAGS, "--eval_strategy", "no", "--output_dir", "run", ranks=2),
-        launch(str(tmp_path / "emulation.py"), *FLAGS),
-    ):
-        assert done.status == 0, done.err
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread in this process, as in the launched job: the number of threads changes the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.launched
+def test_simulated_ranks_train_like_real_ones(launch, world, one_thread, tmp_path):
+    done = launch("ddp_loop", *FLAGS, "--use_cpu", "--eval_strategy", "no", "--output_dir", "run", ranks=2)
+    assert done.status == 0, done.err
+    settings = parse_settings(arguments=[*map(str, FLAGS), f"--cache_dir={tmp_path / 'cache'}"])
+    outcome = train_variant(settings, Variant(), prepare_data(settings, Variant(), 2, world), 2, world)
     steps = read_steps(tmp_path / "run")
     assert steps[-1]["epoch"] > 1
-    assert outcome["losses"] == pytest.approx([step["loss"] for step in steps], rel=1e-6)
+    assert outcome.losses == pytest.approx([step["loss"] for step in steps], rel=1e-6)
     predictions = pd.read_csv(tmp_path / "run" / "predictions.csv")
-    assert outcome["correct"] == (predictions["label"] == predictions["predicted"]).tolist()
+    assert outcome.correct.tolist() == (predictions["label"] == predictions["predicted"]).tolist()
 
 
-def test_the_table_shows_what_must_differ_and_what_can_t(launch, tmp_path):
+@pytest.mark.launched
+def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp_path):
     done = launch("app.compare", "--ablate", "--seeds", 1, *FLAGS, "--max_steps", 4, "--output_dir", "out")
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "ablation.md").read_text() in done.out
@@ -64,7 +61,7 @@ def test_the_table_shows_what_must_differ_and_what_can_t(launch, tmp_path):
     assert by_change["optimizer"]["first_differing_steps"] == [2], "the weights before the first step are the same"
     for change in ("dropout_seed", "split", "batch_factor"):
         assert by_change[change]["first_differing_steps"] == [1], change
-    # Other dropout masks from the first batch on that has no review of the greatest length.
+    # The dropout masks differ from the first batch on that has no review of the maximum length.
     assert 0 < by_change["padding"]["max_loss_difference"] < 0.1
 
 
@@ -73,10 +70,11 @@ def changed(recipe):
     return name
 
 
-@pytest.mark.parametrize("flags", [["a", "b"], ["--assert_equal"], ["--seeds", 0], ["--train_batch_size", 33]])
-def test_a_wrong_call_is_one_line(launch, tmp_path, flags):
-    done = launch("app.compare", "--ablate", "--csv", SAMPLE_CSV, *flags)
-    assert done.status == 2
-    assert done.err.splitlines() == done.error_lines
-    assert len(done.error_lines) == 1
+@pytest.mark.parametrize("flags", [["a", "b"], ["--assert_equal"], ["--seeds=0"], ["--train_batch_size=33"]])
+def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare", "--ablate", f"--csv={SAMPLE_CSV}", *flags])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
     assert not (tmp_path / "runs" / "ablations").exists()

@@ -1,22 +1,19 @@
 """Both training paths are bitwise identical for any architecture, and so is a run that was resumed.
 
-All runs of a number of ranks share one torchrun job, which starts once.
+All runs with the same number of ranks share one torchrun job.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import uuid
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 from architectures import CONFIGS, write_hub_cache, write_model
-from jobs import PROJECT, command_of, end_processes, environment_of
+from jobs import Outcome, TrainingRun, require_success, run_many
 
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
@@ -25,28 +22,10 @@ pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
 FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--max_steps=6", "--warmup_steps=0"]
 FLAGS += ["--eval_strategy=steps", "--eval_steps=4", "--validation_size=0.2", "--logging_steps=2"]
-FLAGS += ["--save_strategy=steps", "--save_steps=3", "--save_total_limit=9", "--threads=1", "--use_cpu"]
-FLAGS += ["--disable_tqdm", "--cache_dir=cache"]
+FLAGS += ["--save_strategy=steps", "--save_steps=3", "--save_total_limit=9"]
 EXTRA = {"xlnet": ["--ddp_find_unused_parameters"]}
 FAST = ("bert", "gpt2", "bart", "batch_norm")
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS]
-
-
-def run_all(folder: Path, runs: dict[str, tuple[str, list[str]]], ranks: int = 2) -> dict[str, dict[str, Any]]:
-    """Runs `{folder: (path, flags)}` in one job; the outcome of each by its folder."""
-    content = [[path, [*FLAGS, *flags, f"--output_dir={name}"]] for name, (path, flags) in runs.items()]
-    (folder / "runs.json").write_text(json.dumps(content))
-    mark = uuid.uuid4().hex
-    command = command_of(str(PROJECT / "tests" / "architectures.py"), ["--threads=1", "--use_cpu"], ranks)
-    variables = environment_of(mark) | {"RUNS": str(folder / "runs.json"), "HF_HUB_CACHE": str(folder / "hub")}
-    with (folder / "log").open("w") as log:
-        job = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
-        try:
-            assert job.wait(280) == 0, (folder / "log").read_text()
-        finally:
-            job.kill()
-            end_processes(mark)
-    return dict(zip(runs, json.loads((folder / "outcomes.json").read_text()), strict=True))
 
 
 def write_reviews(folder: Path) -> None:
@@ -57,8 +36,8 @@ def write_reviews(folder: Path) -> None:
     )
 
 
-def variants(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Runs of one step each, whose folders and flags or tokenizers are out of the ordinary."""
+def variants(folder: Path) -> dict[str, TrainingRun]:
+    """Runs of one step each, with unusual flags, model folders or tokenizers."""
     short = ["--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
     models = {
         "no_mask": write_model(folder / "no_mask", "bert", model_input_names=["input_ids"]),
@@ -75,32 +54,33 @@ def variants(folder: Path) -> dict[str, tuple[str, list[str]]]:
     flags = {"bucket_25": ["--ddp_bucket_cap_mb=25"], "bucket_1": ["--ddp_bucket_cap_mb=1"]}
     flags["branch"] = ["--revision=branch"]
     return {
-        f"{name}-{path}": (path, [*short, f"--model={model}", *flags.get(name, [])])
+        f"{name}-{path}": TrainingRun(path, [*FLAGS, *short, f"--model={model}", *flags.get(name, [])], inspect=True)
         for name, model in models.items()
         for path in PATHS
     }
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, dict[str, Any]]]]:
+def trained(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, Outcome]]]:
     """The folder and the outcomes of an architecture's runs; fast ones share a job, and so do slow ones."""
 
     @cache
-    def train(fast: bool) -> tuple[Path, dict[str, dict[str, Any]]]:
+    def train(fast: bool) -> tuple[Path, dict[str, Outcome]]:
         folder, runs = tmp_path_factory.mktemp("architectures"), {}
         write_reviews(folder)
         for name in CONFIGS:
             if (name in FAST) is not fast:
                 continue
-            model = [f"--model={write_model(folder / name, name)}", *EXTRA.get(name, [])]
-            runs |= {f"{name}-{path}": (path, model) for path in PATHS}
+            flags = [*FLAGS, f"--model={write_model(folder / name, name)}", *EXTRA.get(name, [])]
+            runs |= {f"{name}-{path}": TrainingRun(path, flags, inspect=True) for path in PATHS}
             for step in (3, 6):
                 for path in PATHS:
                     resume = f"--resume_from_checkpoint={name}-{path}/checkpoints/checkpoint-{step}"
-                    runs[f"{name}-{path}-{step}"] = (path, [*model, resume])
-        return folder, run_all(folder, runs | (variants(folder) if fast else {}))
+                    runs[f"{name}-{path}-{step}"] = TrainingRun(path, [*flags, resume], inspect=True)
+        runs |= variants(folder) if fast else {}
+        return folder, run_many(folder, runs, HF_HUB_CACHE=str(folder / "hub"))
 
-    def find(name: str) -> tuple[Path, dict[str, dict[str, Any]]]:
+    def find(name: str) -> tuple[Path, dict[str, Outcome]]:
         folder, outcomes = train(name in FAST or name not in CONFIGS)
         return folder, {run: outcome for run, outcome in outcomes.items() if run.startswith(f"{name}-")}
 
@@ -119,7 +99,7 @@ def difference(a: Path, b: Path) -> str | None:
 def test_both_paths_train_and_resume_an_architecture_bitwise_identically(trained, name):
     folder, outcomes = trained(name)
     assert len(outcomes) == 6
-    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    require_success(outcomes)
     differences = {run: difference(folder / f"{name}-ddp_loop", folder / run) for run in outcomes}
     assert differences == dict.fromkeys(outcomes)
 
@@ -127,13 +107,13 @@ def test_both_paths_train_and_resume_an_architecture_bitwise_identically(trained
 @pytest.mark.parametrize("name", ALL)
 def test_training_changes_neither_config_nor_tokenizer(trained, name):
     _, outcomes = trained(name)
-    assert {run: outcome["changes"] for run, outcome in outcomes.items()} == {run: [] for run in outcomes}
+    assert {run: outcome.inspection["changes"] for run, outcome in outcomes.items()} == {run: [] for run in outcomes}
 
 
 @pytest.mark.parametrize("name", ["no_mask", "more_inputs"])
-def test_a_tokenizer_yields_what_the_model_takes(trained, name):
+def test_a_tokenizer_returns_the_inputs_that_the_model_accepts(trained, name):
     folder, outcomes = trained(name)
-    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    require_success(outcomes)
     a, b = (read_run(folder / run) for run in outcomes)
     assert first_difference(a, b) is None
     assert a.steps[0]["tokens"] < a.steps[0]["padded_tokens"], "padding is masked"
@@ -142,17 +122,18 @@ def test_a_tokenizer_yields_what_the_model_takes(trained, name):
 def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
     _, outcomes = trained("unused")
     for outcome in outcomes.values():
-        assert outcome["problem"].startswith("RunError: ")
-        assert "transformer.mask_emb" in outcome["problem"]
-        assert "add --ddp_find_unused_parameters" in outcome["problem"]
-        assert len(outcome["problem"].splitlines()) == 1
+        assert outcome.problem.startswith("RunError: ")
+        assert "transformer.mask_emb" in outcome.problem
+        assert "add --ddp_find_unused_parameters" in outcome.problem
+        assert len(outcome.problem.splitlines()) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_parameters_without_a_gradient_end_a_job_with_one_line(launch, tmp_path, path):
     write_reviews(tmp_path)
-    done = launch(f"app.{path}", *FLAGS, f"--model={write_model(tmp_path / 'model', 'xlnet')}", ranks=2)
+    model = write_model(tmp_path / "model", "xlnet")
+    done = launch(path, *FLAGS, "--use_cpu", "--threads=1", "--disable_tqdm", f"--model={model}", ranks=2)
     assert done.status != 0
     assert "Traceback" not in done.out + done.err.partition("torch/distributed/")[0]
     (line,) = done.error_lines
@@ -162,9 +143,9 @@ def test_parameters_without_a_gradient_end_a_job_with_one_line(launch, tmp_path,
 @pytest.mark.parametrize(
     ("name", "megabytes", "small_first"), [("gpt2", 25, True), ("bucket_25", 25, False), ("bucket_1", 1, False)]
 )
-def test_ddp_is_set_up_alike_in_both_paths(trained, name, megabytes, small_first):
+def test_ddp_is_configured_the_same_in_both_paths(trained, name, megabytes, small_first):
     _, outcomes = trained(name)
-    ours, theirs = (outcomes[f"{name}-{path}"]["ddp"] for path in PATHS)
+    ours, theirs = (outcomes[f"{name}-{path}"].inspection["ddp"] for path in PATHS)
     assert ours == theirs
     assert {"find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph"} <= set(ours)
     assert (ours["bucket_bytes_cap"], ours["bucket_bytes_cap_default"]) == (megabytes * 2**20, small_first)
@@ -173,7 +154,7 @@ def test_ddp_is_set_up_alike_in_both_paths(trained, name, megabytes, small_first
 def test_a_run_records_the_commit_of_its_model(trained):
     for branch, commit in (("main", "a" * 40), ("branch", "b" * 40)):
         folder, outcomes = trained(branch)
-        assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+        require_success(outcomes)
         for run in outcomes:
             assert json.loads((folder / run / "settings.json").read_text())["model_commit"] == commit
             assert f"at commit `{commit}`" in (folder / run / "model" / "README.md").read_text()
@@ -185,12 +166,12 @@ def test_a_run_records_the_commit_of_its_model(trained):
 
 @pytest.mark.slow
 def test_any_bucket_size_is_bitwise_identical_at_three_ranks(tmp_path):
-    """With three ranks the order in which gradients are added depends on their place in a bucket."""
+    """With three ranks, the order in which gradients are added depends on their position in a bucket."""
     write_reviews(tmp_path)
-    model = ["--save_strategy=no", "--eval_strategy=no"]  # the embedded model, which fills more than one bucket
+    model = [*FLAGS, "--save_strategy=no", "--eval_strategy=no"]  # the embedded model, which fills more than one bucket
     flags = {"unset": [], "25": ["--ddp_bucket_cap_mb=25"], "1": ["--ddp_bucket_cap_mb=1"]}
-    runs = {f"{path}-{name}": (path, [*model, *more]) for name, more in flags.items() for path in PATHS}
-    outcomes = run_all(tmp_path, runs, ranks=3)
-    assert {run: outcome["problem"] for run, outcome in outcomes.items()} == dict.fromkeys(runs)
+    runs = {f"{path}-{name}": TrainingRun(path, [*model, *more]) for name, more in flags.items() for path in PATHS}
+    outcomes = run_many(tmp_path, runs, ranks=3)
+    require_success(outcomes)
     for name in flags:
         assert first_difference(*(read_run(tmp_path / f"{path}-{name}") for path in PATHS)) is None

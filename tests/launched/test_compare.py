@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from jobs import PROJECT, SAMPLE_CSV, end_processes, processes_of
+from jobs import SAMPLE_CSV, Job, TrainingRun, require_success, run_many
 
 from app.compare import main
 
 pytestmark = pytest.mark.launched
-SHORT = ["--csv", SAMPLE_CSV, "--max_steps", 3, "--eval_strategy", "no"]
+SHORT = ["--csv", SAMPLE_CSV, "--max_length", 32, "--max_steps", 3, "--eval_strategy", "no"]
 
 
-def test_it_trains_on_both_roads_and_finds_no_difference(launch, tmp_path):
-    done = launch("app.compare", *SHORT)
+def test_it_trains_both_paths_and_finds_no_difference(launch, compare, hotel_csv, tmp_path):
+    flags = ["--csv", hotel_csv, "--max_length", 64, "--gradient_accumulation_steps", 2, "--validation_size", 0.1]
+    flags += ["--max_steps", 12, "--eval_strategy", "steps", "--eval_steps", 5]
+    done = launch("app.compare", "--nproc_per_node", 2, "--use_cpu", *flags)
     assert done.status == 0, done.err
     (folder,) = {path.resolve() for path in (tmp_path / "runs" / "comparisons").iterdir()}
     comparison = json.loads((folder / "comparison.json").read_text())
@@ -34,24 +32,28 @@ def test_it_trains_on_both_roads_and_finds_no_difference(launch, tmp_path):
     assert comparison["disagreements"] == []
     assert "itwise identical" in done.out
     assert (folder / "comparison.md").read_text().partition("## Misclassified by both")[0] in done.out
+    a, b = (folder / path for path in ("ddp_loop", "trainer_run"))
+    for file in ("predictions.csv", "model/model.safetensors", "split.json", "evaluations.jsonl"):
+        assert (a / file).read_bytes() == (b / file).read_bytes(), file
+    evaluations = [json.loads(line) for line in (a / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["rows"]) for line in evaluations] == [(step, "validation") for step in (5, 10, 12)]
 
-    again = launch("app.compare", folder / "ddp_loop", folder / "trainer_run", "--output_dir", "again")
-    assert again.status == 0, again.err
+    status, lines = compare(a, b, "--output_dir", "again", "--no_baselines")
+    assert (status, lines) == (0, [])
     assert json.loads((tmp_path / "again" / "comparison.json").read_text())["first_differing_step"] is None
 
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory) -> Path:
-    """Two short runs of ddp_loop that differ in the learning rate."""
+    """Two short runs of ddp_loop with different learning rates."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, rate in (("a", "1e-3"), ("b", "5e-2")):
-        flags = [*map(str, SHORT), "--learning_rate", rate, "--output_dir", name]
-        command = [sys.executable, "-m", "app.ddp_loop", *flags]
-        subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(PROJECT)}, check=True, timeout=150)
+    rates = {"a": "1e-3", "b": "5e-2"}
+    runs = {name: TrainingRun("ddp_loop", [*SHORT, "--learning_rate", rate]) for name, rate in rates.items()}
+    require_success(run_many(folder, runs, ranks=0))
     return folder
 
 
-def test_runs_that_differ_are_told_apart_with_the_reviews_they_disagree_on(launch, two_runs, tmp_path):
+def test_different_runs_are_compared_from_their_folders(launch, two_runs, tmp_path):
     done = launch("app.compare", two_runs / "a", two_runs / "b", "--output_dir", "out")
     assert done.status == 0, done.err
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
@@ -61,7 +63,7 @@ def test_runs_that_differ_are_told_apart_with_the_reviews_they_disagree_on(launc
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
-    """Runs app.compare in this process; returns its exit status and the lines on standard error."""
+    """Run app.compare in this process; return its exit status and the lines on standard error."""
 
     def run(*arguments):
         monkeypatch.chdir(tmp_path)
@@ -105,7 +107,7 @@ def test_a_damaged_run_is_one_line_that_names_the_file(compare, two_runs, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_other_splits_and_wrong_calls_are_one_line(compare, two_runs, tmp_path):
+def test_different_splits_and_wrong_arguments_are_one_line(compare, two_runs, tmp_path):
     other = damaged(
         two_runs, tmp_path, "split.json", lambda p: p.write_text(p.read_text().replace('gerprint": "', 'gerprint": "f'))
     )
@@ -120,20 +122,13 @@ def test_other_splits_and_wrong_calls_are_one_line(compare, two_runs, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_everything_that_was_started(tmp_path, how):
-    mark = f"interrupt-{os.getpid()}-{how.name}"
-    command = [sys.executable, "-m", "app.compare", "--csv", str(SAMPLE_CSV), "--num_train_epochs", "50"]
-    variables = os.environ | {"PYTHONPATH": str(PROJECT), "SAMEBITS_TEST_JOB": mark}
-    with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as job:
-        deadline = time.monotonic() + 100
-        while not list(tmp_path.rglob("steps.jsonl")):  # until it trains
-            assert time.monotonic() < deadline
-            assert job.poll() is None
-            psutil.wait_procs([], timeout=0.2)
-        assert len(processes_of(mark)) >= 4, "compare, torchrun, two ranks"
-        job.send_signal(how)
-        _, err = job.communicate(timeout=60)
-    assert job.returncode == 130
-    assert "interrupted" in err
-    assert end_processes(mark) == []
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_an_interrupt_ends_everything_that_was_started(tmp_path, number):
+    flags = ["--nproc_per_node", 2, "--use_cpu", "--csv", SAMPLE_CSV, "--num_train_epochs", 50]
+    with Job("compare", *flags, cwd=tmp_path, ranks=0) as job:
+        job.wait_for(lambda: list(tmp_path.rglob("steps.jsonl")))  # it trains
+        assert len(job.processes()) >= 4, "compare, torchrun, two ranks"
+        job.torchrun.send_signal(number)
+        done = job.finish(90)
+    assert done.status == 130
+    assert "interrupted" in done.err

@@ -37,7 +37,7 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(shared) -> Path:
-    """A finished run. Not to be changed: copy it."""
+    """A finished run. Tests that change it copy it first."""
     done = run("ddp_loop", *BRIEF, "--output_dir", shared / "finished", shared=shared, ranks=0)
     assert done.status == 0, done.err
     return shared / "finished"
@@ -70,10 +70,10 @@ def steps_of(folder: Path, log: str = "steps.jsonl") -> list[int]:
     return [json.loads(line)["step"] for line in (folder / log).read_text().splitlines()]
 
 
-# ---- folders that are not the job's own ------------------------------------------------------------------------------
+# ---- folders of other jobs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared, tmp_path, path_name):
     shutil.copytree(finished, tmp_path / "finished")
     (tmp_path / "foreign").mkdir()
@@ -84,7 +84,7 @@ def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared,
 
     def refused(folder: str) -> Job:
         output = ["--output_dir", tmp_path / folder]
-        return start(path_name, *flags, *output, shared=shared, ranks=1, torchrun=RESTART)
+        return start(path_name, *flags, *output, shared=shared, ranks=1, torchrun_flags=RESTART)
 
     with refused("finished") as one, refused("foreign") as other:
         for folder, job in (("finished", one), ("foreign", other)):
@@ -94,12 +94,12 @@ def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared,
     assert content_of(tmp_path) == before
 
 
-def test_of_two_jobs_that_create_one_folder_at_once_one_is_refused(shared, tmp_path):
+def test_one_of_two_jobs_that_create_the_same_folder_at_once_is_refused(shared, tmp_path):
     folder, barrier = tmp_path / "run", tmp_path / "barrier"
     barrier.mkdir()
     environment = {"RUN": str(folder), "BARRIER": str(barrier), "PARTIES": "2"}
     flags = [*BRIEF, "--output_dir", folder]
-    # Both see that there is no such folder, and then create it in the same millisecond.
+    # Both find that the folder does not exist, and then create it in the same millisecond.
     with (
         start(FAULTY, PATHS[0], "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as one,
         start(FAULTY, PATHS[1], "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as other,
@@ -117,17 +117,17 @@ def test_of_two_jobs_that_create_one_folder_at_once_one_is_refused(shared, tmp_p
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_a_job_that_creates_its_folder_when_another_has_finished_there_is_refused(shared, tmp_path):
+def test_a_job_that_creates_its_folder_after_another_has_finished_there_is_refused(shared, tmp_path):
     folder, barrier = tmp_path / "run", tmp_path / "barrier"
     barrier.mkdir()
     environment = {"RUN": str(folder), "BARRIER": str(barrier), "PARTIES": "2"}
     flags = [*BRIEF, "--output_dir", folder]
     with start(FAULTY, "trainer_run", "wait_before_mkdir", *flags, shared=shared, ranks=0, **environment) as late:
-        late.wait_for(lambda: any(barrier.iterdir()))  # it has seen that there is no such folder
+        late.wait_for(lambda: any(barrier.iterdir()))  # it has found that the folder does not exist
         done = run("ddp_loop", *flags, shared=shared, ranks=0)
         assert done.status == 0, done.err
         before = content_of(folder)
-        (barrier / "go on").touch()
+        (barrier / "continue").touch()
         refused = late.finish()
     assert refused.status == 2, refused.out
     assert len(refused.error_lines) == 1, refused.err
@@ -139,13 +139,14 @@ def test_a_job_that_creates_its_folder_when_another_has_finished_there_is_refuse
 
 
 @pytest.mark.parametrize(
-    ("path_name", "then"), [("ddp_loop", "continue"), ("trainer_run", "continue"), ("ddp_loop", "stop")]
+    ("path_name", "then"),
+    [pytest.param("ddp_loop", "continue", marks=pytest.mark.slow), ("trainer_run", "continue"), ("ddp_loop", "stop")],
 )
 def test_a_completely_full_disk(shared, mount, path_name, then):
     disk = mount("size=64m")
     flags = [*SMALL, "--max_steps", 50, "--logging_steps", 1, "--save_strategy", "steps", "--save_steps", 10]
     flags += ["--eval_strategy", "steps", "--eval_steps", 15, "--on_save_failure", then, "--output_dir", disk / "run"]
-    # Full for 40 steps, whose lines need more than the free rest of a block.
+    # The disk is full for 40 steps, whose log lines need more space than the last block of the file has left.
     environment = {"FILLER": str(disk / "filler"), "FROM": "5", "TO": "45"}
     done = run(FAULTY, path_name, "fill_disk", *flags, shared=shared, ranks=0, **environment)
     if then == "continue":
@@ -161,7 +162,7 @@ def test_a_completely_full_disk(shared, mount, path_name, then):
         assert "No space left" in done.error_lines[0]
 
 
-def test_a_home_that_can_only_be_read_works_or_is_one_line(shared, mount, tmp_path):
+def test_a_read_only_home_works_or_is_one_line(shared, mount, tmp_path):
     home = str(mount("ro"))
     places = {"HOME": home, "XDG_CACHE_HOME": home, "HF_HOME": f"{home}/hf", "HF_MODULES_CACHE": f"{home}/hf/modules"}
     done = run("ddp_loop", *BRIEF, "--output_dir", tmp_path / "run", shared=shared, ranks=0, **places)
@@ -176,7 +177,7 @@ def test_a_home_that_can_only_be_read_works_or_is_one_line(shared, mount, tmp_pa
 
 @pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
 def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path, path_name):
-    """Two nodes, of which the second one sees an empty disk of its own where the first one sees the output folder."""
+    """Two nodes: the second one has an empty disk of its own at the path of the output folder."""
     place = tmp_path / "disk"
     place.mkdir()
     own_disk = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(place)]
@@ -188,10 +189,10 @@ def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path,
         port = free.getsockname()[1]
 
     def node(rank: int) -> Job:
-        torchrun = ["--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        torchrun_flags = ["--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
         prefix = own_disk if rank == 1 else []
         flags = [*BRIEF, "--save_strategy", "epoch", "--output_dir", place / "run"]
-        return start(path_name, *flags, shared=shared, ranks=1, torchrun=torchrun, prefix=prefix)
+        return start(path_name, *flags, shared=shared, ranks=1, torchrun_flags=torchrun_flags, prefix=prefix)
 
     with node(0) as first, node(1) as second:
         done = [first.finish(), second.finish()]
@@ -205,9 +206,13 @@ def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path,
 
 @pytest.mark.parametrize(
     ("path_name", "moment"),
-    [("ddp_loop", "checkpoint"), ("trainer_run", "checkpoint"), ("trainer_run", "model")],
+    [
+        ("ddp_loop", "checkpoint"),
+        pytest.param("trainer_run", "checkpoint", marks=pytest.mark.slow),
+        ("trainer_run", "model"),
+    ],
 )
-def test_a_folder_that_is_moved_away_while_it_is_written_to_does_not_come_back(shared, tmp_path, path_name, moment):
+def test_a_folder_that_is_moved_during_a_write_is_not_created_again(shared, tmp_path, path_name, moment):
     folder = tmp_path / "run"
     flags = [*SMALL, "--max_steps", 3, "--save_strategy", "steps", "--save_steps", 2, "--output_dir", folder]
     if moment == "model":
@@ -228,7 +233,7 @@ def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step
     undisturbed, shared, tmp_path, path_name
 ):
     folder = tmp_path / "run"
-    done = run(FAULTY, path_name, "kill", *EVALUATED, "--output_dir", folder, shared=shared, torchrun=RESTART)
+    done = run(FAULTY, path_name, "kill", *EVALUATED, "--output_dir", folder, shared=shared, torchrun_flags=RESTART)
     assert done.status == 0, done.err
     assert re.findall(r"resumed from .*\(step (\d+)\)", done.out) == ["5"]
     for file in ("model/model.safetensors", "predictions.csv", "evaluations.jsonl"):

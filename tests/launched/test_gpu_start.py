@@ -1,11 +1,11 @@
-"""How jobs start and end on machines with GPUs. Without one, a script makes each rank see what its node would have."""
+"""How jobs start and end on machines with GPUs. Without a GPU, a script simulates the one that a rank's node has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from jobs import SAMPLE_CSV
+from jobs import SAMPLE_CSV, TrainingRun, require_success, run_many
 from safetensors.torch import load_file
 
 PATHS = ("ddp_loop", "trainer_run")
@@ -36,29 +36,32 @@ def script(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.launched
 @pytest.mark.parametrize(
-    ("gpus", "unknown_flag_on", "names"),
+    ("gpus", "unknown_flag_on", "reported"),
     [
         ("2,0", "", "rank(s) 1 ("),
-        ("0,2", "", "rank(s) 0 ("),
-        ("2,1", "", "rank 1: --nproc_per_node=2"),
+        pytest.param("0,2", "", "rank(s) 0 (", marks=pytest.mark.slow),
+        pytest.param("2,1", "", "rank 1: --nproc_per_node=2", marks=pytest.mark.slow),
         ("2,2", "1", "rank 1: unknown argument --lerning_rate"),
     ],
 )
-def test_nodes_that_differ_in_gpus_end_in_one_line(launch, script, gpus, unknown_flag_on, names):
-    done = launch(str(script), "app.ddp_loop", *SMALL, ranks=2, limit=60, GPUS=gpus, UNKNOWN_FLAG_ON=unknown_flag_on)
+def test_nodes_with_different_gpus_end_with_one_line(launch, script, gpus, unknown_flag_on, reported):
+    done = launch(str(script), "app.ddp_loop", *SMALL, ranks=2, GPUS=gpus, UNKNOWN_FLAG_ON=unknown_flag_on)
     assert len(done.error_lines) == 1, done.err
-    assert names in done.error_lines[0]
+    assert reported in done.error_lines[0]
     assert "exitcode  : 2" in done.err
 
 
+@pytest.mark.launched
 @pytest.mark.parametrize("path_name", PATHS)
 def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, script, path_name):
-    flags = [*SMALL, "--use_cpu", "--bf16", "--output_dir", "run"]
+    flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
     done = launch(str(script), f"app.{path_name}", *flags, GPUS="1")
     assert done.status == 0, done.err
 
 
+@pytest.mark.launched
 def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout(launch, tmp_path):
     """The default group's timeout stands for NCCL's, which is longer."""
     script = tmp_path / "frozen.py"
@@ -77,30 +80,32 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
         "        stop.requested()\n"
         "launch(main, None)\n"
     )
-    done = launch(str(script), "--use_cpu", "--threads", 1, "--ddp_timeout", 600, ranks=2, limit=90)
+    done = launch(str(script), "--use_cpu", "--threads", 1, "--ddp_timeout", 600, ranks=2)
     assert len(done.error_lines) == 1, done.err
     assert "lost contact with rank(s) 1" in done.error_lines[0]
 
 
-def test_on_cpus_deterministic_is_recorded_and_changes_no_bit(launch, tmp_path):
-    outputs = [
-        launch("app.ddp_loop", *SMALL, "--use_cpu", *flags, "--output_dir", name)
-        for name, flags in [("plain", []), ("deterministic", ["--deterministic"])]
-    ]
-    assert [done.status for done in outputs] == [0, 0], outputs[0].err + outputs[1].err
-    a, b = (tmp_path / name for name in ("plain", "deterministic"))
+@pytest.mark.launched
+def test_deterministic_is_recorded_and_changes_no_bit_on_cpus(tmp_path):
+    runs = {
+        "plain": TrainingRun("ddp_loop", SMALL),
+        "deterministic": TrainingRun("ddp_loop", [*SMALL, "--deterministic"]),
+    }
+    require_success(run_many(tmp_path, runs, ranks=0))
+    a, b = (tmp_path / name for name in runs)
     assert (a / "model" / "model.safetensors").read_bytes() == (b / "model" / "model.safetensors").read_bytes()
     assert (a / "predictions.csv").read_bytes() == (b / "predictions.csv").read_bytes()
     assert '"deterministic": true' in (b / "settings.json").read_text()
 
 
 @pytest.mark.gpu
+@pytest.mark.launched
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_deterministic_runs_of_both_paths_have_the_same_weights(launch, tmp_path, precision):
+def test_deterministic_runs_of_both_paths_have_the_same_weights_on_a_gpu(launch, tmp_path, precision):
     runs = [("a", "ddp_loop"), ("b", "ddp_loop"), ("c", "trainer_run")]
     for name, path_name in runs:
         flags = [*SMALL, "--max_steps", 20, "--deterministic", "--precision", precision, "--output_dir", name]
-        done = launch(f"app.{path_name}", *flags, ranks=1)
+        done = launch(path_name, *flags, ranks=1)
         assert done.status == 0, done.err
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name, _ in runs]
     for other in weights[1:]:

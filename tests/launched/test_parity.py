@@ -1,43 +1,109 @@
-"""The two roads are the same training to the bit: cells of the table that app.experiments.parity_table fills."""
+"""Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
+
+The cells are some of those of `app.experiments.parity_table`, on fewer rows. All runs of a number of ranks share one
+torchrun job. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import read_steps
+from jobs import TrainingRun, require_success, run_many, write_subset
+from sklearn.metrics import accuracy_score
 
-# The first three have each value of each factor; with the slow ones, several ranks have each sampling and precision.
-COVERING = [
+from app.report.bitwise import first_difference
+from app.runs.reader import read_run
+
+PATHS = ("ddp_loop", "trainer_run")
+# Every value of each factor, and every pair of sampling and precision with more than one rank.
+CELLS = [
     "1,4,group_by_length,bf16",
+    "1,2,random,fp32",
     "2,1,random,bf16",
+    "2,4,group_by_length,fp32",
     "3,2,random,fp32",
-    pytest.param("2,4,group_by_length,fp32", marks=pytest.mark.slow),
-    pytest.param("3,1,group_by_length,bf16", marks=pytest.mark.slow),
+    "3,1,group_by_length,bf16",
 ]
+ROWS = 301  # 31 test rows, which neither 2 nor 3 ranks can share equally; 202 training rows, 8 batches of 24
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", "--validation_size=0.25", "--num_train_epochs=3"]
+FLAGS += ["--max_length=16", "--dropout=0.1", "--save_strategy=no", "--eval_strategy=steps", "--eval_steps=5"]
+
+
+@pytest.fixture(scope="module")
+def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
+    """A function that trains all cells of a number of ranks, and returns their folder."""
+
+    @cache
+    def train(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        write_subset(hotel_csv, folder / "reviews.csv", ROWS)
+        runs = {}
+        for cell in CELLS:
+            size, accumulation, sampling, precision = cell.split(",")
+            flags = [f"--gradient_accumulation_steps={accumulation}", f"--precision={precision}"]
+            flags += [f"--train_sampling_strategy={sampling}"]
+            if int(size) == ranks:
+                runs |= {f"{cell}-{path}": TrainingRun(path, [*FLAGS, *flags]) for path in PATHS}
+        require_success(run_many(folder, runs, ranks))
+        return folder
+
+    return train
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("cell", COVERING)
-def test_a_cell_is_equal_to_the_bit(launch, hotel_csv, tmp_path, cell):
-    steps_per_epoch = int(pd.read_csv(hotel_csv)["review"].notna().sum() * 0.9 * 0.75) // 48  # as RECIPE divides them
-    epochs = math.ceil(200 / steps_per_epoch)  # 2, the table's own, on the real CSV; more on the smaller sample
-    flags = ["--only", cell, "--num_train_epochs", epochs, "--output_dir", "table"]
-    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=280)
-    assert done.status == 0, done.out + done.err
-    assert "1 of 1 cells bitwise identical" in (tmp_path / "table" / "parity.md").read_text()
+@pytest.mark.parametrize("cell", CELLS)
+def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
-    for road in ("ddp_loop", "trainer_run"):
-        folder = tmp_path / "table" / cell.replace(",", "-") / road
-        settings = json.loads((folder / "settings.json").read_text())
-        assert (settings["path"], settings["world_size"], settings["dropout"]) == (road, int(ranks), 0.1)
-        assert settings["gradient_accumulation_steps"] == int(accumulation)
-        assert (settings["train_sampling_strategy"], settings["precision"]) == (sampling, precision)
-        steps = read_steps(folder)
-        evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
-        assert len(steps) == epochs * steps_per_epoch >= 200
-        assert steps[-1]["epoch"] == epochs
-        assert next((line["step"], line["rows"]) for line in evaluations) == (75, "validation")
-        assert len(evaluations) > 1
+    a, b = (read_run(trained(int(ranks)) / f"{cell}-{path}") for path in PATHS)
+    for run, path in zip((a, b), PATHS, strict=True):
+        assert (run.path, run.settings["world_size"], run.settings["dropout"]) == (path, int(ranks), 0.1)
+        assert run.settings["gradient_accumulation_steps"] == int(accumulation)
+        assert (run.settings["train_sampling_strategy"], run.settings["precision"]) == (sampling, precision)
+    assert first_difference(a, b) is None
+    assert a.evaluations == b.evaluations
+    assert [(line["step"], line["rows"]) for line in a.evaluations] == [
+        (step, "validation") for step in (5, 10, 15, 20, 24)
+    ]
+    assert len(a.steps) == 24
+    assert a.steps[-1]["epoch"] == 3
+    for file in ("predictions.csv", "model/model.safetensors", "split.json"):
+        assert (a.folder / file).read_bytes() == (b.folder / file).read_bytes(), file
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("cell", ["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32"])
+@pytest.mark.parametrize("path", PATHS)
+def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained, cell, path):
+    folder = trained(int(cell[0]))
+    run = folder / f"{cell}-{path}"
+    assert {file.name for file in run.iterdir()} - {"checkpoints", ".lock"} == {
+        *("settings.json", "split.json", "steps.jsonl", "evaluations.jsonl", "metrics.json", "predictions.csv"),
+        "model",
+    }
+    metrics, split = (json.loads((run / f"{name}.json").read_text()) for name in ("metrics", "split"))
+    predictions, source = pd.read_csv(run / "predictions.csv"), pd.read_csv(folder / "reviews.csv")
+    n_test = math.ceil(ROWS * 0.1)  # --test_size
+    assert len(predictions) == predictions["row"].nunique() == metrics["n_test"] == split["n_test"] == n_test
+    assert predictions["row"].is_monotonic_increasing
+    assert metrics["accuracy"] == accuracy_score(predictions["label"], predictions["predicted"])
+    assert (source["label"].loc[predictions["row"]].to_numpy() == predictions["label"].to_numpy()).all()
+    assert len(metrics["peak_memory_bytes"]) == int(cell[0])
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
+    flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 120, "--output_dir", "table"]
+    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=500)
+    assert done.status == 0, done.out + done.err
+    assert "1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
+    for path in PATHS:
+        run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
+        assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 120)
+        assert [line["step"] for line in run.evaluations] == [75, 120]

@@ -1,61 +1,107 @@
-"""Nothing is ever lost: real jobs are resumed, told to stop, starved of disk, frozen and killed."""
+"""Runs that are resumed, asked to stop, short of disk space, frozen or killed: nothing is lost.
+
+Runs that only train and resume share torchrun jobs; whatever tests a signal, an exit status or a process is a job of
+its own.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
-import pandas as pd
 import pytest
-from jobs import SAMPLE_CSV, Finished, Job, read_steps
+from jobs import SAMPLE_CSV, Job, Outcome, TrainingRun, read_steps, require_success, run_many
+from safetensors.torch import load_file
 
-pytestmark = pytest.mark.launched
+import app.ddp_loop
+from app.cli import parse_settings
+from app.errors import AgreedError, UserError
+
 PATHS = ("ddp_loop", "trainer_run")
 STEPS = 24
 SMALL = [
     *("--csv", SAMPLE_CSV, "--max_length", 48, "--train_batch_size", 12, "--max_steps", STEPS, "--use_cpu"),
-    *("--save_strategy", "steps", "--save_steps", 5, "--save_total_limit", 9, "--disable_tqdm"),
+    *("--save_strategy", "steps", "--save_steps", 5, "--save_total_limit", 9, "--disable_tqdm", "--threads", 1),
 ]
-FULL = [  # mid-epoch, mid-interval of evaluations, dropout on
+FULL = [  # checkpoints in the middle of an epoch and between two evaluations, with dropout
     *SMALL,
     *("--gradient_accumulation_steps", 2, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--eval_strategy", "steps", "--eval_steps", 6, "--metric_for_best_model", "loss"),
 ]
+BATCHES = [*SMALL, "--dropout", 0, "--eval_strategy", "no"]
+# At a learning rate that is not zero in the end, where an additional step would change the weights.
+LAST = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--eval_strategy", "no"]
+ENDLESS = [*SMALL, "--max_steps", 5000, "--eval_strategy", "no"]
+NOT_FINITE = [*SMALL, "--learning_rate", 1e30, "--warmup_steps", 0, "--max_grad_norm", 0, "--eval_strategy", "no"]
+
+
+def resume(*flags, source: str | Path) -> list:
+    return [*flags, "--resume_from_checkpoint", source]
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """A folder for undisturbed runs and the token cache."""
+    """The folder of all runs that share jobs, and of the token cache."""
     return tmp_path_factory.mktemp("recovery")
 
 
-def run(road: str, folder: Path, shared: Path, *flags, ranks: int = 2, limit: float = 120) -> Finished:
-    with start(road, folder, shared, *flags, ranks=ranks) as job:
-        return job.finish(limit)
-
-
-def start(road: str, folder: Path, shared: Path, *flags, ranks: int = 2) -> Job:
-    return Job(road, *flags, "--output_dir", folder, "--cache_dir", shared / "cache", cwd=shared, ranks=ranks)
+@pytest.fixture(scope="module")
+def two_ranks(shared) -> Path:
+    """The folder of the undisturbed runs PATH-2, and batches-PATH-2."""
+    runs = {f"{path}-2": TrainingRun(path, FULL) for path in PATHS}
+    runs |= {f"batches-{path}-2": TrainingRun(path, BATCHES) for path in PATHS}
+    require_success(run_many(shared, runs))
+    return shared
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared):
-    """A function that gives the folder of a run that nobody disturbed, made at the first call."""
+def resumed_two_ranks(two_ranks) -> dict[str, Outcome]:
+    """The outcomes of runs that resume those of `two_ranks`, or that fail."""
+    shutil.copytree(two_ranks / "ddp_loop-2", two_ranks / "damaged")
+    (two_ranks / "damaged" / "metrics.json").unlink()
+    flipped = two_ranks / "damaged" / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 16
+    flipped.write_bytes(content)
+    cut = two_ranks / "damaged" / "checkpoints" / "checkpoint-20" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    source = "ddp_loop-2/checkpoints/checkpoint-10"
+    runs = {
+        "on-trainer_run-2": TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-15")),
+        "damaged-resumed": TrainingRun("ddp_loop", resume(*FULL, "--output_dir", "damaged", source="auto")),
+        "refused": TrainingRun("ddp_loop", resume(*FULL, "--learning_rate", 3e-4, "--seed", 7, source=source)),
+        **{f"not-finite-{path}": TrainingRun(path, NOT_FINITE) for path in PATHS},
+    }
+    return run_many(two_ranks, runs)
 
-    def of(road: str, ranks: int = 2) -> Path:
-        folder = shared / f"{road}-{ranks}"
-        if not folder.exists():
-            done = run(road, folder, shared, *FULL, ranks=ranks)
-            assert done.status == 0, done.err
-        return folder
 
-    return of
+@pytest.fixture(scope="module")
+def three_ranks(two_ranks) -> dict[str, Outcome]:
+    """The outcomes of runs of three ranks; batches-PATH-3 resumes at step 5 of a run of two."""
+    runs = {"ddp_loop-3": TrainingRun("ddp_loop", FULL)}
+    runs["on-ddp_loop-3"] = TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10"))
+    for path in PATHS:
+        source = f"batches-{path}-2/checkpoints/checkpoint-5"
+        runs[f"batches-{path}-3"] = TrainingRun(path, resume(*BATCHES, source=source))
+    return run_many(two_ranks, runs, ranks=3)
+
+
+@pytest.fixture(scope="module")
+def one_rank(three_ranks, shared) -> dict[str, Outcome]:
+    """The outcomes of runs in plain Python; batches-PATH-1 resumes at step 10 of a run of three ranks."""
+    runs = {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}
+    for path in PATHS:
+        source = f"batches-{path}-3/checkpoints/checkpoint-10"
+        runs[f"batches-{path}-1"] = TrainingRun(path, resume(*BATCHES, source=source))
+    return run_many(shared, runs, ranks=0)
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -72,289 +118,295 @@ def steps_in(folder: Path) -> int:
     return len((folder / "steps.jsonl").read_text().splitlines()) if (folder / "steps.jsonl").exists() else 0
 
 
+def start(path_name: str, folder: Path, shared: Path, *flags, ranks: int = 2) -> Job:
+    return Job(path_name, *flags, "--output_dir", folder, "--cache_dir", shared / "cache", cwd=shared, ranks=ranks)
+
+
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("road", "ranks", "step"), [("ddp_loop", 3, 10), ("trainer_run", 2, 15)])
-def test_a_resumed_run_ends_as_one_that_never_stopped(undisturbed, shared, tmp_path, road, ranks, step):
-    whole = undisturbed(road, ranks)
-    source = whole / "checkpoints" / f"checkpoint-{step}"
-    done = run(road, tmp_path / "on", shared, *FULL, "--resume_from_checkpoint", source, ranks=ranks)
-    assert done.status == 0, done.err
-    assert f"(step {step})" in done.out
-    assert_same(whole, tmp_path / "on")
+@pytest.mark.launched
+@pytest.mark.parametrize(("run", "step"), [("ddp_loop-3", 10), ("trainer_run-2", 15)])
+def test_a_resumed_run_ends_like_one_that_never_stopped(resumed_two_ranks, three_ranks, shared, run, step):
+    outcome = (resumed_two_ranks | three_ranks)[f"on-{run}"]
+    assert outcome.problem is None
+    assert f"(step {step})" in outcome.out
+    steps = read_steps(shared / run)
+    assert steps[step - 1]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
+    assert_same(shared / run, shared / f"on-{run}")
 
 
-def test_behind_its_last_step_a_run_is_only_evaluated(shared, tmp_path):
-    """At a learning rate that isn't zero in the end, where a step too many would show."""
-    flags = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--bf16", "--eval_strategy", "no"]
-    for road in PATHS:
-        folder = tmp_path / road
-        assert run(road, folder, shared, *flags, ranks=1).status == 0
+@pytest.mark.launched
+def test_a_run_that_resumes_after_its_last_step_is_only_evaluated(one_rank, shared, tmp_path):
+    for path in PATHS:
+        assert one_rank[f"last-{path}"].problem is None
         for name in ("metrics.json", "predictions.csv"):
-            (folder / name).rename(tmp_path / f"{road}-{name}")
-        done = run(road, folder, shared, *flags, "--resume_from_checkpoint", "auto", ranks=1)
-        assert done.status == 0, done.err
+            (shared / f"last-{path}" / name).rename(tmp_path / f"{path}-{name}")
+    runs = {
+        f"last-{path}-resumed": TrainingRun(path, resume(*LAST, "--output_dir", f"last-{path}", source="auto"))
+        for path in PATHS
+    }
+    require_success(run_many(shared, runs, ranks=0))
+    for path in PATHS:
+        folder = shared / f"last-{path}"
         assert len(read_steps(folder)) == 5
-        for other in PATHS[: PATHS.index(road) + 1]:
+        assert (folder / "metrics.json").is_file()
+        for other in PATHS:
             assert (folder / "predictions.csv").read_bytes() == (tmp_path / f"{other}-predictions.csv").read_bytes()
 
 
-def test_a_folder_where_another_job_writes_is_left_alone(shared, tmp_path):
-    with start("ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000) as job:
-        job.wait_for(lambda: (tmp_path / "run" / "checkpoints" / "checkpoint-5" / "COMPLETE").exists())
-        done = run(
-            "ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000, "--resume_from_checkpoint", "auto"
-        )
-        assert job.torchrun.poll() is None
-    assert len(done.error_lines) == 1, done.err
-    assert "a run that has not ended is writing there" in done.error_lines[0]
-
-
-def test_the_best_weights_are_the_same_on_both_roads_and_not_the_last(undisturbed):
-    a, b = (undisturbed(road) for road in PATHS)
+@pytest.mark.launched
+def test_the_best_weights_are_the_same_in_both_paths_and_not_the_last(two_ranks):
+    a, b = (two_ranks / f"{path}-2" for path in PATHS)
     assert_same(a, b)
     evaluations = [json.loads(line) for line in (a / "evaluations.jsonl").read_text().splitlines()]
     assert {line["rows"] for line in evaluations} == {"validation"}
     best = min(evaluations, key=lambda line: line["loss"])["step"]
-    weights = (a / "checkpoints" / f"best-{best}" / "model.safetensors").read_bytes()
-    from safetensors.torch import load, load_file
-
-    model, kept = load_file(a / "model" / "model.safetensors"), load(weights)
+    model, kept = (
+        load_file(file) for file in (a / "model/model.safetensors", a / f"checkpoints/best-{best}/model.safetensors")
+    )
     assert all(model[name].equal(kept[name]) for name in model)
 
 
-def test_best_without_validation_rows_is_a_mistake(launch):
-    done = launch("app.ddp_loop", "--csv", SAMPLE_CSV, "--load_best_model_at_end")
-    assert done.status == 2
-    assert len(done.error_lines) == 1
-    assert "--validation_size" in done.error_lines[0]
+def test_best_weights_without_validation_rows_are_a_mistake():
+    with pytest.raises(UserError, match="--validation_size"):
+        parse_settings(arguments=["--load_best_model_at_end"])
 
 
-@pytest.mark.parametrize("road", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
-def test_at_another_number_of_ranks_the_same_batches_go_on(shared, tmp_path, road):
-    flags = [*SMALL, "--dropout", 0, "--eval_strategy", "no"]
-    assert run(road, tmp_path / "2", shared, *flags, ranks=2).status == 0
-    for before, ranks, step in ((2, 3, 5), (3, 1, 10)):
-        checkpoint, folder = tmp_path / str(before) / "checkpoints" / f"checkpoint-{step}", tmp_path / str(ranks)
-        done = run(road, folder, shared, *flags, "--resume_from_checkpoint", checkpoint, ranks=ranks)
-        assert done.status == 0, done.err
-        assert "other dropout masks" in done.out
-        for ours, theirs in zip(read_steps(folder), read_steps(tmp_path / "2"), strict=True):
+@pytest.mark.launched
+@pytest.mark.parametrize("path", PATHS)
+def test_resuming_at_another_world_size_keeps_the_batches(two_ranks, three_ranks, one_rank, path):
+    undisturbed = read_steps(two_ranks / f"batches-{path}-2")
+    for outcomes, ranks in ((three_ranks, 3), (one_rank, 1)):
+        outcome = outcomes[f"batches-{path}-{ranks}"]
+        assert outcome.problem is None
+        assert "different dropout masks" in outcome.out
+        for ours, theirs in zip(read_steps(two_ranks / f"batches-{path}-{ranks}"), undisturbed, strict=True):
             for name in ("step", "epoch", "examples", "tokens", "learning_rate"):
                 assert ours[name] == theirs[name], "not the same global batch"
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
 
 
-def test_another_training_is_refused(undisturbed, shared, tmp_path):
-    source = undisturbed("ddp_loop") / "checkpoints" / "checkpoint-10"
-    resume = ["--resume_from_checkpoint", source]
-    done = run("ddp_loop", tmp_path / "on", shared, *FULL, *resume, "--learning_rate", 3e-4, "--seed", 7)
-    assert len(done.error_lines) == 1
+@pytest.mark.launched
+def test_another_training_is_refused(resumed_two_ranks, shared):
+    problem = resumed_two_ranks["refused"].problem
+    assert problem.startswith("AgreedError: ")
     for part in ("learning_rate was 0.001 and is 0.0003", "seed was 42 and is 7", "split fingerprint was"):
-        assert part in done.error_lines[0]
-    assert not (tmp_path / "on").exists()
+        assert part in problem
+    assert not (shared / "refused").exists()
 
 
-def test_two_damaged_checkpoints_are_passed_over_and_said(undisturbed, shared, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(undisturbed("ddp_loop"), folder)
-    (folder / "metrics.json").unlink()
-    latest_valid_checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors"
-    content = bytearray(latest_valid_checkpoint.read_bytes())
-    content[len(content) // 2] ^= 16
-    latest_valid_checkpoint.write_bytes(content)
-    cut = folder / "checkpoints" / "checkpoint-20" / "model.safetensors"
-    cut.write_bytes(cut.read_bytes()[:-1])
-    done = run("ddp_loop", folder, shared, *FULL, "--resume_from_checkpoint", "auto")
-    assert done.status == 0, done.err
-    told = [line for line in done.out.splitlines() if "is skipped" in line]
-    assert [re.search(r"checkpoint-(\d+) is", line)[1] for line in told] == [str(STEPS), "20"]
-    assert "(step 15)" in done.out
-    assert_same(undisturbed("ddp_loop"), folder)
+@pytest.mark.launched
+def test_two_damaged_checkpoints_are_skipped_and_reported(resumed_two_ranks, shared):
+    outcome = resumed_two_ranks["damaged-resumed"]
+    assert outcome.problem is None
+    reported = re.findall(rf"checkpoint-({STEPS}|20)\b", outcome.out)
+    assert reported == [str(STEPS), "20"]
+    assert "(step 15)" in outcome.out
+    assert_same(shared / "ddp_loop-2", shared / "damaged")
 
 
-# ---- told to stop ----------------------------------------------------------------------------------------------------
+@pytest.mark.launched
+def test_a_folder_in_which_another_job_writes_is_left_alone(world, shared, tmp_path):
+    folder = tmp_path / "run"
+    with start("ddp_loop", folder, shared, *ENDLESS, ranks=1) as job:
+        job.wait_for((folder / "checkpoints" / "checkpoint-5" / "COMPLETE").exists)
+        flags = [*ENDLESS, "--output_dir", folder, "--cache_dir", shared / "cache", "--resume_from_checkpoint", "auto"]
+        with pytest.raises(AgreedError, match="a run that has not ended is writing there"):
+            app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
+        assert job.running
 
 
-@pytest.mark.parametrize(
-    ("road", "number", "to"),
-    [
-        ("ddp_loop", signal.SIGTERM, "rank 1"),
-        ("trainer_run", signal.SIGUSR1, "rank 0"),
-        ("ddp_loop", signal.SIGINT, "torchrun"),
-        pytest.param("trainer_run", signal.SIGTERM, "all", marks=pytest.mark.slow),
-        pytest.param("ddp_loop", signal.SIGUSR1, "torchrun", marks=pytest.mark.slow),
-    ],
-)
-def test_told_to_stop_all_ranks_save_the_same_step_and_the_run_goes_on_from_there(
-    undisturbed, shared, tmp_path, road, number, to
-):
-    whole, folder = undisturbed(road), tmp_path / "run"
-    with start(road, folder, shared, *FULL) as job:
+# ---- asked to stop ---------------------------------------------------------------------------------------------------
+
+STOPS = {  # path, signal, and the processes that get it
+    "rank 1": ("ddp_loop", signal.SIGTERM),
+    "rank 0": ("trainer_run", signal.SIGUSR1),
+    "torchrun": ("ddp_loop", signal.SIGINT),
+    "torchrun and all ranks": ("trainer_run", signal.SIGTERM),  # as Slurm does
+    "torchrun alone": ("ddp_loop", signal.SIGUSR1),
+}
+SLOW_STOPS = ("torchrun and all ranks", "torchrun alone")
+
+
+def stop(target: str, folder: Path, shared: Path) -> int:
+    """Start a run, signal it, and check how it ends. Return the step after which it stopped."""
+    path_name, number = STOPS[target]
+    with start(path_name, folder, shared, *FULL) as job:
         job.wait_for(lambda: steps_in(folder) >= 5)
         ranks = [job.rank(rank) for rank in range(2)]
-        if to.startswith("rank"):
-            ranks[int(to[-1])].send_signal(number)
+        if target.startswith("rank"):
+            ranks[int(target[-1])].send_signal(number)
         else:
             job.torchrun.send_signal(number)
-            for rank in ranks if to == "all" else ():  # as Slurm does
+            for rank in ranks if "all ranks" in target else ():
                 rank.send_signal(number)
-        told = time.monotonic()
-        done = job.finish(20)
-    assert time.monotonic() - told < 15
+        done = job.finish(30)  # the time between SIGTERM and SIGKILL that torchrun and Slurm grant
     stopped = [line for line in done.err.splitlines() if line.startswith("stopped: after step ")]
     assert len(stopped) == 1, done.err
-    if to.startswith("rank"):
+    if target.startswith("rank"):
         assert "exitcode  : 75" in done.err
     step = int(stopped[0].split()[3])
     assert 5 < step < STEPS
     assert steps_in(folder) == step
-    done = run(road, folder, shared, *FULL, "--resume_from_checkpoint", "auto")
-    assert done.status == 0, done.err
-    assert f"(step {step})" in done.out
-    assert_same(whole, folder)
+    return step
 
 
-LATE = """
-import os, signal
-from app import ddp_loop
-from app.cli import launch
+@pytest.fixture(scope="module")
+def stopped(two_ranks) -> Callable[[str], tuple[int, Outcome]]:
+    """A function that returns the step after which a run of `STOPS` stopped, and the outcome of resuming it."""
 
-evaluate = ddp_loop.evaluate
+    @cache
+    def stop_and_resume(are_slow: bool) -> dict[str, tuple[int, Outcome]]:
+        targets = [target for target in STOPS if (target in SLOW_STOPS) is are_slow]
+        steps = {target: stop(target, two_ranks / f"stopped-{target}", two_ranks) for target in targets}
+        runs = {
+            target: TrainingRun(STOPS[target][0], resume(*FULL, "--output_dir", f"stopped-{target}", source="auto"))
+            for target in targets
+        }
+        outcomes = run_many(two_ranks, runs)
+        return {target: (steps[target], outcomes[target]) for target in targets}
 
-def evaluate_late(*arguments):
-    os.kill(os.getpid(), signal.SIGUSR1)
-    return evaluate(*arguments)
-
-ddp_loop.evaluate = evaluate_late
-launch(ddp_loop.main, None)
-"""
+    return lambda target: stop_and_resume(target in SLOW_STOPS)[target]
 
 
-def test_a_signal_in_the_last_evaluation_lets_it_finish(launch, review_csv, tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
+@pytest.mark.launched
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_STOPS else name for name in STOPS]
+)
+def test_after_a_signal_all_ranks_save_the_same_step_and_the_run_resumes_from_it(stopped, two_ranks, target):
+    step, outcome = stopped(target)
+    assert outcome.problem is None
+    assert f"(step {step})" in outcome.out
+    assert_same(two_ranks / f"{STOPS[target][0]}-2", two_ranks / f"stopped-{target}")
+
+
+def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, tmp_path):
+    def evaluate_late(*arguments):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return evaluate(*arguments)
+
+    evaluate = app.ddp_loop.evaluate
     flags = ["--csv", review_csv(), "--train_batch_size", 8, "--max_steps", 1, "--eval_strategy", "no"]
-    done = launch(str(tmp_path / "late.py"), *flags, "--output_dir", "run")
-    assert done.status == 0, done.err
+    flags += ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
+    with patch.object(app.ddp_loop, "evaluate", evaluate_late):
+        app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
-def test_a_second_signal_ends_a_rank_at_once_even_where_it_waits_for_another(shared, tmp_path):
-    with start("ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000) as job:
+@pytest.mark.launched
+def test_a_second_signal_ends_a_rank_at_once_even_if_it_waits_for_another(shared, tmp_path):
+    with start("ddp_loop", tmp_path / "run", shared, *ENDLESS) as job:
         job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
         waiting, frozen = job.rank(0), job.rank(1)
         frozen.suspend()
         time.sleep(1)
         waiting.terminate()
-        time.sleep(1.5)
+        time.sleep(1.5)  # an earlier second signal would count as a repetition of the first
         assert waiting.is_running()
         waiting.terminate()
-        waiting.wait(1)
+        waiting.wait(5)
         frozen.kill()
-        done = job.finish(30)
+        done = job.finish(60)
     assert "exitcode  : 143" in done.err
 
 
-# ---- failing well ----------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("road", "then"), [("ddp_loop", "continue"), ("trainer_run", "continue"), ("ddp_loop", "stop")]
-)
-def test_a_full_disk_during_a_save(undisturbed, shared, mount, road, then):
-    first = undisturbed(road) / "checkpoints" / "checkpoint-5"
-    one = sum(path.stat().st_size for path in first.iterdir())
-    folder = mount(f"size={int(one * 1.6)}") / "run"  # holds one and the model, not two
-    done = run(road, folder, shared, *SMALL, "--eval_strategy", "no", "--on_save_failure", then)
-    whole = sorted(path.parent.name for path in folder.glob("checkpoints/*/COMPLETE"))
-    assert whole == ["checkpoint-5"]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] in (
-        ["checkpoint-5"],
-        [".writing", "checkpoint-5"],
-    )
-    if then == "continue":
-        assert done.status == 0, done.err
-        assert (folder / "model" / "model.safetensors").is_file()
-        told = [line for line in done.out.splitlines() if line.startswith("warning: ")]
-        assert len(told) == 4, "one line a failed save"
-    else:
-        told = done.error_lines
-        assert len(told) == 1, done.err
-    for line in told:
-        assert "No space left" in line or re.search(r"\d+ MiB are free there", line)
-        assert "checkpoint-5" in line
+@pytest.mark.launched
+def test_a_disk_that_fills_up_during_a_save(two_ranks, mount):
+    first = two_ranks / "ddp_loop-2" / "checkpoints" / "checkpoint-5"
+    size = sum(path.stat().st_size for path in first.iterdir())
+    cases = [("ddp_loop", "continue"), ("trainer_run", "continue"), ("ddp_loop", "stop")]
+    folders = {case: mount(f"size={int(size * 1.6)}") / "run" for case in cases}  # enough for one and the model
+    runs = {
+        "-".join(case): TrainingRun(
+            case[0],
+            [*SMALL, "--eval_strategy", "no", "--on_save_failure", case[1], "--output_dir", folders[case]],
+        )
+        for case in cases
+    }
+    outcomes = run_many(two_ranks, runs)
+    for case, folder in folders.items():
+        complete = sorted(path.parent.name for path in folder.glob("checkpoints/*/COMPLETE"))
+        assert complete == ["checkpoint-5"]
+        names = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert names in ({"checkpoint-5"}, {".writing", "checkpoint-5"})
+        outcome = outcomes["-".join(case)]
+        if case[1] == "continue":
+            assert outcome.problem is None
+            assert (folder / "model" / "model.safetensors").is_file()
+            lines = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+            assert len(lines) == 4, "one line per failed save"
+        else:
+            assert outcome.problem.startswith("RunError: ")
+            lines = [outcome.problem]
+        for line in lines:
+            assert "No space left" in line or re.search(r"\d+ MiB are free there", line)
+            assert "checkpoint-5" in line
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_s_step(shared, tmp_path):
-    lines = []
-    for road in PATHS:
-        folder = tmp_path / road
-        flags = ["--learning_rate", 1e30, "--warmup_steps", 0, "--max_grad_norm", 0, "--eval_strategy", "no"]
-        done = run(road, folder, shared, *SMALL, *flags)
-        assert done.status == 1
-        assert len(done.error_lines) == 1, done.err
-        line = done.error_lines[0]
-        step = int(re.search(r"step (\d+): ", line)[1])
-        assert "the optimizer skipped this step" in line
-        assert steps_in(folder) == step - 1
+@pytest.mark.launched
+def test_a_nonfinite_loss_stops_the_run_before_the_optimizer_step(resumed_two_ranks, shared):
+    problems = [resumed_two_ranks[f"not-finite-{path}"].problem for path in PATHS]
+    for problem, path in zip(problems, PATHS, strict=True):
+        assert problem.startswith("RunError: ")
+        step = int(re.search(r"step (\d+): ", problem)[1])
+        assert steps_in(shared / f"not-finite-{path}") == step - 1
         for rank in range(2):
-            rows = re.search(rf"rank {rank}, rows ([\d, ]+)", line)[1]
+            rows = re.search(rf"rank {rank}, rows ([\d, ]+)", problem)[1]
             assert len({int(row) for row in rows.split(",")}) == 6
-        lines.append(line)
-    assert lines[0] == lines[1]
+    assert problems[0] == problems[1]
 
 
-@pytest.mark.slow  # torchrun gives it 30 s before it kills it
-def test_a_frozen_rank_is_named_and_no_process_stays(shared, tmp_path):
-    with start("ddp_loop", tmp_path / "run", shared, *SMALL, "--max_steps", 2000, "--ddp_timeout", 8, ranks=3) as job:
+@pytest.mark.launched
+def test_a_nonfinite_loss_ends_a_job_with_status_1_and_one_line(launch):
+    done = launch("trainer_run", *NOT_FINITE, ranks=1)
+    assert done.status == 1
+    assert len(done.error_lines) == 1, done.err
+    assert "the optimizer skipped this step" in done.error_lines[0]
+
+
+@pytest.mark.launched
+@pytest.mark.slow  # torchrun waits 30 s before it kills the frozen rank
+def test_a_frozen_rank_is_named_and_no_process_remains(shared, tmp_path):
+    with start("ddp_loop", tmp_path / "run", shared, *ENDLESS, "--ddp_timeout", 15, ranks=3) as job:
         job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
         job.rank(1).suspend()
-        done = job.finish(80)
+        done = job.finish(120)
     assert done.status == 1
     assert len(done.error_lines) == 1, done.err
     assert "rank 0 lost contact with rank(s) 1, after step" in done.error_lines[0]
 
 
-def test_a_folder_that_vanishes_ends_the_run_with_one_line(shared, tmp_path):
+@pytest.mark.launched
+def test_a_run_folder_that_disappears_ends_the_run_with_one_line(shared, tmp_path):
     folder = tmp_path / "run"
-    with start("trainer_run", folder, shared, *SMALL, "--max_steps", 2000) as job:
+    with start("trainer_run", folder, shared, *ENDLESS) as job:
         job.wait_for(lambda: steps_in(folder) >= 5)
         folder.rename(tmp_path / "elsewhere")
-        done = job.finish(60)
+        done = job.finish(90)
     assert done.status == 1
     assert len(done.error_lines) == 1, done.err
     assert "No such file or directory" in done.error_lines[0]
     assert not folder.exists()
 
 
-def test_a_folder_that_can_only_be_read_is_one_line(shared, mount):
-    done = run("ddp_loop", mount("ro") / "run", shared, *SMALL)
-    assert len(done.error_lines) == 1, done.err
-    assert "can't be written: Read-only file system" in done.error_lines[0]
+def test_a_read_only_folder_is_one_line(world, mount, tmp_path):
+    flags = [*SMALL, "--output_dir", mount("ro") / "run", "--cache_dir", tmp_path / "cache"]
+    with pytest.raises(AgreedError, match="can't be written: Read-only file system"):
+        app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
 
 
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.launched
 @pytest.mark.slow
-def test_killed_ranks_come_back_and_nothing_is_lost(shared):
-    """The torture script, for a few kills."""
-    command = [
-        sys.executable,
-        "-m",
-        "app.experiments.fault_injection",
-        "--kills",
-        "3",
-        "--seed",
-        "5",
-        "--csv",
-        str(SAMPLE_CSV),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("3 kills in ")
-
-
-def test_the_sample_has_enough_rows_for_an_epoch_that_is_cut_in_the_middle():
-    assert len(pd.read_csv(SAMPLE_CSV)) * 0.8 > 12 * STEPS
+def test_killed_ranks_resume_and_nothing_is_lost(launch):
+    """The fault injection experiment, with a few kills."""
+    flags = ["--kills", 3, "--seed", 5, "--csv", SAMPLE_CSV]
+    done = launch("app.experiments.fault_injection", *flags, limit=700)
+    assert done.status == 0, done.out + done.err
+    assert done.out.splitlines()[-1].startswith("3 kills in ")

@@ -1,0 +1,108 @@
+"""Run many trainings in one torchrun job: starting a job takes longer than training a tiny model.
+
+As a script it reads RUNS, a JSON file that maps each run's name to the fields that `jobs.run_many` describes, trains
+them one after another in one process group, and writes outcomes.json beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import architectures  # noqa: F401  (registers its models with transformers)
+from mutations import MUTATIONS
+from torch.nn.parallel import DistributedDataParallel
+
+import app.ddp_loop
+import app.trainer_run
+import app.training.build
+from app.cli import launch, parse_settings
+from app.distributed.collectives import barrier
+from app.distributed.process_group import join
+from app.distributed.world import World
+from app.runs.record import RunRecord
+from app.settings import Settings
+
+PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
+
+
+def run_all(settings: Settings) -> None:
+    file = Path(os.environ["RUNS"])
+    with join(settings) as world:
+        runs = json.loads(file.read_text())
+        outcomes = {name: train(run, world) for name, run in runs.items()}
+        if world.is_main_process:
+            file.with_name("outcomes.json").write_text(json.dumps(outcomes))
+
+
+def train(run: dict[str, Any], world: World) -> dict[str, Any]:
+    """Train one run. Return its outcome: the fields of `jobs.Outcome`."""
+    if world.is_main_process:
+        for source, target in run["copies"]:
+            shutil.copytree(source, target)
+        for source, target in run["moves"]:
+            Path(source).rename(target)
+    barrier(world)
+    flags = [flag.replace("{rank}", str(world.rank)) for flag in run["flags"]]
+    problem, inspection, out = None, {}, io.StringIO()
+    try:
+        with (
+            redirect_stdout(out),
+            MUTATIONS[run["mutation"]](world) if run["mutation"] else nullcontext(),
+            inspect() if run["inspect"] else nullcontext({}) as inspection,
+        ):
+            PATHS[run["path"]].fine_tune(parse_settings(arguments=flags), world)  # type: ignore[attr-defined]
+    except Exception as raised:
+        problem = f"{type(raised).__name__}: {raised}"
+    gc.collect()  # a DDP module must not outlive the process group
+    return {"problem": problem, "out": out.getvalue(), "inspection": inspection}
+
+
+@contextmanager
+def inspect() -> Iterator[dict[str, Any]]:
+    """Record how DDP is configured (`ddp`), and what training changes in config and tokenizer (`changes`)."""
+    found: dict[str, Any] = {"ddp": {}, "changes": []}
+    loaded: list[Any] = []
+    load, wrap, finish = app.training.build.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
+
+    def load_and_describe(*arguments: Any) -> Any:
+        classifier = load(*arguments)
+        loaded[:] = [classifier.model, arguments[2], describe(classifier.model, arguments[2])]
+        return classifier
+
+    def wrap_and_record(ddp: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        wrap(ddp, *arguments, **options)
+        plain = {name: x for name, x in vars(ddp).items() if isinstance(x, bool | int | float | str | None)}
+        found["ddp"] |= plain | {"broadcast_buffers": ddp.broadcast_buffers}
+
+    def compare_and_finish(record: RunRecord, *arguments: Any, **named: Any) -> None:
+        model, tokenizer, before = loaded
+        after = describe(model, tokenizer)
+        found["changes"] += [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+        finish(record, *arguments, **named)
+
+    with (
+        patch.object(app.training.build, "load_classifier", load_and_describe),
+        patch.object(DistributedDataParallel, "__init__", wrap_and_record),
+        patch.object(RunRecord, "finish", compare_and_finish),
+    ):
+        yield found
+
+
+def describe(model: Any, tokenizer: Any) -> list[str]:
+    """Describe a model's config and its tokenizer, except what saving the model adds to the config."""
+    generation_config = getattr(model, "generation_config", None)
+    config = {name: x for name, x in model.config.to_dict().items() if name not in ("architectures", "dtype")}
+    return [repr(config), repr(generation_config), repr(tokenizer), repr(tokenizer.init_kwargs)]
+
+
+if __name__ == "__main__":
+    launch(run_all, None)
