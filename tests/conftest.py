@@ -25,6 +25,7 @@ hypothesis.settings.load_profile("busy machine")
 LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` on machines without one, and adjust those that start jobs.
 

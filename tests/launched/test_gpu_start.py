@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
         "from app.distributed.process_group import join\n"
         "from app.distributed.preemption import StopRequest\n"
         "def main(settings):\n"
-        "    with join(settings) as world, StopRequest(replace(world, timeout=timedelta(seconds=2))) as stop:\n"
+        "    with join(settings) as world, StopRequest(replace(world, timeout=timedelta(seconds=5))) as stop:\n"
         "        if world.rank == 1:\n"
         "            signal.pause()\n"
         "        stop.requested()\n"
