@@ -13,5 +13,6 @@ bash run_scripts/setup.sh
 .venv/bin/python -m ruff check --quiet .
 .venv/bin/python -m ruff format --check --quiet .
 .venv/bin/python -m mypy app
-# At most 4 workers: each starts jobs of up to 4 processes, which need 0.7 GiB of memory each.
-exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup "$@"
+# Tests of one file share jobs, so they run in the same worker. At most 4 workers: each
+# starts jobs of up to 4 processes, which need 0.7 GiB of memory each.
+exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile "$@"

@@ -25,17 +25,11 @@ hypothesis.settings.load_profile("busy machine")
 LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one, and adjust those that start jobs.
-
-    These get more time. Those of one file share jobs, so that `pytest -n` must run them in the same worker.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on machines without one, and give those that start jobs more time."""
     for item in items:
         if item.get_closest_marker("launched"):
             item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
-            if config.pluginmanager.hasplugin("xdist"):
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
