@@ -97,10 +97,12 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
     assert find_difference(tmp_path / "b", hashes).startswith("incomplete run: ")
 
 
-@pytest.mark.parametrize("flags", [["--kills", "0"], ["--ranks", "-1"], ["--csv", "missing.csv"]])
+@pytest.mark.parametrize(
+    "flags", [["--kills", "0"], ["--ranks", "-1"], ["--csv", "missing.csv"], ["--kills", "x"], ["--kils", "1"]]
+)
 def test_a_mistake_is_one_line(monkeypatch, capsys, flags):
     monkeypatch.setattr(sys, "argv", ["fault_injection", *flags])
     assert fault_injection.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert flags[1] in line
+    assert flags[1] in line or flags[0] in line
