@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -46,13 +47,20 @@ def _main() -> int:
         return inject_faults(arguments, Path(temporary))
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
+
+
 def parse() -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        UserError: a number out of range.
+        UserError: an unknown flag or an invalid value.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="how many ranks to kill in all (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="determines ranks and moments (default: 0)")
     parser.add_argument("--ranks", type=int, default=2, help="processes per job (default: 2)")
