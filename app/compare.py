@@ -41,7 +41,14 @@ from app.runs.reader import read_run
 from app.runs.schema import RUNS
 from app.settings import LARGEST_COUNT, Settings
 
-OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "baselines", "ablate")  # not settings of a training run
+OPTIONS = (
+    "runs",
+    "nproc_per_node",
+    "seeds",
+    "assert_equal",
+    "no_baselines",
+    "ablate",
+)  # not settings of a training run
 
 
 def main() -> int:
@@ -54,14 +61,14 @@ def _main() -> int:
         return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
     if options.runs:
         a, b = (read_run(Path(run)) for run in options.runs)
-        comparison = compare_runs(a, b, options.baselines)
+        comparison = compare_runs(a, b, baselines=not options.no_baselines)
         folder = create_folder(settings.output_dir, RUNS / "comparisons")
     else:
         folder, pairs = train_pairs(settings, options.nproc_per_node, options.seeds or 1)
         if len(pairs) > 1:
-            comparison = compare_seeds(pairs, options.baselines)
+            comparison = compare_seeds(pairs, baselines=not options.no_baselines)
         else:
-            comparison = compare_runs(*pairs[0], options.baselines)
+            comparison = compare_runs(*pairs[0], baselines=not options.no_baselines)
     print(f"\n{write_comparison(comparison, folder)}")
     print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
     if options.assert_equal and (difference := first_difference_of(comparison)) is not None:
@@ -91,8 +98,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     group.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are bitwise identical")
     group.add_argument(
         "--no_baselines",
-        dest="baselines",
-        action="store_false",
+        action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )
     group.add_argument("--ablate", action="store_true", help="measure the silent differences between the usual scripts")

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -27,7 +26,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
@@ -47,6 +45,7 @@ from app.training.console import describe_result
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
+from app.training.trainer_arguments import DDPArguments, training_arguments
 
 
 def main(settings: Settings) -> None:
@@ -107,49 +106,10 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     prepared.record.load_best(prepared.strategy, prepared.model)
 
 
-def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
-    """Return the settings under Trainer's names."""
-    settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
-    return TrainingArguments(
-        output_dir=str(prepared.record.folder),
-        per_device_train_batch_size=plan.micro_size,
-        per_device_eval_batch_size=settings.eval_batch_size,
-        gradient_accumulation_steps=plan.accumulation_steps,
-        num_train_epochs=settings.num_train_epochs,
-        max_steps=plan.total_steps,
-        max_grad_norm=settings.max_grad_norm or float("inf"),
-        seed=settings.seed,
-        bf16=settings.bf16,
-        eval_strategy="no",  # ScheduleCallback decides on both, so that they follow the same steps as in app.ddp_loop
-        save_strategy="no",
-        logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it again
-        logging_nan_inf_filter=False,  # it would hide a non-finite loss, and synchronize with the device in each step
-        use_cpu=on_cpu,
-        ddp_backend="gloo" if on_cpu else "nccl",
-        ddp_find_unused_parameters=settings.ddp_find_unused_parameters,  # None would mean True
-        ddp_bucket_cap_mb=settings.ddp_bucket_cap_mb,
-        ddp_timeout=settings.ddp_timeout,
-        disable_tqdm=settings.disable_tqdm,
-        label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
-        report_to="none",
-    )
-
-
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Compute the metrics of the gathered rows: logits, float (n, classes), and class ids, int64 (n,)."""
     scores = score(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
-
-
-class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
-    """The arguments that app.ddp_loop gives DDP.
-
-    accelerate drops those that equal its own defaults. That matters for a `bucket_cap_mb` of 25: DDP makes its first
-    bucket smaller only for None.
-    """
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return {"find_unused_parameters": self.find_unused_parameters, "bucket_cap_mb": self.bucket_cap_mb}
 
 
 class QuietProgressCallback(ProgressCallback):

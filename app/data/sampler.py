@@ -119,7 +119,7 @@ class LengthGroupedSampler(FullBatchSampler):
 
     A shuffled epoch is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the
     batches of the epoch are shuffled. This is the recipe of `transformers`' `LengthGroupedSampler`, applied to the
-    global batch rather than to a rank's. Within a batch the rows stay sorted and are assigned to the ranks in turn, so
+    global batch rather than to a rank's. The rows of a batch stay sorted and are assigned to the ranks in turn, so
     every rank has the same range of lengths and waits as little as possible.
     """
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from app.data.sampler import BatchPlan, plan_batches
 from app.errors import UserError
-from app.settings import Settings
+from app.settings import Settings, resolve_train_batch_size
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 
@@ -57,7 +57,8 @@ def plan_variant(settings: Settings, variant: Variant, n_train: int, ranks: int)
     Raises:
         UserError: there are fewer training rows than one batch needs.
     """
-    settings = replace(settings, train_batch_size=settings.train_batch_size * variant.batch_factor)
+    size = resolve_train_batch_size(settings, ranks) * variant.batch_factor
+    settings = replace(settings, train_batch_size=size, per_device_train_batch_size=None)
     return plan_batches(settings, n_train, ranks * variant.batch_factor)
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -30,6 +31,7 @@ from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
 from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subjects
 from app.experiments.program import run_program
+from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer hangs
 LINE = "{:>3}  {:<11}  {:<5}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
@@ -46,13 +48,20 @@ def _main() -> int:
         return inject_faults(arguments, Path(temporary))
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
+
+
 def parse() -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        UserError: a number out of range.
+        UserError: an unknown flag or an invalid value.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="how many ranks to kill in all (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="determines ranks and moments (default: 0)")
     parser.add_argument("--ranks", type=int, default=2, help="processes per job (default: 2)")
@@ -110,7 +119,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
             return 1
         undisturbed.append(hash_results(run_folder))
         seconds.append(outcome.seconds)
-        weights = undisturbed[-1]["model/model.safetensors"][:16]
+        weights = undisturbed[-1][f"{MODEL_FOLDER}/{MODEL}"][:16]
         print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s undisturbed, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)
@@ -205,11 +214,11 @@ def wait_for_end(job: TorchrunJob) -> str | None:
 
 def hash_results(folder: Path) -> dict[str, str]:
     """Return a hash of each file that must not depend on whether a run was disturbed."""
-    files = {name: (folder / name).read_bytes() for name in ("model/model.safetensors", "predictions.csv")}
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    files = {name: (folder / name).read_bytes() for name in (f"{MODEL_FOLDER}/{MODEL}", PREDICTIONS)}
+    steps = [json.loads(line) for line in (folder / STEPS.name).read_text().splitlines()]
     untimed = [{name: value for name, value in step.items() if name != "seconds"} for step in steps]
-    files["steps.jsonl"] = json.dumps(untimed).encode()
-    files["evaluations.jsonl"] = (folder / "evaluations.jsonl").read_bytes()
+    files[STEPS.name] = json.dumps(untimed).encode()
+    files[EVALUATIONS.name] = (folder / EVALUATIONS.name).read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from app.runs import schema
+
 # Steps 6 to 24 have an evaluation and no checkpoint, 5 to 25 a checkpoint and no evaluation, 30 and 36 have both.
 STEPS, SAVE_STEPS, EVAL_STEPS = 36, 5, 6
 
@@ -45,7 +47,7 @@ class RunFiles:
 
     def _versions(self) -> list[FileVersion]:
         versions: list[FileVersion] = []
-        for name in ("settings.json", "steps.jsonl"):
+        for name in (schema.SETTINGS.name, schema.STEPS.name):
             try:
                 status = (self.folder / name).stat()
                 versions.append((status.st_ino, status.st_mtime_ns))
@@ -70,7 +72,9 @@ def at_start_up(chance: random.Random, seconds: float) -> Moment:
 
 def in_a_step(chance: random.Random, seconds: float) -> Moment:
     step = chance.randrange(1, STEPS)
-    return Moment(lambda files: files.is_training() and files.last_step("steps.jsonl") >= step, chance.uniform(0, 0.2))
+    return Moment(
+        lambda files: files.is_training() and files.last_step(schema.STEPS.name) >= step, chance.uniform(0, 0.2)
+    )
 
 
 def in_a_save(chance: random.Random, seconds: float) -> Moment:
@@ -93,15 +97,15 @@ def in_an_evaluation(chance: random.Random, seconds: float) -> Moment:
     first = chance.randrange(1, STEPS - SAVE_STEPS)
 
     def is_evaluating(files: RunFiles) -> bool:
-        step = files.last_step("steps.jsonl")
+        step = files.last_step(schema.STEPS.name)
         due = is_due(step, EVAL_STEPS) and not is_due(step, SAVE_STEPS)
-        return files.is_training() and due and step >= first and step > files.last_step("evaluations.jsonl")
+        return files.is_training() and due and step >= first and step > files.last_step(schema.EVALUATIONS.name)
 
     return Moment(is_evaluating, chance.uniform(0, 0.05))
 
 
 def before_the_exit(chance: random.Random, seconds: float) -> Moment:
-    file = chance.choice(["metrics.json", "predictions.csv", ".model.tmp"])
+    file = chance.choice([schema.METRICS.name, schema.PREDICTIONS, f".{schema.MODEL_FOLDER}.tmp"])
     return Moment(lambda files: files.is_training() and (files.folder / file).exists(), chance.uniform(0, 0.03))
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from app.errors import UserError
 from app.runs.reader import Run
-from app.runs.schema import MODEL_FOLDER
+from app.runs.schema import MODEL, MODEL_FOLDER
 
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
@@ -37,7 +37,7 @@ def first_difference(a: Run, b: Run) -> str | None:
     file order, the weights in a's order, and the test metrics. 0.0 and -0.0 differ.
 
     Raises:
-        UserError: the weights are missing, damaged or half-written.
+        UserError: the weights are missing, damaged or incomplete.
     """
     # Before anything is compared, so that damaged weights are reported even if the steps differ.
     weights_a, weights_b = (read_weights(run.folder / MODEL_FOLDER) for run in (a, b))
@@ -133,11 +133,11 @@ def read_weights(folder: Path) -> Weights:
     """
     index = folder / "model.safetensors.index.json"
     try:
-        names = {"model.safetensors"}
+        names = {MODEL}
         if index.exists():
             names = {Path(name).name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
-        raise UserError(f"{index}: damaged or half-written: {problem}") from None
+        raise UserError(f"{index}: damaged or incomplete: {problem}") from None
     weights = {name: tensor for file in sorted(names) for name, tensor in _read_tensors(folder / file).items()}
     if not weights:
         raise UserError(f"{folder}: its files contain no weights")
@@ -151,7 +151,7 @@ def _read_tensors(path: Path) -> Weights:
         with safe_open(path, framework="np"):  # checks the header, the offsets and the length of the file
             pass
     except (SafetensorError, OSError) as problem:
-        raise UserError(f"{path}: damaged or half-written: {problem}") from None
+        raise UserError(f"{path}: damaged or incomplete: {problem}") from None
     content = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())

@@ -16,7 +16,7 @@ from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.experiments.ablation import build_optimization, prepare_data, repeat_padded_rows
 from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
-from app.experiments.ablation_variants import Variant, build_variants
+from app.experiments.ablation_variants import Variant, build_variants, plan_variant
 from app.settings import Settings
 
 
@@ -114,3 +114,9 @@ def test_a_variant_that_cannot_be_trained_is_reported_before_anything_is_trained
     with pytest.raises(UserError, match=r"batch size per rank, 4 ranks instead of 2: .*--train_batch_size 80"):
         run_ablation(settings, 2, 1)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_variant_with_more_ranks_keeps_a_batch_size_per_rank():
+    settings = Settings(per_device_train_batch_size=4)
+    plan = plan_variant(settings, Variant(batch_factor=2), 100, 2)
+    assert (plan.ranks, plan.micro_size, plan.global_size) == (4, 4, 16)

@@ -97,10 +97,19 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
     assert find_difference(tmp_path / "b", hashes).startswith("incomplete run: ")
 
 
-@pytest.mark.parametrize("flags", [["--kills", "0"], ["--ranks", "-1"], ["--csv", "missing.csv"]])
-def test_a_mistake_is_one_line(monkeypatch, capsys, flags):
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--kills", "0"], "--kills 0: must be 1 or more"),
+        (["--ranks", "-1"], "--ranks -1: must be 1 or more"),
+        (["--csv", "missing.csv"], "missing.csv: no such file"),
+        (["--kills", "x"], "argument --kills: invalid int value: 'x'"),
+        (["--kils", "1"], "unrecognized arguments: --kils 1"),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, flags, names):
     monkeypatch.setattr(sys, "argv", ["fault_injection", *flags])
     assert fault_injection.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert flags[1] in line
+    assert names in line
