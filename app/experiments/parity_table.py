@@ -10,7 +10,7 @@ cells are identical. Training flags are passed on to every run. To check a cell 
     python -m app.experiments.parity_table --only 2,1,random,bf16 --max_steps 8 --eval_steps 3 \\
         --csv data/sample_reviews.csv
 
-bf16 is slow on CPUs that emulate its matrix products: a whole cell then takes minutes, the shortened one seconds.
+On CPUs that emulate bf16, a complete cell with bf16 takes minutes, and a shortened one seconds.
 """
 
 from __future__ import annotations

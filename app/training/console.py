@@ -78,12 +78,8 @@ def describe_run(
             lines += [("changed", f"{changes}: the same batches, but different dropout masks from this step on")]
         before = resume.state.get("threads")
         if before not in (None, threads):
-            lines += [
-                (
-                    "changed",
-                    f"threads per rank: {threads}, was {before}: sums are rounded differently from this step on",
-                )
-            ]
+            change = f"threads per rank: {threads}, was {before}"
+            lines += [("changed", f"{change}: sums are rounded differently from this step on")]
     return _block(lines)
 
 
