@@ -12,7 +12,7 @@ loss, gradient norm, prediction and weight is bitwise identical, and name the fi
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest --assert_equal
 
-Measure the effect of each silent difference between the usual DDP script and the usual Trainer script, one at a time,
+Measure the effect of each silent difference between a typical DDP script and a typical Trainer script, one at a time,
 in one process that simulates the ranks, over 3 seeds:
 
     python -m app.compare --ablate
@@ -41,14 +41,8 @@ from app.runs.reader import read_run
 from app.runs.schema import RUNS
 from app.settings import LARGEST_COUNT, Settings
 
-OPTIONS = (
-    "runs",
-    "nproc_per_node",
-    "seeds",
-    "assert_equal",
-    "no_baselines",
-    "ablate",
-)  # not settings of a training run
+# The options of this program, which are not settings of a training run.
+OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")
 
 
 def main() -> int:
@@ -78,7 +72,7 @@ def _main() -> int:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    """Return this program's own options and the settings to train with.
+    """Return the options of this program and the settings of the training runs.
 
     Raises:
         UserError: an unknown flag, an invalid value, or a single run folder.
@@ -92,16 +86,20 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         "--nproc_per_node",
         default="auto",
         metavar="N",
-        help="processes of a run; auto: the number of GPUs if there are any, otherwise 2",
+        help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
     )
-    group.add_argument("--seeds", type=int, help="number of seeds, from --seed on; by default 1, with --ablate 3")
-    group.add_argument("--assert_equal", action="store_true", help="exit 1 unless the runs are bitwise identical")
+    group.add_argument(
+        "--seeds", type=int, help="number of seeds, starting with --seed; default: 1, or 3 with --ablate"
+    )
+    group.add_argument("--assert_equal", action="store_true", help="exit with 1 unless the runs are bitwise identical")
     group.add_argument(
         "--no_baselines",
         action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )
-    group.add_argument("--ablate", action="store_true", help="measure the silent differences between the usual scripts")
+    group.add_argument(
+        "--ablate", action="store_true", help="measure the effect of each silent difference between typical scripts"
+    )
     values = parser.values(sys.argv[1:])
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)
@@ -112,7 +110,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if settings.seed + (options.seeds or 1) - 1 > LARGEST_COUNT:
         raise UserError(f"--seeds {shorten(str(options.seeds))}: the last seed must be at most {LARGEST_COUNT}")
     if options.ablate and (options.runs or options.assert_equal):
-        raise UserError("--ablate trains runs of its own: remove the run folders and --assert_equal")
+        raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
     # The ablation simulates its ranks in one process, so its results do not depend on the number of GPUs.
     options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, settings.use_cpu or options.ablate)
     return options, settings

@@ -13,8 +13,10 @@ Two machines with 8 GPUs each; on the second one --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 -m app.ddp_loop
 
 torchrun starts the same program in every process. Environment variables tell each process its `rank` and the number of
-ranks (`world_size`). Everything else follows from these two: which rows the process reads, with which processes it
-averages gradients, and which process writes the files.
+ranks (`world_size`). Everything else follows from these two numbers: which rows a process reads, which gradients are
+averaged, and which process writes the files.
+
+The comments are numbered 1 to 8 in the order in which the code runs.
 """
 
 from __future__ import annotations
@@ -51,46 +53,57 @@ Batch = dict[str, torch.Tensor]
 
 
 def main(settings: Settings) -> None:
-    # 1. THE PROCESS GROUP. Inside this block the ranks can communicate: over NCCL between GPUs, over gloo between CPUs.
+    # 1. THE PROCESS GROUP connects the ranks, over NCCL if they use GPUs and over gloo if they use CPUs. Inside this
+    #    block they communicate by collectives such as all-reduce, which every rank has to call in the same order.
     with join(settings) as world:
         fine_tune(settings, world)
 
 
 def fine_tune(settings: Settings, world: World) -> None:
-    # The same on every rank: rows, split, tokens, and the initial weights, which are drawn from the seed.
+    """Prepare the data and the model, train, and evaluate once on the test rows."""
+    # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
     with StopRequest(world) as stop, prepared.record.locate_failures():
         train(prepared, world, stop)
 
-        # 8. THE RESULT, on the test rows. Nothing was selected on them.
+        # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world)
         prepared.record.finish(prepared.strategy, prepared.model, prepared.data.tokenizer, logits, scores)
     world.print_main(describe_result(scores, prepared.record))
 
 
 def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
+    """Train up to the last step, from the beginning or from a checkpoint.
+
+    Raises:
+        Preempted: the run was asked to stop, and has saved a checkpoint.
+        RunError: a loss or gradient norm is not finite.
+    """
     settings, strategy, plan, record = prepared.settings, prepared.strategy, prepared.plan, prepared.record
     model, loader = prepared.model, prepared.train_loader
 
-    # 2. THE MODEL. Every rank holds a complete copy. DistributedDataParallel copies rank 0's weights to all ranks, then
-    #    hooks into backward(): as soon as the gradients of a bucket of parameters are ready, an all-reduce averages
-    #    them over the ranks, while backward() continues with the next bucket (strategies/ddp.py).
+    # 2. THE MODEL. Every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) first copies rank 0's
+    #    weights to all ranks. Then it registers hooks that run during backward(): as soon as the gradients of a bucket
+    #    of parameters are ready, an all-reduce averages them over the ranks, while backward() computes the next bucket.
     wrapped = strategy.wrap(model)
-    # The averaged gradients are equal on every rank, so every rank's optimizer makes the same step and the copies of
-    # the model stay equal. They are never synchronized again.
+    # All ranks get the same averaged gradients, so their optimizers make the same update and the copies of the model
+    # stay equal. The weights themselves are never synchronized again.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
 
-    # 3. RANDOMNESS. So far the ranks had to draw the same numbers. Dropout must differ: the ranks see different rows.
+    # 3. RANDOMNESS. Until here all ranks needed the same random numbers, for the split and the initial weights. From
+    #    here on they need different ones: with one seed, the rows of different ranks would share their dropout masks.
     set_seed(settings.seed + world.rank)
 
+    # What a checkpoint holds: weights, optimizer, schedule, and the state of each rank's random number generators.
     state = TrainingState(model, optimizer, scheduler, strategy, world)
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
+        # DDP reorders its buckets, and so its sums, after the first backward pass. Run one, then restore the state.
         with mixed_precision(settings, world):
             strategy.prepare_resume(wrapped, to_device(next(iter(loader)), world))
         state.load(prepared.resume)
-    if record.begin(plan):  # a resumed run first repeats the evaluation that follows its checkpoint
+    if record.begin(plan):  # true if an evaluation follows the checkpoint's step: the checkpoint was saved before it
         evaluate_during_training(step, prepared, world)
 
     bar = tqdm(
@@ -100,21 +113,23 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         disable=settings.disable_tqdm or not world.is_main_process,
     )
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
-        # 4. THE DATA. The epoch's permutation is the same on every rank; the sampler assigns each rank its rows.
-        #    Without set_epoch, every epoch would have the order of the first one.
+        # 4. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.
+        #    Without set_epoch, every epoch would repeat the order of the first one. A resumed epoch skips the steps
+        #    that are done.
         steps_done = step % plan.steps_per_epoch
         loader.sampler.set_epoch(epoch, steps_done)  # type: ignore[attr-defined]
         micro_batches = iter(loader)
 
-        for _ in range(min(plan.steps_per_epoch - steps_done, plan.total_steps - step)):
+        for _ in range(min(plan.steps_per_epoch - steps_done, plan.total_steps - step)):  # max_steps may end an epoch
             batches = list(islice(micro_batches, plan.accumulation_steps))
             learning_rate = float(scheduler.get_last_lr()[0])
+            # 5. ONE OPTIMIZER STEP: the function below.
             loss, norm = train_step(wrapped, batches, optimizer, scheduler, strategy, settings, world)
             step += 1
 
-            # 6. LOGGING. `loss` is this rank's. The losses of an interval are kept on the device and averaged over the
-            #    ranks in one all-reduce at its end: an all-reduce per step would cost time for a number that is only
-            #    displayed.
+            # 6. LOGGING. `loss` is the mean over this rank's rows only. The losses of a logging interval stay on the
+            #    device until its end, where one all-reduce averages them over the ranks. An all-reduce in every step
+            #    would delay training for a number that is only displayed.
             record.add_step(step, step / plan.steps_per_epoch, loss, norm, learning_rate, batches)
             if step % settings.logging_steps == 0 or step == plan.total_steps:
                 record.write_steps()
@@ -122,7 +137,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             bar.update()
 
             # If any rank is asked to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks save a checkpoint and stop after the
-            # same step. The checkpoint precedes the evaluation, which may take longer than the time that is left.
+            # same step. Save before evaluating, because the process may be killed before an evaluation ends.
             stop_requested = stop.requested()
             if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
                 record.save_checkpoint(step, state.save)
@@ -134,7 +149,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     record.load_best(strategy, model)
 
 
-# 5. ONE OPTIMIZER STEP: global batch = ranks x micro-batch x accumulation steps.
+# 5. ONE OPTIMIZER STEP trains on one global batch = ranks x accumulation steps x rows of a micro-batch.
 def train_step(
     wrapped: torch.nn.Module,
     batches: Sequence[Batch],
@@ -144,28 +159,33 @@ def train_step(
     settings: Settings,
     world: World,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train on this rank's micro-batches of one global batch.
+    """Train on one global batch. Collective.
+
+    Args:
+        wrapped: the model as returned by `strategy.wrap`.
+        batches: this rank's micro-batches of the global batch, on the CPU.
 
     Returns:
         This rank's mean loss, and the norm of the averaged gradients before clipping: scalars on the device. The host
         does not wait for them.
     """
-    wrapped.train()
+    wrapped.train()  # an evaluation may have turned dropout off
     loss = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches, start=1):
-        # Gradients accumulate locally. Only the last backward() of the step lets DDP average them over the ranks.
+        # backward() adds to the gradients of the previous micro-batches. Under no_sync() they stay local; only the last
+        # backward() averages the sum over the ranks, so the ranks exchange gradients once per step.
         is_last = number == len(batches)
         with nullcontext() if is_last else strategy.no_sync(wrapped):
             with mixed_precision(settings, world):
                 micro_loss = wrapped(**to_device(batch, world)).loss
-            # The model's loss is a mean over the rows of a micro-batch. All micro-batches have the same size, so the
-            # mean of their means is the mean over this rank's rows, and DDP's average over the ranks makes it the mean
-            # over the global batch.
+            # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
+            # sum of mean / number of micro-batches is the mean over this rank's rows, and DDP's average over the ranks
+            # turns its gradient into that of the mean over the global batch.
             micro_loss = micro_loss / len(batches)
             micro_loss.backward()
         loss = loss + micro_loss.detach()
 
-    # Every rank clips by the same norm: that of the averaged gradients. A max_grad_norm of 0 means no clipping.
+    # Clip after averaging, so that every rank computes the same norm. A max_grad_norm of 0 means no clipping.
     norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"))
     skip_step_if_nonfinite(optimizer, norm)  # decided on the device: the host does not wait
     optimizer.step()
@@ -179,14 +199,17 @@ def train_step(
 def evaluate(
     model: torch.nn.Module, eval_set: EvalSet, settings: Settings, world: World
 ) -> tuple[Scores, NDArray[np.float64]]:
-    """Score an eval set, each of its n rows exactly once.
+    """Score an eval set, each of its n rows exactly once. Collective.
 
-    The forward pass uses the plain model: DDP's wrapper would broadcast the buffers again for every batch.
+    Args:
+        model: the plain model. DDP's wrapper would broadcast the buffers again before every batch.
+        eval_set: all rows of the set, and this rank's share of them.
 
     Returns:
         The scores, and the logits, float64 (n, classes), in row order: the same on every rank.
     """
     model.eval()
+    # Buffers such as BatchNorm's statistics differ between ranks after a step. Use rank 0's, which are also saved.
     broadcast_buffers(model, world)
     shard: list[torch.Tensor] = []
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # correct rows, rows
@@ -195,14 +218,14 @@ def evaluate(
         labels = batch.pop("labels")
         with mixed_precision(settings, world):
             logits = model(**batch).logits
-        if is_filler:  # this rank has no rows left, but takes part in the forward pass
+        if is_filler:  # this rank has no rows left; it only takes part in the forward pass, which may be collective
             continue
         counts[0] += (logits.argmax(dim=1) == labels).sum()
         counts[1] += len(labels)
         shard.append(logits.double().cpu())
 
-    # Summing counts over the ranks is exact. A mean of the ranks' accuracies would not be: their shares may differ by a
-    # row. Padding the shares with repeated rows, as DistributedSampler does, would count those rows twice.
+    # Summing counts over the ranks is exact. Averaging the ranks' accuracies would not be, because one rank may have a
+    # row more than another. DistributedSampler would make the shares equal by repeating rows, which count twice then.
     correct, n = reduce_sum(counts, world).tolist()
     assert n == len(eval_set), f"{n} rows were evaluated, not {len(eval_set)}"
 
@@ -220,15 +243,16 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
     epoch = step / prepared.plan.steps_per_epoch
     record.write_evaluation(step, epoch, eval_set.name, scores.n, asdict(scores))
     record.keep_best(step, prepared.strategy, prepared.model, asdict(scores))
-    record.start_clock()
+    record.start_clock()  # an evaluation does not count as training time
 
 
 def mixed_precision(settings: Settings, world: World) -> AbstractContextManager[Any]:
-    """bf16: matrix products in bfloat16, weights and optimizer state in fp32."""
+    """Return the context of the forward pass. With bf16, it multiplies matrices in bfloat16; weights stay in fp32."""
     return torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
 
 
 def to_device(batch: Batch, world: World) -> Batch:
+    """Copy a batch to this rank's device, without waiting for the copy if the loader pinned its memory."""
     return {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
 
 

@@ -15,12 +15,12 @@ def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     line = shortened(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # Characters that cannot be markup stay as they are, because the text is also read in terminals: the underscore of
-    # ddp_loop is no emphasis, and [0, 1] is no link.
+    # ddp_loop is not emphasis, and [0, 1] is not a link.
     return re.sub(r"[\\`*|]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
 
 
 def shortened(text: object, max_length: int) -> str:
-    """Cut text to `max_length` characters, the last of which is … if something is missing."""
+    """Truncate text to `max_length` characters; the last one is … if something was cut off."""
     text = str(text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
 

@@ -1,10 +1,9 @@
 """The same fine-tuning with transformers.Trainer: same rows, order, weights, optimizer and schedule as app.ddp_loop.
 
     torchrun --nproc_per_node=2 -m app.trainer_run
-    torchrun -m app.trainer_run
     python -m app.trainer_run --csv reviews.csv --text_column text --model bert-base-chinese
 
-Each method that is overridden here says what would differ without it. Everything else is Trainer as it is.
+The docstring of each overridden method explains what would differ without it. Everything else is Trainer's own code.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ def main(settings: Settings) -> None:
 
 
 def fine_tune(settings: Settings, world: World) -> None:
+    """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
     with StopRequest(world) as stop, prepared.record.locate_failures():
         scores = train_and_test(prepared, world, stop)
@@ -61,6 +61,7 @@ def fine_tune(settings: Settings, world: World) -> None:
 
 
 def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Scores:
+    """Train, and return the scores of the test rows. Collective."""
     data = prepared.data
     trainer = ReviewTrainer(
         prepared,
@@ -74,8 +75,8 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         compute_metrics=compute_metrics,
     )
     trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
-    # Otherwise Trainer would multiply the loss and the gradients of a classifier by world size x accumulation steps
-    # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
+    # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
+    # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
     if isinstance(prepared.strategy, DDP):
         trainer.accelerator.ddp_handler = DDPArguments(**prepared.strategy.options())
@@ -91,15 +92,21 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
 
 
 def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
+    """Train up to the last step, from the beginning or from a checkpoint.
+
+    Raises:
+        Preempted: the run was asked to stop, and has saved a checkpoint.
+        RunError: a loss or gradient norm is not finite.
+    """
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
     if prepared.resume.step < total_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer did not use DDP"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step)
-    elif checkpoint is not None:  # only evaluations are left, and Trainer would make one more step
+    elif checkpoint is not None:  # only evaluations are left, but Trainer would train one more step
         prepared.strategy.load_model_state(prepared.model, read_weights(checkpoint))
-        trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # for bf16, as train() would have
+        trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # train() would have enabled bf16
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan):
             trainer.evaluate()
@@ -113,16 +120,16 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class QuietProgressCallback(ProgressCallback):
-    """Trainer's progress bar without the logged dictionaries: the record prints one line per evaluation."""
+    """Trainer's progress bar, without printing the logged dictionaries: the record prints its own lines."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class ScheduleCallback(TrainerCallback):
-    """What happens around Trainer's steps, in the same order as in app.ddp_loop.
+    """Run everything around Trainer's optimizer steps in the same order as app.ddp_loop.
 
-    Seeds, the check of the gradient norm, the record, checkpoints, evaluations, and stopping on request.
+    This covers seeding, the check of the gradient norm, the record, checkpoints, evaluations and stop requests.
     """
 
     def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, stop: StopRequest) -> None:
@@ -130,10 +137,10 @@ class ScheduleCallback(TrainerCallback):
         self.settings, self.plan, self.record = prepared.settings, prepared.plan, prepared.record
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Seed this rank, or load the training state from a checkpoint, right before the first step.
+        """Seed this rank and, if the run resumes, load the training state, right before the first step.
 
-        Trainer has seeded all ranks alike, which would give them the same dropout masks. From a checkpoint it has read
-        only its own counters.
+        Trainer has given all ranks the same seed, and thereby the same dropout masks. From a checkpoint it has loaded
+        only the weights and its own counters, because the other files are named differently from Trainer's.
         """
         set_seed(self.settings.seed + self.world.rank)
         if self.prepared.resume.checkpoint is not None:
@@ -148,7 +155,7 @@ class ScheduleCallback(TrainerCallback):
         kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check the gradient norm on the device, and record the step."""
+        """Skip the step if the gradient norm is not finite, and record its measurements."""
         trainer, step = self.trainer, state.global_step + 1
         assert isinstance(trainer.optimizer, AcceleratedOptimizer)
         skip_step_if_nonfinite(trainer.optimizer.optimizer, trainer.grad_norm)
@@ -186,7 +193,7 @@ class ScheduleCallback(TrainerCallback):
 
 
 class ReviewTrainer(Trainer):
-    """Trainer with the batches, the optimizer, the exact evaluation and the run record that both paths share."""
+    """Trainer with the batches, optimizer, exact evaluation and run record that both training paths share."""
 
     def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -219,28 +226,28 @@ class ReviewTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
-        """Build the shared schedule."""
+        """Build the shared schedule: Trainer would derive the warmup from its own arguments."""
         optimizer = self.optimizer if optimizer is None else optimizer
         scheduler = build_scheduler(optimizer, self.prepared.settings, num_training_steps)
         self.lr_scheduler = scheduler  # type: ignore[assignment]
         return scheduler
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep the loss of each micro-batch for the record."""
+        """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.micro_losses.append(loss)
         self.micro_batches.append(inputs)
         return loss
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Clip as the strategy does, and keep the norm: no public hook of Trainer sees it on the device."""
+        """Clip with the strategy, and keep the norm: Trainer's public hooks do not get it as a tensor on the device."""
         self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm)
         return self.grad_norm
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Record the metrics, and exclude the time of the evaluation from the training time."""
+        """Record the scores, and do not count the evaluation as training time."""
         self.record.write_steps()
         metrics = super().evaluate(*args, **kwargs)
         step, eval_set = self.state.global_step, self.prepared.eval_set
@@ -261,8 +268,8 @@ class ReviewTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Evaluate each row exactly once.
 
-        Trainer's own loop repeats rows to make the ranks' shares equal, and averages the batches' means, so its
-        `eval_loss` counts the repeated rows.
+        Trainer's own loop repeats rows to make the ranks' shares equal, and its `eval_loss` is an average of batch
+        means that includes the repeated rows.
         """
         sets: tuple[EvalSet, ...] = (self.prepared.test_set, self.prepared.eval_set)
         eval_set = next(one for one in sets if one.loader is dataloader)
@@ -271,10 +278,10 @@ class ReviewTrainer(Trainer):
         shard: list[torch.Tensor] = []
         for batch, is_filler in zip(dataloader, eval_set.is_filler, strict=True):
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
-            first = logits[0] if isinstance(logits, tuple) else logits  # some models return more than logits
-            assert first is not None
+            class_logits = logits[0] if isinstance(logits, tuple) else logits  # some models return further outputs
+            assert class_logits is not None
             if not is_filler:
-                shard.append(first)
+                shard.append(class_logits)
         gathered = gather_rows(eval_set.positions, shard, len(eval_set), self.world)
         metrics = compute_metrics(EvalPrediction(gathered, eval_set.labels))
         return EvalLoopOutput(

@@ -1,9 +1,9 @@
-"""Benchmark: what a checkpoint every 50 steps costs, on the same ranks, rows, model and batches.
+"""Benchmark: the cost of a checkpoint every 50 steps, on the same ranks, rows, model and batches.
 
     torchrun --nproc_per_node=2 -m app.bench.checkpoint_cost --csv reviews.csv
 
-Rounds of 50 steps with and without a checkpoint at their end alternate, and so does their order, so that a machine that
-slows down affects both. The result is the median of the rounds' ratios.
+Each round trains 50 steps with and 50 steps without a checkpoint at their end, in alternating order, so that both are
+affected if the machine slows down. The result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
 
 @contextmanager
 def shared_folder(world: World) -> Iterator[Path]:
-    """A temporary folder that is the same on every rank. Collective."""
+    """Create a temporary folder that all ranks share, and remove it at the end of the block. Collective."""
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=".") as mine:
         yield Path(broadcast_object(mine, world))
         barrier(world)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a model on all ranks, its training batches, and the time of a number of training steps.
+"""Code that the benchmarks share: set up a model and its training batches on all ranks, and time training steps.
 
 The benchmarks time `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
 """

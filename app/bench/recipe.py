@@ -1,10 +1,10 @@
-"""Benchmark: the default recipe against the usual tutorial's, on the same ranks, rows, model and global batch.
+"""Benchmark: the default recipe compared with a typical tutorial's, with the same ranks, rows, model and global batch.
 
     torchrun --nproc_per_node=2 -m app.bench.recipe --csv reviews.csv
 
 The tutorial's recipe pads every review to the maximum length, tokenizes in the collator, samples at random and uses
-plain Adam. Rounds of the two alternate, so that a machine that slows down affects both. The result is the median of the
-rounds' ratios. Any training flag applies to both.
+plain Adam. Rounds of the two recipes alternate, so that both are affected if the machine slows down. The result is the
+median of the rounds' ratios. Any training flag applies to both.
 """
 
 from __future__ import annotations

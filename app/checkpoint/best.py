@@ -23,7 +23,7 @@ from app.strategies.base import Strategy, Tensors
 
 @dataclass(frozen=True)
 class Best:
-    """The step after which the validation metric was best so far, and its value; step 0: not evaluated yet."""
+    """The step after which the validation metric was best so far, and its value. Step 0 means not evaluated yet."""
 
     step: int = 0
     value: float | None = None

@@ -2,7 +2,7 @@
 
 A process can be killed between any two lines of this file. A checkpoint is therefore written to a staging directory,
 flushed to disk, renamed once, and only then marked complete. Without the completion marker a folder is not a
-checkpoint. With it, the sizes and hashes in the manifest tell whether every byte is still what was written.
+checkpoint. With it, the sizes and hashes in the manifest show whether a file has changed since it was written.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def problem_of(folder: Path) -> str | None:
     try:
         manifest = (folder / MANIFEST).read_bytes()
         if (folder / COMPLETION_MARKER).read_text(encoding="ascii") != hashlib.sha256(manifest).hexdigest():
-            return f"{MANIFEST} is not the one that was written"
+            return f"{MANIFEST} has changed since it was written"
         for name, (size, sha256) in json.loads(manifest).items():
             path = folder / name
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, not {size}"
             if _sha256(path) != sha256:
-                return f"{name} is not what was written"
+                return f"{name} has changed since it was written"
     except FileNotFoundError as missing:
         return f"{Path(missing.filename).name} is missing"
     except (OSError, ValueError) as unreadable:
@@ -76,7 +76,7 @@ def latest_valid_checkpoint(folder: Path, report: Callable[[str], None]) -> Path
 
 
 def latest_first(folder: Path) -> list[Path]:
-    """Return the folders that are named like a checkpoint, complete or not."""
+    """Return the folders that are named like a checkpoint, complete or not, the latest step first."""
     found = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name.removeprefix(PREFIX).isdecimal()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -112,10 +112,10 @@ class CheckpointManager:
     def __init__(self, folder: Path, limit: int, on_failure: str, world: World) -> None:
         """
         Args:
-            folder: where the checkpoints are.
-            limit: how many to keep.
+            folder: the folder that contains the checkpoints.
+            limit: how many checkpoints to keep.
             on_failure: whether to `continue` or `stop` the run if a checkpoint can't be written.
-            world: this rank's.
+            world: the world of this rank.
         """
         self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
         self.latest_valid: Path | None = None
@@ -124,7 +124,7 @@ class CheckpointManager:
         """Write a folder and mark it complete. Collective.
 
         Args:
-            name: of the folder.
+            name: the name of the folder.
             write: `write(staging)`, called on every rank, writes the files.
             required: the files without which the folder must not be marked complete.
 
@@ -155,20 +155,20 @@ class CheckpointManager:
         return False
 
     def _try(self, work: Callable[[], None], main_only: bool = False) -> str | None:
-        """Do the work; return, on every rank, the problem of the first rank that has one."""
+        """Do the work on every rank, or only on rank 0; return the problem of the lowest failed rank on every rank."""
         problem = None
         if self.world.is_main_process or not main_only:
             try:
                 work()
             except WRITE_ERRORS as error:
                 problem = " ".join(str(error).split()) or type(error).__name__
-                if not isinstance(error, OSError):  # a library's own message: the free space explains more
+                if not isinstance(error, OSError):  # a library's message, which does not mention a full disk
                     problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
         return first_failure(problem, self.world)
 
     def _create(self, staging: Path) -> None:
         shutil.rmtree(staging.parent, ignore_errors=True)  # left by a run that was killed while it was writing
-        for folder in (self.folder, staging.parent):  # not their parents: a run folder that is gone stays gone
+        for folder in (self.folder, staging.parent):  # not their parents: don't recreate a run folder that was removed
             folder.mkdir(exist_ok=True)
         staging.mkdir()
 

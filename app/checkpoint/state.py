@@ -1,4 +1,4 @@
-"""The training state in files without code: safetensors and JSON.
+"""Save and load the training state in files that can't contain code: safetensors and JSON.
 
 A checkpoint holds everything that the next step depends on: weights, optimizer, schedule, and the random number
 generators of all ranks. It is complete in itself, so it can be resumed under another strategy and world size.
@@ -36,7 +36,7 @@ class TrainingState:
 
     def save(self, folder: Path) -> None:
         """Write the state of all ranks into a folder. Collective; rank 0 writes."""
-        # Gather first: no rank may fail between two collectives.
+        # Gather everything before writing: if rank 0 failed between two collectives, the others would wait forever.
         weights = self.strategy.gather_model_state(self.model)
         optimizer = self.strategy.gather_optimizer_state(self.optimizer)
         random_states = all_gather_object(
@@ -53,7 +53,7 @@ class TrainingState:
             for name, value in state.items()
         }
         save_file(by_rank, folder / RANDOM)
-        # lr_lambdas are functions; the settings determine them.
+        # lr_lambdas are functions, which follow from the settings.
         schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
         content = {"param_groups": optimizer["param_groups"], "schedule": schedule}
         (folder / SCHEDULE).write_text(json.dumps(content), encoding="utf-8")

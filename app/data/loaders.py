@@ -1,4 +1,4 @@
-"""Batches of token ids: the collator, this rank's training micro-batches, and its share of an eval set."""
+"""Form batches of token ids: the collator, this rank's training micro-batches, and its share of an eval set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_train_loader(
 
     Args:
         rows: the tokenized training rows.
-        lengths: int64 (n_train,), the number of tokens of each.
+        lengths: int64 (n_train,), the number of tokens of each row.
     """
     sampler: FullBatchSampler
     if settings.train_sampling_strategy == "group_by_length":
@@ -55,8 +55,8 @@ class EvalSet:
         labels: class ids of all n rows, int64 (n,), in file order.
         loader: this rank's batches. Every rank has the same number of them, because the forward pass of a sharded model
             is a collective.
-        is_filler: for each batch, whether it is only there to make the numbers equal. Its logits must not be used.
-        positions: the places among the n rows of this rank's rows, in the order of the batches, without filler.
+        is_filler: for each batch, whether it only makes the numbers of batches equal. Its logits must not be used.
+        positions: the positions of this rank's rows among the n rows, in the order of the batches, without filler.
     """
 
     name: str
@@ -86,14 +86,14 @@ def build_eval_set(
     Args:
         name: `validation` or `test`.
         rows: the n tokenized rows.
-        lengths: int64 (n,), the number of tokens of each.
-        labels: int64 (n,), the class id of each.
+        lengths: int64 (n,), the number of tokens of each row.
+        labels: int64 (n,), the class id of each row.
     """
     by_length = np.argsort(lengths, kind="stable")
     positions = by_length[world.rank :: world.size].tolist()
     size = settings.eval_batch_size
     batches = [positions[start : start + size] for start in range(0, len(positions), size)]
-    n_batches = math.ceil(math.ceil(len(lengths) / world.size) / size)  # those of rank 0, which has the most rows
+    n_batches = math.ceil(math.ceil(len(lengths) / world.size) / size)  # as on rank 0, which has the most rows
     filler = [[int(by_length[0])]] * (n_batches - len(batches))
     loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **_options(collator, world))
     return EvalSet(name, labels, loader, [False] * len(batches) + [True] * len(filler), positions)

@@ -1,4 +1,4 @@
-"""Which rows are in which batch: the same global batches at any number of ranks, in both training paths.
+"""Decide which rows are in which batch: the same global batches with any number of ranks, in both training paths.
 
 The permutation of an epoch depends only on the seed and the epoch. `DistributedSampler` assigns its rows to the ranks
 in turn (`permutation[rank::world_size]`). For every world size that divides the global batch size B, the rows of all
@@ -56,8 +56,8 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     """Divide the global batch among ranks and accumulation steps.
 
     Raises:
-        UserError: the batch can't be divided (names the nearest sizes that can), or there are fewer training rows than
-            one batch.
+        UserError: the batch can't be divided, and the message names the nearest sizes that can; or there are fewer
+            training rows than one batch needs.
     """
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = world_size * accumulation

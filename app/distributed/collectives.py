@@ -22,7 +22,7 @@ POLL_SECONDS = 0.0005
 
 
 def all_gather_object(value: T, world: World) -> list[T]:
-    """Return every rank's value (anything that pickles), in rank order, on every rank."""
+    """Return every rank's value (any picklable object), in rank order, on every rank."""
     values: list[T] = [value] * world.size
     dist.all_gather_object(values, value, group=world.control_group)
     return values
@@ -62,7 +62,7 @@ def raise_if_any_failed(problem: str | None, world: World) -> None:
 def raise_on_all_ranks(world: World) -> Iterator[None]:
     """Turn a `UserError` of any rank inside the block into an `AgreedError` on every rank.
 
-    Otherwise the other ranks would wait for the one that has left. The block must not contain a collective.
+    Otherwise the other ranks would wait for a rank that has failed. The block must not contain a collective.
     """
     problem = None
     try:
@@ -127,7 +127,7 @@ def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
 def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
     """Average a floating-point tensor over the ranks, in place, on every rank.
 
-    gloo has no AVG: there it is the sum divided by the number of ranks.
+    gloo has no AVG, so there the sum is divided by the number of ranks.
     """
     if dist.get_backend() == "nccl":
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
@@ -139,8 +139,8 @@ def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
 def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     """Copy rank 0's buffers, such as the running statistics of BatchNorm, to every rank.
 
-    DDP does this before each forward pass in training, so after a step every rank has statistics of its own rows. The
-    ones that are saved are rank 0's.
+    DDP does this before each forward pass in training, so after a step every rank has statistics of its own rows. Rank
+    0's are saved.
     """
     saved = model.state_dict().keys()
     broadcast_tensors([buffer for name, buffer in model.named_buffers() if name in saved], world)
@@ -158,7 +158,7 @@ def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int,
     """Gather the rows that each rank holds and put them in order, on every rank.
 
     Args:
-        positions: the place of each of this rank's rows among all n. A negative place marks a filler row.
+        positions: the position of each of this rank's rows among all n. A negative position marks a filler row.
         shard: this rank's batches of rows, each (rows, columns), in the order of `positions`.
         n: the number of rows on all ranks together.
 

@@ -22,7 +22,7 @@ def check_environment() -> None:
     """Check the environment variables that torchrun sets.
 
     Raises:
-        UserError: a variable is empty, no whole number, out of range, or set without the variables that it requires.
+        UserError: a variable is empty, not a whole number, out of range, or set without the variables that it requires.
     """
     values = {name: _number(name, os.environ[name], LOWEST[name]) for name in LOWEST if name in os.environ}
     rank, size = values.get("RANK"), values.get("WORLD_SIZE", 1)
@@ -39,7 +39,7 @@ def check_environment() -> None:
 
 
 def _number(name: str, text: str, lowest: int) -> int:
-    # At most 9 digits: every count of processes, and what int() takes.
+    # At most 9 digits: enough for any number of processes, and int() refuses very long numbers.
     if text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= lowest:
         return int(text)
     raise UserError(f"{name}={shorten(text)!r}: must be a whole number, {lowest} or more: {REMEDY}")
@@ -129,10 +129,10 @@ def launcher_id() -> str | None:
     records the ids of its job, so that a restarted job recognizes its own folder.
 
     Returns:
-        Host name, process id and start time; None without torchrun, which alone restarts processes.
+        Host name, process id and start time; None without torchrun, because nothing else restarts processes.
     """
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     parent = psutil.Process(os.getppid())
-    # create_time() alone moves with the system clock.
+    # Relative to the boot time: create_time() changes if the system clock is adjusted.
     return f"{socket.gethostname()}:{parent.pid}:{parent.create_time() - psutil.boot_time():.2f}"

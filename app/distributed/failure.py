@@ -50,8 +50,7 @@ def exit_line(problem: Exception) -> tuple[str, int]:
 def report_failure(problem: Exception, world: World) -> NoReturn:
     """Print one line for a failure of this rank, or for losing contact with others, and exit with status 1.
 
-    If contact was lost, the lowest surviving rank prints which ranks are missing, unless a rank has reported a cause of
-    its own.
+    If contact was lost, the lowest surviving rank prints which ranks are missing, unless a rank has reported the cause.
     """
     # torchrun sends SIGTERM when the first rank exits: the line has to be printed first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -86,13 +85,13 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
 
 
 def _note(problem: Exception) -> str | None:
-    """Where training was when the exception was raised: the note that `RunRecord` adds."""
+    """Return where training was when the exception was raised: the note that `RunRecord` has added."""
     notes = getattr(problem, "__notes__", [])
     return escape_control_characters(notes[-1]) if notes else None
 
 
 def is_lost_contact(problem: Exception) -> bool:
-    """Tell whether an exception says that another rank can't be reached, as opposed to a cause on this rank."""
+    """Tell whether an exception means that another rank can't be reached, rather than that this rank has failed."""
     if isinstance(problem, dist.DistError):
         return True
     return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
@@ -128,7 +127,7 @@ class ShortErrorHandler(ErrorHandler):
 
 
 def exit_now(status: int) -> NoReturn:
-    """Exit without waiting for peers, which may be gone: a failed rank must never hang while it cleans up."""
+    """Exit without waiting for the other ranks, which may be gone: a failed rank must not hang while it cleans up."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -38,7 +38,7 @@ from app.settings import REPOSITORY
 CPU_PROCESSES = 2
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
 JOB_VARIABLE = "SAMEBITS_JOB"
-# A job that is started from within another one must not take over its ranks.
+# A job that is started from within another job must not inherit its ranks.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 LEFTOVER_SECONDS = 15.0
 GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
@@ -181,7 +181,7 @@ class TorchrunJob:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while not (value := condition()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing happened within {timeout:g} s: {' '.join(self.command)}")
+                raise TimeoutError(f"the condition was not met within {timeout:g} s: {' '.join(self.command)}")
             with suppress(subprocess.TimeoutExpired):
                 self.torchrun.wait(POLL_SECONDS)
                 return None
@@ -190,7 +190,7 @@ class TorchrunJob:
     def processes(self) -> list[psutil.Process]:
         """Return the job's processes that exist, in any session and with any parent, and those of jobs it started."""
         everything = list(psutil.process_iter())
-        return [one for one in everything if self.job_id in (_variable(one, JOB_VARIABLE) or "").split("/")]
+        return [process for process in everything if self.job_id in (_variable(process, JOB_VARIABLE) or "").split("/")]
 
     def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
         """Return the process of a rank, or None if there is none.
@@ -223,7 +223,7 @@ class TorchrunJob:
         return leftovers
 
     def _wait_for_processes(self, timeout: float) -> list[psutil.Process]:
-        """Return the processes that have not ended after so many seconds."""
+        """Wait up to `timeout` seconds until the job's processes have ended; return those that have not."""
         # Not psutil.wait_procs(), which waits for zombies too; in a container they may stay forever.
         deadline = time.monotonic() + timeout
         while (alive := self.processes()) and time.monotonic() < deadline:

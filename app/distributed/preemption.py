@@ -17,19 +17,21 @@ SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its worke
 
 
 class StopRequest:
-    """Find out once per step whether any rank has been asked to stop.
+    """Check once per step whether any rank has been asked to stop.
 
-    The question is an asynchronous all-reduce of one integer over gloo, which runs while the next step is computed and
-    so delays neither CPU nor GPU. The answer, and with it the stop, arrives one step later, after the same step on
-    every rank.
+    The check is an asynchronous all-reduce of one integer over gloo. It runs while the next step is computed, so it
+    delays neither CPU nor GPU. Its result is read one step later, so that all ranks stop after the same step.
 
     Use as a context manager. A request that arrives after the last step is ignored, and the run finishes.
     """
 
     def __init__(self, world: World) -> None:
-        """Collective. From here on a signal is a request; another one a second later ends the process at once."""
+        """Treat signals as stop requests from now on. Collective.
+
+        Another signal more than `SAME_REQUEST_SECONDS` after the first one ends the process at once.
+        """
         self.received = False
-        # A new group does not inherit the default group's timeout: unset, it would be half an hour.
+        # A new group does not inherit the default group's timeout; without one, it would be half an hour.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
         # Python runs a signal handler only in the main thread, which may be waiting in a collective for a rank that
@@ -66,7 +68,8 @@ class StopRequest:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         os.close(self.writer)  # ends the thread
-        # It refers to the process group. If it released that while the interpreter exits, the process would abort.
+        # The thread refers to the process group. If it released the group during interpreter exit, the process would
+        # abort.
         self.listener.join()
 
     def _listen(self) -> None:

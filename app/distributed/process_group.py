@@ -43,9 +43,9 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     the same code runs everywhere. An exception in the block ends the process with one line (see `failure.py`).
 
     Args:
-        settings: this rank's.
-        problem: what keeps this rank from running, such as an unknown flag. It is raised on every rank as soon as the
-            ranks can communicate.
+        settings: the settings of this rank.
+        problem: what keeps this rank from running, such as an unknown flag; None if nothing does. It is raised on every
+            rank as soon as the ranks can communicate.
     """
     try:
         world, problem = _start(settings, problem)
@@ -69,13 +69,13 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     """Connect the ranks; return this rank's world, and what keeps this rank from running or None."""
     rank, size, local_rank, local_size = rank_and_sizes()
     threads = settings.threads or max(1, (os.cpu_count() or 1) // local_size)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # if unset, accelerate would choose a number of its own
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # if it is unset, accelerate chooses another number
     torch.set_num_threads(threads)
 
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
-    offer = _offer_of(settings, local_size, problem)
-    device_type, problem = common_device_type(_exchange_offers(store, rank, size, offer, timeout), rank)
+    mine = _describe_rank(settings, local_size, problem)
+    device_type, problem = common_device_type(_exchange(store, rank, size, mine, timeout), rank)
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout), problem
@@ -83,7 +83,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     device = torch.device("cuda", local_rank)
     if settings.deterministic:
         use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
-    torch.cuda.set_device(device)  # before NCCL starts, else every rank opens a context on GPU 0
+    torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
     problem = _bf16_problem(settings, device)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(timeout), device_id=device
@@ -96,52 +96,52 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The device type that a rank would use, and what keeps the rank from running."""
+class RankDevice:
+    """The device type that a rank would use, and what keeps the rank from running, if anything."""
 
     device_type: str
     host: str
     problem: str | None = None
 
 
-def _offer_of(settings: Settings, local_size: int, problem: str | None) -> Offer:
-    """Describe this rank without creating a CUDA context: the ranks decide together whether to use GPUs."""
+def _describe_rank(settings: Settings, local_size: int, problem: str | None) -> RankDevice:
+    """Describe this rank's device without creating a CUDA context: the ranks decide together whether to use GPUs."""
     host = socket.gethostname()
     if settings.use_cpu or not torch.cuda.is_available():
-        return Offer("cpu", host, problem)
+        return RankDevice("cpu", host, problem)
     gpus = torch.cuda.device_count()
     if local_size > gpus:
         problem = problem or (
             f"--nproc_per_node={local_size}: {host} has {gpus} GPU(s) and each rank needs one: start fewer, or add "
             f"--use_cpu"
         )
-    return Offer("cuda", host, problem)
+    return RankDevice("cuda", host, problem)
 
 
-def _exchange_offers(store: Store, rank: int, size: int, offer: Offer, timeout: timedelta) -> list[Offer]:
-    """Return every rank's offer, in rank order. Uses the store, because no backend has been chosen yet."""
-    store.set(f"offer/{rank}", json.dumps(asdict(offer)))
-    keys = [f"offer/{other}" for other in range(size)]
+def _exchange(store: Store, rank: int, size: int, mine: RankDevice, timeout: timedelta) -> list[RankDevice]:
+    """Return every rank's description, in rank order, through the store: no backend has been chosen yet. Collective."""
+    store.set(f"device/{rank}", json.dumps(asdict(mine)))
+    keys = [f"device/{other}" for other in range(size)]
     store.wait(keys, timeout)
-    return [Offer(**json.loads(store.get(key))) for key in keys]
+    return [RankDevice(**json.loads(store.get(key))) for key in keys]
 
 
-def common_device_type(offers: Sequence[Offer], rank: int) -> tuple[str, str | None]:
+def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str | None]:
     """Choose the device type that all ranks use: ranks that start different backends would wait for each other forever.
 
     Args:
-        offers: every rank's, in rank order.
-        rank: this process's.
+        ranks: the descriptions of all ranks, in rank order.
+        rank: this process's rank.
 
     Returns:
         The device type, and this rank's problem or None. If any rank has a problem, all use the CPU and gloo to report
         it.
     """
-    if any(offer.problem is not None for offer in offers):
-        return "cpu", offers[rank].problem
-    if len({offer.device_type for offer in offers}) == 1:
-        return offers[0].device_type, None
-    without = [f"{other} ({offer.host})" for other, offer in enumerate(offers) if offer.device_type == "cpu"]
+    if any(one.problem is not None for one in ranks):
+        return "cpu", ranks[rank].problem
+    if len({one.device_type for one in ranks}) == 1:
+        return ranks[0].device_type, None
+    without = [f"{other} ({one.host})" for other, one in enumerate(ranks) if one.device_type == "cpu"]
     return "cpu", (
         f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
         f"or add --use_cpu on every node"
@@ -149,7 +149,7 @@ def common_device_type(offers: Sequence[Offer], rank: int) -> tuple[str, str | N
 
 
 def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
-    # PyTorch emulates bfloat16 on older GPUs, slower than fp32 and without tensor cores: nobody wants that.
+    # On older GPUs PyTorch emulates bfloat16, which is slower than fp32.
     if not settings.bf16 or torch.cuda.is_bf16_supported(including_emulation=False):
         return None
     return (
@@ -164,9 +164,9 @@ def nccl_timeout(timeout: timedelta) -> timedelta:
     When a collective exceeds its timeout, the watchdog thread terminates the process from C++: no exception reaches
     Python and our error line is never printed. Therefore Python has to time out first. Each wait of the host goes
     either through gloo (stop requests, object collectives, barriers) or through `wait_for_device`, and both raise after
-    `--ddp_timeout`. They start to wait later than the watchdog, which counts from when a collective was enqueued, by at
-    most a step, an evaluation or a checkpoint; and the report of the failure takes a few seconds. Doubling covers both.
-    The watchdog remains as the backstop for a host that is blocked elsewhere inside CUDA.
+    `--ddp_timeout`. The watchdog counts from when a collective was enqueued; such a wait may begin later, by at most a
+    step, an evaluation or a checkpoint, and reporting the failure takes a few seconds. Doubling covers both. The
+    watchdog remains as a last resort if the host is blocked elsewhere inside CUDA.
 
     The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1 raises in Python but blocks the host in every backward pass,
     and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.

@@ -1,8 +1,8 @@
 """How the ranks find each other: a separate store for each attempt of a torchrun job.
 
 `torchrun --max-restarts` starts new processes over the same TCPStore, whose keys outlive the old processes. New ranks
-would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288), so each attempt has a
-prefix of its own. It can't be the restart count, which may differ between nodes (pytorch#108158).
+would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288), so each attempt has
+its own prefix. The restart count can't serve as one, because it may differ between nodes (pytorch#108158).
 """
 
 from __future__ import annotations

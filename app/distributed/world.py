@@ -23,8 +23,8 @@ class World:
         store: the key-value store of this attempt; a restarted job gets a new one.
         timeout: how long a rank waits for another before it fails (`--ddp_timeout`).
         control_group: the gloo group for objects and barriers. On GPUs it is a second group next to NCCL's; on CPUs it
-            is the default group (None). A rank that waits in gloo gets a Python exception after the timeout, while one
-            that waits for NCCL would be aborted.
+            is the default group (None). A rank that waits in gloo gets a Python exception after the timeout, whereas
+            NCCL would abort the process.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""Why tutorials disagree: apply each silent difference of the usual pair of scripts to this project's training, alone.
+"""Measure why tutorials disagree: apply each silent difference between typical scripts to this training, one at a time.
 
-Every variant is really trained, on the batches, initial weights and dropout masks of app.ddp_loop. The ranks are
-simulated in one process: each has its own rows and its own random stream, and their gradients add up to the mean that
-DDP would compute. A variant changes nothing else, so that any difference from the baseline is its effect.
+Every variant is trained on the batches, initial weights and dropout masks of app.ddp_loop. The ranks are simulated in
+one process: each has its own rows and its own random stream, and their gradients add up to the mean that DDP would
+compute. A variant changes nothing else, so any difference from the baseline is its effect.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class AblationData:
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
-    """Measure what each variant does to the step losses and to the accuracy, over seeds.
+    """Measure the effect of each variant on the step losses and on the accuracy, over seeds.
 
     Args:
-        settings: of the baseline; `seed` is the first seed.
+        settings: the settings of the baseline; `seed` is the first seed.
         ranks: number of simulated ranks.
         seeds: number of seeds.
 
@@ -122,7 +122,7 @@ def _split_with_datasets(rows: Indices, test_size: float, seed: int) -> tuple[In
 
 
 def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.bool_]:
-    """Return the rows as `DistributedSampler` distributes them: the first ones again if the shards would be uneven."""
+    """Return the rows as `DistributedSampler` distributes them: it repeats the first rows to make the shards equal."""
     if ranks == 1:
         return correct
     n = len(correct)
@@ -134,7 +134,7 @@ def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.boo
 
 
 def train_variant(settings: Settings, variant: Variant, data: AblationData, ranks: int, world: World) -> Outcome:
-    """Train one variant and predict its test rows."""
+    """Train one variant, and return its losses and which test rows it classifies correctly."""
     plan = plan_variant(settings, variant, len(data.split.train), ranks)
     classifier = load_classifier(settings, data.table.class_names, data.tokenizer)
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
@@ -192,7 +192,7 @@ def build_optimization(
         adamw = build_optimizer(model, settings, learning_rate, DDP(settings, world))
         return adamw, build_scheduler(adamw, settings, plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    # With the kernel that torch selects, as in the usual script; a fused one only rounds differently.
+    # With the kernel that torch selects, as in a typical script; a fused kernel only rounds differently.
     adam = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=betas, eps=settings.adam_epsilon)
     return adam, get_scheduler("constant", adam)
 
@@ -218,7 +218,7 @@ class SimulatedRank:
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def save_rng_state(self) -> None:
-        """Remember the random state for the rank's next step."""
+        """Save the random state for the rank's next step."""
         on_gpu = self.device.type == "cuda"
         self.rng_state = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
 

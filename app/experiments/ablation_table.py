@@ -20,7 +20,7 @@ class Outcome:
 
     Attributes:
         losses: the loss of each step, as the script would log it.
-        correct: bool (n_test,), in file order.
+        correct: bool (n_test,), whether each test row was classified correctly, in file order.
     """
 
     losses: list[float]
@@ -35,7 +35,7 @@ def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> di
         variant: what was changed.
 
     Returns:
-        An entry of `differences` in ablation.json. Its accuracies are computed as in the usual script: the number of
+        An entry of `differences` in ablation.json. Its accuracies are computed as in typical scripts: the number of
         correct predictions, in which some rows may count twice, divided by the number of test rows.
     """
     n_test = len(pairs[0][0].correct)

@@ -1,4 +1,4 @@
-"""What the ablation changes: one silent difference of the usual pair of scripts at a time."""
+"""The variants of the ablation: each has one silent difference between typical training scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the nu
 
 @dataclass(frozen=True)
 class Variant:
-    """How a training is done. The defaults are this project's; each variant of the ablation changes one of them.
+    """How a model is trained. The defaults are this project's; each variant of the ablation changes one of them.
 
     Attributes:
         split: the function that splits the rows.
@@ -36,7 +36,7 @@ class Variant:
 
 
 def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
-    """Return each silent difference by its name. The first one is the control: a change that should not matter."""
+    """Return the variants by name. The first one is the control: a change that should have no systematic effect."""
     factor = ranks * accumulation_steps if ranks * accumulation_steps > 1 else 2
     return {
         "only another dropout seed (control)": Variant(dropout_seed=1_000),
@@ -52,7 +52,7 @@ def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
 
 
 def plan_variant(settings: Settings, variant: Variant, n_train: int, ranks: int) -> BatchPlan:
-    """Return the batches of a variant, which may have more ranks with as many rows each.
+    """Return the batch plan of a variant, which may have more ranks with the same number of rows per rank.
 
     Raises:
         UserError: there are fewer training rows than one batch needs.

@@ -33,9 +33,9 @@ from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subj
 from app.experiments.program import run_program
 from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
-TIME_LIMIT = 300.0  # seconds; a job that takes longer hangs
+TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
 LINE = "{:>3}  {:<11}  {:<5}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
-HEADER = ["job", "path", "model", "killed (rank)", "generations", "resumed at step", "seconds", "restart", "identical"]
+HEADER = ["job", "path", "model", "killed (rank)", "attempts", "resumed at step", "seconds", "restart", "identical"]
 
 
 def main() -> int:
@@ -62,8 +62,8 @@ def parse() -> argparse.Namespace:
         UserError: an unknown flag or an invalid value.
     """
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="how many ranks to kill in all (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="determines ranks and moments (default: 0)")
+    parser.add_argument("--kills", type=int, default=50, help="total number of ranks to kill (default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the killed ranks and the moments (default: 0)")
     parser.add_argument("--ranks", type=int, default=2, help="processes per job (default: 2)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="architectures (default: all)")
     parser.add_argument("--csv", type=Path, help="reviews to train on (default: the same as for a training run)")
@@ -80,11 +80,11 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        log: its file of standard output and standard error.
+        log: the file with the job's standard output and standard error.
         problem: what is wrong with the result, or None.
         kills: the moment and rank of each kill.
-        restart_seconds: from each kill to the first process that replaces the killed ones.
-        seconds: duration of the job.
+        restart_seconds: for each kill, the seconds until the new rank 0 exists.
+        seconds: the duration of the job.
     """
 
     log: Path
@@ -123,15 +123,15 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s undisturbed, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)
-    chance = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     killed, number = 0, 0
     verdicts: list[list[bool]] = [[] for _ in subjects]
     for i in cycle(range(len(subjects))):
         if killed >= arguments.kills:
             break
         number += 1
-        kills = min(chance.randint(1, RESTARTS), arguments.kills - killed)
-        outcome = run_job(subjects[i], folder / f"job-{number}", kills, chance, seconds[i])
+        kills = min(rng.randint(1, RESTARTS), arguments.kills - killed)
+        outcome = run_job(subjects[i], folder / f"job-{number}", kills, rng, seconds[i])
         outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", undisturbed[i])
         killed += len(outcome.kills)
         verdicts[i].append(outcome.problem is None)
@@ -146,26 +146,26 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def run_job(
-    subject: Subject, folder: Path, kills: int = 0, chance: random.Random | None = None, seconds: float = 0.0
+    subject: Subject, folder: Path, kills: int = 0, rng: random.Random | None = None, seconds: float = 0.0
 ) -> Outcome:
     """Run one job and kill ranks in it.
 
     Args:
         subject: the path and the model to train.
         folder: the run folder.
-        kills: how often to kill a rank; fewer if the job ends earlier.
-        chance: draws moments and ranks.
-        seconds: duration of an undisturbed job.
+        kills: how many times to kill a rank; fewer if the job ends earlier.
+        rng: draws moments and ranks.
+        seconds: the duration of an undisturbed job.
     """
     started = time.monotonic()
     files = RunFiles(folder)
     with subject.job(folder) as job:
         outcome = Outcome(folder.with_suffix(".log"))
-        for _ in range(kills if chance else 0):
-            assert chance is not None
-            draw, rank = chance.choice(MOMENTS), chance.randrange(subject.ranks)
+        for _ in range(kills if rng else 0):
+            assert rng is not None
+            draw, rank = rng.choice(MOMENTS), rng.randrange(subject.ranks)
             target = wait_for_rank(job, rank, len(outcome.kills), files)
-            if target is not None and kill(target, job, files, draw(chance, seconds)):
+            if target is not None and kill(target, job, files, draw(rng, seconds)):
                 outcome.kills.append(f"{draw.__name__.replace('_', ' ')} ({rank})")
                 killed = time.monotonic()
                 if wait_for_rank(job, 0, len(outcome.kills), files) is not None:
@@ -233,7 +233,7 @@ def find_difference(folder: Path, undisturbed: dict[str, str]) -> str | None:
 
 
 def print_outcome(number: int, subject: Subject, outcome: Outcome) -> None:
-    """Print the table's line of a job, and its log if anything is wrong."""
+    """Print the job's line of the table, and its log if anything is wrong."""
     log = outcome.log.read_text()
     cells = (
         *(number, subject.path_name, subject.model_name),

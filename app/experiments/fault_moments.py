@@ -1,4 +1,4 @@
-"""When fault injection kills a rank: random moments in a run, recognized by the files that the run writes."""
+"""The moments at which fault injection kills a rank: random, recognized by the files that the run writes."""
 
 from __future__ import annotations
 
@@ -66,55 +66,53 @@ class Moment(NamedTuple):
 # Each function draws a moment. `seconds` is the duration of an undisturbed job.
 
 
-def at_start_up(chance: random.Random, seconds: float) -> Moment:
-    return Moment(lambda files: True, chance.uniform(0, 0.6 * seconds))
+def at_start_up(rng: random.Random, seconds: float) -> Moment:
+    return Moment(lambda files: True, rng.uniform(0, 0.6 * seconds))
 
 
-def in_a_step(chance: random.Random, seconds: float) -> Moment:
-    step = chance.randrange(1, STEPS)
-    return Moment(
-        lambda files: files.is_training() and files.last_step(schema.STEPS.name) >= step, chance.uniform(0, 0.2)
-    )
+def in_a_step(rng: random.Random, seconds: float) -> Moment:
+    step = rng.randrange(1, STEPS)
+    return Moment(lambda files: files.is_training() and files.last_step(schema.STEPS.name) >= step, rng.uniform(0, 0.2))
 
 
-def in_a_save(chance: random.Random, seconds: float) -> Moment:
-    step = chance.randrange(1, STEPS)
-    return Moment(lambda files: files.is_training() and files.checkpoint_in_staging() >= step, chance.uniform(0, 0.03))
+def in_a_save(rng: random.Random, seconds: float) -> Moment:
+    step = rng.randrange(1, STEPS)
+    return Moment(lambda files: files.is_training() and files.checkpoint_in_staging() >= step, rng.uniform(0, 0.03))
 
 
-def in_the_save_of_an_evaluation(chance: random.Random, seconds: float) -> Moment:
-    """While the checkpoint of a step that is also evaluated is written, before or after the evaluation."""
+def in_the_save_of_an_evaluation(rng: random.Random, seconds: float) -> Moment:
+    """Kill while the checkpoint of a step that is also evaluated is being written."""
     both = [step for step in range(1, STEPS + 1) if is_due(step, EVAL_STEPS) and is_due(step, SAVE_STEPS)]
-    return Moment(lambda files: files.is_training() and files.checkpoint_in_staging() in both, chance.uniform(0, 0.03))
+    return Moment(lambda files: files.is_training() and files.checkpoint_in_staging() in both, rng.uniform(0, 0.03))
 
 
-def in_an_evaluation(chance: random.Random, seconds: float) -> Moment:
-    """After a step at which only an evaluation is due.
+def in_an_evaluation(rng: random.Random, seconds: float) -> Moment:
+    """Kill after a step at which only an evaluation is due.
 
     The step's line is written before the evaluation and the evaluation's line after it. Steps that also save a
     checkpoint are left out: between their two lines, the checkpoint may be written instead.
     """
-    first = chance.randrange(1, STEPS - SAVE_STEPS)
+    first = rng.randrange(1, STEPS - SAVE_STEPS)
 
     def is_evaluating(files: RunFiles) -> bool:
         step = files.last_step(schema.STEPS.name)
         due = is_due(step, EVAL_STEPS) and not is_due(step, SAVE_STEPS)
         return files.is_training() and due and step >= first and step > files.last_step(schema.EVALUATIONS.name)
 
-    return Moment(is_evaluating, chance.uniform(0, 0.05))
+    return Moment(is_evaluating, rng.uniform(0, 0.05))
 
 
-def before_the_exit(chance: random.Random, seconds: float) -> Moment:
-    file = chance.choice([schema.METRICS.name, schema.PREDICTIONS, f".{schema.MODEL_FOLDER}.tmp"])
-    return Moment(lambda files: files.is_training() and (files.folder / file).exists(), chance.uniform(0, 0.03))
+def before_the_exit(rng: random.Random, seconds: float) -> Moment:
+    file = rng.choice([schema.METRICS.name, schema.PREDICTIONS, f".{schema.MODEL_FOLDER}.tmp"])
+    return Moment(lambda files: files.is_training() and (files.folder / file).exists(), rng.uniform(0, 0.03))
 
 
-def at_any_time(chance: random.Random, seconds: float) -> Moment:
-    return Moment(lambda files: True, chance.uniform(0, seconds))
+def at_any_time(rng: random.Random, seconds: float) -> Moment:
+    return Moment(lambda files: True, rng.uniform(0, seconds))
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every so many steps, and after the last one, happens after this step."""
+    """Return whether an event that is due every `every` steps, and after the last step, is due after this step."""
     return step > 0 and (step % every == 0 or step == STEPS)
 
 

@@ -1,4 +1,4 @@
-"""What fault injection trains: both training paths, with tiny models of several architectures."""
+"""The subjects of fault injection: both training paths, each with tiny models of several architectures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FLAGS = [
     *("--max_steps", STEPS, "--save_strategy", "steps", "--save_steps", SAVE_STEPS, "--dropout", 0.1),
     *("--eval_strategy", "steps", "--eval_steps", EVAL_STEPS, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--max_length", 32, "--threads", 1, "--disable_tqdm", "--use_cpu"),
-    *("--eval_batch_size", 8),  # small batches make evaluations long enough to be hit
+    *("--eval_batch_size", 8),  # small batches make evaluations long enough to kill a rank in them
 ]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What jobs are run on: a training path with an architecture. `flags` are those of the training run."""
+    """A training path with an architecture, on which jobs are run. `flags` are the flags of the training run."""
 
     path_name: str
     model_name: str

@@ -22,7 +22,7 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
     """Train both paths with each of several seeds.
 
     Args:
-        settings: of all runs; `seed` is the first seed.
+        settings: the settings of all runs; `seed` is the first seed.
         nproc_per_node: number of processes of each run.
         seeds: number of seeds.
 
@@ -30,7 +30,7 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
         The folder that holds all runs, and a pair of runs for each seed.
 
     Raises:
-        UserError: a mistake in data, batch or model. It is found here, before any job starts.
+        UserError: a mistake in the data, the batch size or the model. It is found before any job starts.
         RunError: a path failed.
     """
     # Imported late: with two finished runs, `compare` needs none of these.
@@ -64,7 +64,7 @@ def train_path(path_name: str, settings: Settings, nproc_per_node: int, folder: 
 
     Args:
         path_name: `ddp_loop` or `trainer_run`.
-        settings: of the run; `output_dir` is ignored.
+        settings: the settings of the run; `output_dir` is ignored.
         nproc_per_node: number of processes.
         folder: the run folder to create.
 

@@ -50,7 +50,7 @@ def resolve_commit(settings: ModelSettings) -> str | None:
 def check_folder(model: str) -> None:
     """Check that a name that can only mean a local folder is a model folder.
 
-    Otherwise the error would be the Hub's, which is about repository ids.
+    Otherwise the Hub would report an invalid repository id.
 
     Raises:
         UserError: It is not a model folder.
@@ -70,7 +70,7 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
 
     Args:
         auto_class: For example `AutoTokenizer`.
-        settings: Name the model.
+        settings: The settings that name the model.
         commit: What `resolve_commit` returned.
         kwargs: Further arguments of `from_pretrained`.
 

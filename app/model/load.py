@@ -59,7 +59,7 @@ def load_tokenizer(
     """Load the model's tokenizer or, for `tiny`, learn one from the training rows.
 
     Args:
-        settings: Name the model.
+        settings: The settings that name the model.
         train_texts: The training reviews, used only for `tiny`.
         commit: What `resolve_commit` returned.
 
@@ -81,7 +81,7 @@ def load_config(settings: ModelSettings, commit: str | None = None) -> Pretraine
     """Load the model's config; None for `tiny`, whose config depends on its vocabulary.
 
     Args:
-        settings: Name the model.
+        settings: The settings that name the model.
         commit: What `resolve_commit` returned.
 
     Raises:
@@ -103,7 +103,7 @@ def load_classifier(
     every rank.
 
     Args:
-        settings: Name the model and override its dropout.
+        settings: The settings that name the model and override its dropout.
         class_names: The label of each class id.
         tokenizer: The model's tokenizer. Its `model_input_names` are set to the inputs that the model accepts.
         commit: What `resolve_commit` returned.
@@ -157,7 +157,7 @@ def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any
     """Make every gradient NaN if the loss is not finite, so that all ranks detect it in the gradient norm.
 
     An infinite loss can have finite gradients (cross-entropy of logits that are far apart). A finite loss is multiplied
-    by 1.0, which does not change a bit of it.
+    by 1.0, which leaves its bits unchanged.
     """
     if isinstance(outputs, dict) and outputs.get("loss") is not None:  # remote code may return a tuple
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
@@ -193,7 +193,7 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
 
 
 def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encoder-decoders such as BART and T5 classify the hidden state of the end-of-sequence token."""
+    """Check that texts end with the token whose hidden state encoder-decoders such as BART and T5 classify."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.is_encoder_decoder and not set(ends) & set(tokenizer("a")["input_ids"]):
         raise UserError(
@@ -203,7 +203,7 @@ def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokeniz
 
 
 def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
-    """LayerDrop skips random layers on each rank. Unless DDP expects this, it waits forever for their gradients."""
+    """Refuse LayerDrop, which skips random layers on each rank, unless DDP is set to expect unused parameters."""
     for name, value in config.to_dict().items():
         if "layerdrop" in name and value and not settings.ddp_find_unused_parameters:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The default model: a BERT with 2 layers x 128 and a vocabulary learned from the training rows. Needs no network."""
+"""The default model, `tiny`: a BERT with 2 layers x 128 that learns its vocabulary from the training rows, offline."""
 
 from __future__ import annotations
 

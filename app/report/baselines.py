@@ -1,4 +1,4 @@
-"""Baselines: two classifiers without a neural network, trained and tested on the same rows as a run."""
+"""Train and test two baselines, classifiers without a neural network, on the same rows as a run."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def measure_baselines(run: Run) -> list[dict[str, Any]]:
         For each baseline `name`, `accuracy`, `f1` and `interval` (Wilson's, of the accuracy).
 
     Raises:
-        UserError: the run's CSV does not exist any more, or contains other rows now.
+        UserError: the run's CSV no longer exists, or its rows have changed.
     """
-    cache = Path(run.settings.get("cache_dir") or "") / f"floors-{run.split['fingerprint'][:32]}.json"
+    cache = Path(run.settings.get("cache_dir") or "") / f"baselines-{run.split['fingerprint'][:32]}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         cached = json.loads(cache.read_text("utf-8"))
         if cached["recipe"] == RECIPE and cached["fingerprint"] == run.split["fingerprint"]:
             return [
                 {"name": str(entry["name"]), "accuracy": float(entry["accuracy"]), "f1": float(entry["f1"])}
                 | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in entry["interval"].items()}))}
-                for entry in cached["floors"]
+                for entry in cached["baselines"]
             ]
     table, split = reread_rows(run)
     print(f"\nbaselines: training on {len(split.train):,} rows (skip with --no_baselines) …", flush=True)
     baselines = _measure(table, split)
     if cache.parent.is_dir():
         with contextlib.suppress(OSError):  # it is only a cache
-            write_json(cache, {"recipe": RECIPE, "fingerprint": run.split["fingerprint"], "floors": baselines})
+            write_json(cache, {"recipe": RECIPE, "fingerprint": run.split["fingerprint"], "baselines": baselines})
     return baselines
 
 

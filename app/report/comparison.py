@@ -71,7 +71,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "same_predictions": not disagreements,
         "same_probabilities": a.probabilities.equals(b.probabilities),
         "statistics": dataclasses.asdict(rows),
-        "floors": baseline_metrics,
+        "floors": baseline_metrics,  # the keys of the first version, so that old and new files have the same format
         "why_no_floors": why_no_baselines,
         "calibration": [calibration(run) for run in (a, b)],
         "accuracy_by_length": [by_length(run) for run in (a, b)],
@@ -130,7 +130,7 @@ def check_same_rows(a: Run, b: Run) -> None:
     """Check that two runs were trained and tested on the same rows.
 
     Raises:
-        UserError: they were not.
+        UserError: the splits or the predicted rows differ.
     """
     if a.split["fingerprint"] != b.split["fingerprint"]:
         raise UserError(
@@ -170,7 +170,7 @@ def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str
             "row": int(a.predictions["row"].iloc[i]),
             "label": a.predictions["label"].iloc[i],
             "predicted": [run.predictions["predicted"].iloc[i] for run in (a, b)],
-            "probabilities": [chances[i].tolist() for chances in probabilities],
+            "probabilities": [of_run[i].tolist() for of_run in probabilities],
             "review": a.predictions["review"].iloc[i],
         }
         for i in positions

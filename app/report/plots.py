@@ -62,7 +62,7 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  #
 
 
 def _svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
-    """Return what `draw` draws on a figure of WIDTH x height as an `<svg>` element."""
+    """Let `draw` draw on a figure of WIDTH x height, and return the figure as an `<svg>` element."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update(STYLE | {"svg.hashsalt": label})

@@ -12,7 +12,7 @@ from app.report.comparison import LISTED_ROWS
 from app.report.formats import html_environment, markdown_environment
 
 MIB = 2**20
-NOT_TRAINING_SETTINGS = ("path", "output_dir", "logging_steps", "disable_tqdm")  # without influence on the training
+NOT_TRAINING_SETTINGS = ("path", "output_dir", "logging_steps", "disable_tqdm")  # they do not influence the training
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 
 
@@ -182,7 +182,7 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def with_confidence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows with the probability that each run assigned to the class that it predicted."""
-    return [row | {"confidence": [max(chances) for chances in row["probabilities"]]} for row in rows]
+    return [row | {"confidence": [max(of_run) for of_run in row["probabilities"]]} for row in rows]
 
 
 def largest_difference_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

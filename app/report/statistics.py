@@ -182,7 +182,7 @@ def verdict(statistics: PairedRows | PairedSeeds, name_a: str, name_b: str, *, b
     """Return the conclusion of a comparison as one line of plain text, in which names are not escaped.
 
     "Better" requires p < 1 - confidence *and* an interval without zero. McNemar's exact test is stricter than Tango's
-    interval: close to the threshold they may disagree, and the line says so.
+    interval: close to the threshold they may disagree, and the line then reports "borderline".
 
     Args:
         statistics: from `paired_rows` or `paired_seeds`.

@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model with its card, predictions.csv and metrics.json. Rank 0 writes them."""
+"""The files of a finished run: the model with its card, predictions.csv and metrics.json. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_results(
     Args:
         state: the model's complete state dict.
         logits: float (n_test, classes), of the test rows in file order.
-        peak_memory: the most memory that each rank has used, in bytes.
+        peak_memory: the peak memory of each rank, in bytes.
 
     Raises:
         OSError: a file can't be written, or the folder is gone.

@@ -11,11 +11,12 @@ from app.runs.resume import Resume
 from app.runs.schema import LOGS
 from app.settings import ModelSettings, Settings, TrainingSettings
 
-# Settings of these groups that may differ: the number of accumulation steps (`Resume.changes` announces it). The length
-# of the training is compared as the total number of steps, the model as its folder or commit, and bf16 as precision.
+# Model and training settings that a resumed run may change (`Resume.changes` announces another number of accumulation
+# steps), or that are compared in another form: the length of the training as the total number of steps, the model as
+# its folder or commit, and bf16 as the precision.
 MAY_DIFFER = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
 MAY_DIFFER |= {"model", "revision", "trust_remote_code"}
-MAY_DIFFER |= {"per_device_train_batch_size"}  # the resolved global batch size is compared
+MAY_DIFFER |= {"per_device_train_batch_size"}  # compared as the resolved global batch size
 # These decide which weights are the best. eval_batch_size affects the rounding of the scores, and with it the choice
 # between two that are nearly equal.
 BEST_SETTINGS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
@@ -39,11 +40,12 @@ def check_compatible(
         model_commit: the commit on the Hub that the model is loaded from; None for any other model.
 
     Raises:
-        UserError: it does not; the message lists all differences. Or a log or the best weights are damaged.
+        UserError: the checkpoint does not fit, and the message lists all differences; or a log or the best weights are
+            damaged.
     """
     if resume.checkpoint is None:
         return
-    # A checkpoint from before a setting existed was trained with what is now its default.
+    # A checkpoint that is older than a setting was trained with what is now the setting's default.
     before = Settings().as_dict() | resume.state["settings"]
     names = [f.name for group in (ModelSettings, TrainingSettings) for f in fields(group) if f.name not in MAY_DIFFER]
     # With three ranks or more, DDP's buckets decide in which order gradients are added.
@@ -55,7 +57,7 @@ def check_compatible(
     pairs += [("path", resume.state["path"], path_name)]
     pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
     differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
-    # A checkpoint of an older version does not record the commit, so there is nothing to compare.
+    # Checkpoints of older versions do not record the commit, so there is nothing to compare.
     commit = resume.state.get("model_commit", model_commit)
     if commit != model_commit:
         differences.append(f"the model's commit was {commit} and is {model_commit} (add --revision {commit})")

@@ -115,8 +115,8 @@ def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], 
     """Return the content of metrics.json.
 
     Args:
-        scores: of the test rows.
-        peak_memory: the most memory that each rank has used, in bytes.
+        scores: the scores of the test rows.
+        peak_memory: the peak memory of each rank, in bytes.
         mfu: model FLOPs utilization; None if it is unknown.
     """
     metrics = asdict(scores)

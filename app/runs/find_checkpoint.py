@@ -79,7 +79,7 @@ def folder_of_this_job(path_name: str, output_dir: str | None, launchers: Collec
 
 
 def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> Found:
-    """Resume a restarted job in its own folder; from the requested checkpoint as long as it has none of its own."""
+    """Resume a restarted job in its own folder, or from the requested checkpoint if it has not saved one yet."""
     held = lock(own)
     if (own / METRICS.name).is_file():
         return Found(own, None, held, finished=True)
@@ -90,11 +90,11 @@ def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> 
 
 
 def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
-    """`auto`: the training path's latest run if it has not finished, or the run in the requested folder."""
+    """Find what `auto` resumes: the run in the requested folder, or the path's latest run if it has not finished."""
     folder = Path(output_dir) if output_dir else (RUNS / path_name / LATEST).resolve()
     recorded = _recorded_settings(folder)
     if not recorded:  # any other folder that is not empty is refused later
-        warn("--resume_from_checkpoint auto: there is no run to resume, so this one starts from the beginning")
+        warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
         return Found()
     if recorded["path"] != path_name:
         raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
@@ -142,7 +142,7 @@ def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint by its name, which a run folder may have too."""
+    """Return whether a path is named like a checkpoint. A run folder may have such a name, but has a settings.json."""
     return path.name.startswith(PREFIX) and not (path / SETTINGS.name).is_file()
 
 

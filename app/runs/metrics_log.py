@@ -14,7 +14,7 @@ from app.errors import escape_control_characters
 class MetricsLog:
     """An append-only log. Lines that could not be written are kept in memory and written with the next ones.
 
-    So no line is ever missing between two others, and the file ends with a complete line even after a failed write.
+    The file therefore never lacks a line between two others, and ends with a complete line even after a failed write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class MetricsLog:
             if not had_failed:
                 warn(
                     f"warning: {escape_control_characters(str(self.path))} could not be written: {problem.strerror}; "
-                    "training continues, and its lines are kept in memory until they can be written "
+                    "training continues, and the lines are kept in memory until they can be written "
                     "(--on_save_failure continue)"
                 )
 
@@ -72,7 +72,7 @@ class MetricsLog:
         """Write all pending lines, and flush the file to disk.
 
         Raises:
-            OSError: that failed.
+            OSError: the lines could not be written or flushed.
         """
         self.append("")
         if self.path.exists():

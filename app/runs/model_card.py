@@ -71,7 +71,7 @@ def _metadata(info: RunInfo, metrics: Mapping[str, Any]) -> ModelCardData:
 
 
 def _base_model(info: RunInfo) -> str | None:
-    """Return the name of the model that was fine-tuned, or of its folder; None for the embedded model."""
+    """Return the name of the model that was fine-tuned, or of its folder; None for `tiny`."""
     model = info.settings.model
     if model == TINY:
         return None

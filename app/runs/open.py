@@ -1,4 +1,4 @@
-"""Start the record of a run: claim its folder for this job."""
+"""Open the record of a run, which includes claiming the run folder for this job."""
 
 from __future__ import annotations
 

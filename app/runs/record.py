@@ -73,13 +73,13 @@ class RunRecord:
         self.step = resume.step  # the last step, for error messages
         self.last_loss = float("nan")
 
-    # ---- the beginning and the end ----------------------------------------------------------------------------------
+    # ---- start and end of a run -------------------------------------------------------------------------------------
 
     def begin(self, plan: BatchPlan) -> bool:
         """Reset the folder to the checkpoint, after the training state has been loaded from it. Collective.
 
-        A resumed run removes what came after its checkpoint only here, so a checkpoint that turns out to be unloadable
-        costs nothing.
+        A resumed run removes what follows its checkpoint only here, so nothing is lost if the checkpoint can't be
+        loaded.
 
         Returns:
             Whether the evaluation after the checkpoint's own step has to be repeated. A checkpoint is written before
@@ -108,8 +108,8 @@ class RunRecord:
         for checkpoint in latest_first(self.checkpoints.folder):
             if step_of(checkpoint) > self.resume.step:  # damaged, or of steps that are repeated
                 remove(checkpoint)
-        # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So this
-        # comes after later checkpoints are gone, and before anything is written to a new folder.
+        # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So write
+        # settings.json after later checkpoints are removed, and before anything else in a new folder.
         write_json(self.folder / schema.SETTINGS.name, settings_content(self.info))
         write_json(self.folder / schema.SPLIT.name, split_content(self.info))
         if self.settings.output_dir is None and self.resume.folder is None:
@@ -266,7 +266,7 @@ class RunRecord:
             if self.world.is_main_process:
                 state = run_state_content(self.info, step, self.plan, self.totals, self.best)
                 write_json(staging / schema.RUN_STATE, state)
-                for log in self.logs.values():  # resuming needs their lines: they must be as safe as the checkpoint
+                for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
                 flush(self.folder)
 

@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint and what it says about the run so far."""
+"""Where a run resumes: its checkpoint, and what the checkpoint records about the run so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Resume:
         checkpoint: a complete checkpoint, in `folder` or in another run's folder.
         state: the content of the checkpoint's run_state.json.
         lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
-        launchers: the torchrun processes of this job, by which it recognizes its folder after a restart.
+        launchers: identify the torchrun processes of this job, so that it recognizes its folder after a restart.
         changes: the differences from the processes that wrote the checkpoint which make its RNG states unusable. If
             there are none, the resumed run is bitwise identical to an undisturbed one.
     """
@@ -62,7 +62,7 @@ class Resume:
 
         Args:
             log: the log's file name.
-            before: omit this step too, because the evaluation after the checkpoint of the same step is repeated.
+            before: stop before this step: the checkpoint's own step, if its evaluation is repeated.
 
         Raises:
             UserError: the log is damaged, or a step is missing.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RUNS = Path("runs")  # the parent of the run folders without --output_dir: runs/<training path>/<date and time>
-LATEST = "latest"  # a link next to those folders, to the newest one
+LATEST = "latest"  # a symbolic link next to those folders, to the newest one
 
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"

@@ -70,7 +70,7 @@ def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, to
 
 
 def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
-    """Reduce steps over the ranks, all in two collectives. Collective.
+    """Reduce any number of steps over the ranks in two all-reduces. Collective.
 
     Returns:
         The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.

@@ -1,4 +1,4 @@
-"""What a training strategy has to provide."""
+"""The interface of a training strategy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Tensors = dict[str, torch.Tensor]
 class Strategy(Protocol):
     """How parameters, gradients and optimizer state are distributed over the ranks.
 
-    `model` is the plain module, `wrapped` what `wrap` made of it. Methods that gather or load are collective: under a
-    sharded strategy no rank holds the whole state, so every rank has to take part.
+    `model` is the plain module, and `wrapped` is what `wrap` returned for it. Methods that gather or load are
+    collective: under a sharded strategy no rank holds the complete state, so every rank has to take part.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Strategy(Protocol):
 
         Args:
             groups: parameter groups of the wrapped model.
-            options: AdamW's.
+            options: keyword arguments of AdamW.
         """
 
     def prepare_resume(self, wrapped: torch.nn.Module, batch: Tensors) -> None:
@@ -44,7 +44,7 @@ class Strategy(Protocol):
         """Return a context in which backward() accumulates gradients without reducing them over the ranks."""
 
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a global norm. Collective.
+        """Scale the gradients down if their global norm exceeds `max_norm`. Collective.
 
         Returns:
             The norm before clipping, a scalar, equal on every rank.

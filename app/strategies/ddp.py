@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the whole model and optimizer, and gradients are averaged."""
+"""Distributed data parallel: every rank holds the complete model and optimizer, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class DDP:
         )
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel` that the settings decide."""
+        """Return the arguments of `DistributedDataParallel` that follow from the settings."""
         return {
             "find_unused_parameters": self.settings.ddp_find_unused_parameters,
             "bucket_cap_mb": self.settings.ddp_bucket_cap_mb,
         }
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW over all parameters: averaged gradients are equal, so every rank makes the same step."""
+        """Return AdamW for all parameters: the averaged gradients are equal, so every rank makes the same update."""
         return torch.optim.AdamW(groups, **options)
 
     def prepare_resume(self, wrapped: torch.nn.Module, batch: Tensors) -> None:
@@ -60,10 +60,10 @@ class DDP:
         return wrapped.no_sync()
 
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip by the norm of the averaged gradients, which every rank has.
+        """Clip by the norm of the averaged gradients, which is equal on every rank.
 
         Raises:
-            RunError: in the first step, a parameter has no gradient although DDP relies on it.
+            RunError: in the first step, a parameter that DDP waits for has no gradient.
         """
         self._check_gradients(wrapped)
         return torch.nn.utils.clip_grad_norm_(wrapped.parameters(), max_norm)
@@ -87,8 +87,8 @@ class DDP:
     def _check_gradients(self, wrapped: torch.nn.Module) -> None:
         """Check once that backward() has reached every parameter, unless DDP is set to search for unused ones.
 
-        DDP itself complains only in the next forward pass, after a step with gradients that were not averaged. The
-        model is the same on every rank, and so is the outcome.
+        DDP itself raises only in the next forward pass, after a step with gradients that were not averaged. The model
+        is the same on every rank, and so is the result of this check.
         """
         if self.gradients_checked or self.settings.ddp_find_unused_parameters:
             return

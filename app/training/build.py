@@ -39,7 +39,7 @@ class ReviewData:
         split: which rows are for training, validation and test.
         plan: how the training rows are divided into batches.
         commit: the Hub commit of the model, None for any other model.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         rows: token ids and labels, in the order of the table.
         lengths: int64 (n,), the number of tokens of each row.
         n_truncated: how many reviews have more than `max_length` tokens and were truncated.
@@ -56,7 +56,7 @@ class ReviewData:
 
     @property
     def collator(self) -> Collator:
-        """What pads the rows of a batch."""
+        """The collator that pads the rows of a batch."""
         return Collator(self.tokenizer)
 
     def train_loader(self, settings: Settings, world: World) -> DataLoader[Any]:
@@ -76,7 +76,7 @@ def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Sp
     """Read the reviews, split them, and divide the training rows into batches.
 
     Raises:
-        UserError: something is wrong with the file, the split or the batch size.
+        UserError: the file, the split or the batch size is invalid.
     """
     table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
     columns = (settings.text_column, settings.label_column)
@@ -85,7 +85,7 @@ def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Sp
 
 
 def build_data(settings: Settings, world: World) -> ReviewData:
-    """Read, split and tokenize the reviews: the same on every rank. Collective.
+    """Read, split and tokenize the reviews, with the same result on every rank. Collective.
 
     Raises:
         AgreedError: a user's mistake on any rank.

@@ -1,4 +1,4 @@
-"""What a run prints first and last."""
+"""The text that a run prints before the first step and at its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def describe_run(
     world: World,
     resume: Resume,
 ) -> str:
-    """Return the block that a run prints before the first step."""
+    """Return the block that a run prints before the first step: one `name  value` line per fact."""
     table, split, plan = data.table, data.split, data.plan
     sample = " (the bundled synthetic sample; see data/README.md for the real file)" if table.path == SAMPLE_CSV else ""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
@@ -64,10 +64,10 @@ def describe_run(
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         (
             "steps",
-            f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), {warmup_steps(settings, plan.total_steps)} of "
-            "warm-up",
+            f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
+            f"{warmup_steps(settings, plan.total_steps)} warmup steps",
         ),
-        ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type}; {weights})"),
+        ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         ("machine", f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}"),
         ("files", f"{folder}/"),
     ]
@@ -75,12 +75,11 @@ def describe_run(
         lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
         if resume.changes:
             changes = "; ".join(resume.changes)
-            lines += [("changed", f"{changes}: the same batches, but different dropout masks from here on")]
+            lines += [("changed", f"{changes}: the same batches, but different dropout masks from this step on")]
         before = resume.state.get("threads")
         if before not in (None, threads):
-            lines += [
-                ("changed", f"threads per rank: {threads}, was {before}: sums are rounded differently from here on")
-            ]
+            change = f"threads per rank: {threads}, was {before}"
+            lines += [("changed", f"{change}: sums are rounded differently from this step on")]
     return _block(lines)
 
 

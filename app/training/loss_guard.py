@@ -6,11 +6,11 @@ import torch
 
 
 def skip_step_if_nonfinite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
-    """Let the optimizer's next step change nothing if the gradient norm is not finite.
+    """Make the optimizer's next step change nothing if the gradient norm is not finite.
 
-    The fused optimizers read `found_inf` on the device, as they do for `torch.amp.GradScaler`, so the host need not
-    wait for the norm. It is equal on every rank, so all ranks skip the same step. `RunRecord.write_steps` sees the norm
-    at the end of the logging interval and stops the run.
+    The fused optimizers read `found_inf` on the device, as they do for `torch.amp.GradScaler`, so the host does
+    not wait for the norm. It is equal on every rank, so all ranks skip the same step. At the end of the logging
+    interval, `RunRecord.write_steps` reads the norm and stops the run.
 
     Args:
         optimizer: a fused optimizer.

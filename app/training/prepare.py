@@ -1,4 +1,4 @@
-"""Everything that is decided before the first step, once for both training paths."""
+"""Prepare a run: everything that happens before the first step, shared by both training paths."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from app.training.optim import default_learning_rate
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a training path gets.
+    """What `prepare` returns to a training path.
 
     Attributes:
-        settings: with everything resolved that depends on the data and the model, such as the learning rate.
+        settings: with all defaults resolved that depend on the data and the model, such as the learning rate.
         train_loader: this rank's micro-batches.
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
@@ -68,13 +68,13 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Collective.
 
     Raises:
-        AgreedError: a user's mistake on any rank. Nothing has been written then except the token cache.
+        AgreedError: a user's mistake on any rank. In that case nothing but the token cache has been written.
     """
     quiet_libraries(world)
     check_settings(settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
-        if world.is_main_process and resume.folder is None:  # only rank 0: on others NFS would cache that it is missing
+        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
             refuse_used(settings.output_dir)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
@@ -83,7 +83,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
     with local_main_process_first(world):
-        load_metrics()  # now: a metric that can't be loaded after hours of training would be too late
+        load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     train_loader = data.train_loader(settings, world)
 
     def rows_of_step(step: int) -> list[int]:
@@ -101,8 +101,16 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
 
 
-# Settings that may differ between nodes, because they name places on a machine or do not affect results.
-MAY_DIFFER = {"csv", "model", "cache_dir", "output_dir", "resume_from_checkpoint", "threads", "disable_tqdm"}
+# Settings that may differ between ranks, because they name paths on a machine or do not affect results.
+MAY_DIFFER_BETWEEN_RANKS = {
+    "csv",
+    "model",
+    "cache_dir",
+    "output_dir",
+    "resume_from_checkpoint",
+    "threads",
+    "disable_tqdm",
+}
 
 
 def check_settings(settings: Settings, world: World) -> None:
@@ -113,7 +121,7 @@ def check_settings(settings: Settings, world: World) -> None:
     Raises:
         AgreedError: names the flags and the ranks that differ from rank 0.
     """
-    mine = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER}
+    mine = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
     by_rank = all_gather_object(mine, world)
     with raise_on_all_ranks(world):
         for rank, theirs in enumerate(by_rank):

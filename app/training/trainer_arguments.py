@@ -1,4 +1,4 @@
-"""The settings under the names that Trainer and accelerate have for them."""
+"""The settings as arguments of Trainer and of accelerate's DDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.training.prepare import Preparation
 
 
 def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
-    """Return the settings under Trainer's names."""
+    """Convert the settings to Trainer's arguments."""
     settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
     return TrainingArguments(
         output_dir=str(prepared.record.folder),
@@ -42,8 +42,8 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
 class DDPArguments(DistributedDataParallelKwargs):  # type: ignore[misc]
     """The arguments that app.ddp_loop gives DDP.
 
-    accelerate drops those that equal its own defaults. That matters for a `bucket_cap_mb` of 25: DDP makes its first
-    bucket smaller only for None.
+    accelerate omits arguments that equal its own defaults, so a `bucket_cap_mb` of 25 would become DDP's default, None.
+    The two differ: only with None does DDP make its first bucket smaller.
     """
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_waiting_for_a_job_is_limited_in_time(job):
     with job("obeys", grace_seconds=0) as running:
         with pytest.raises(TimeoutError, match=r"still running after 0\.01 s"):
             running.wait(0.01)
-        with pytest.raises(TimeoutError, match=r"nothing happened within 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"the condition was not met within 0\.01 s"):
             running.wait_until(lambda: False, timeout=0.01)
 
 

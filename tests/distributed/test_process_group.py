@@ -17,12 +17,12 @@ from worlds import fake_world
 
 from app import hardware
 from app.distributed.collectives import all_gather_object, wait_for_device
-from app.distributed.process_group import Offer, common_device_type, join, nccl_timeout
+from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
-CPU, GPU = Offer("cpu", "host-a"), Offer("cuda", "host-b")
-FULL = Offer("cuda", "host-c", "too few GPUs")
+CPU, GPU = RankDevice("cpu", "host-a"), RankDevice("cuda", "host-b")
+FULL = RankDevice("cuda", "host-c", "too few GPUs")
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,8 @@ def test_ranks_with_the_same_device_type_use_it():
 
 
 def test_if_a_rank_has_a_problem_all_ranks_use_the_cpu_to_report_it():
-    offers = [GPU, FULL, CPU]
-    assert [common_device_type(offers, rank) for rank in range(3)] == [
+    ranks = [GPU, FULL, CPU]
+    assert [common_device_type(ranks, rank) for rank in range(3)] == [
         ("cpu", None),
         ("cpu", "too few GPUs"),
         ("cpu", None),
@@ -93,11 +93,11 @@ def test_ranks_without_a_gpu_are_named_on_every_rank_if_others_have_one(rank):
 
 
 @given(st.lists(st.sampled_from([CPU, GPU, FULL]), min_size=1, max_size=6))
-def test_every_rank_chooses_the_same_device_type(offers):
-    chosen = {common_device_type(offers, rank)[0] for rank in range(len(offers))}
+def test_every_rank_chooses_the_same_device_type(ranks):
+    chosen = {common_device_type(ranks, rank)[0] for rank in range(len(ranks))}
     assert len(chosen) == 1
     if chosen == {"cuda"}:
-        assert offers == [GPU] * len(offers)
+        assert ranks == [GPU] * len(ranks)
 
 
 # ---- timeouts ---------------------------------------------------------------------------------------------------

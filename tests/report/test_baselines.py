@@ -65,7 +65,7 @@ def test_results_are_cached_by_fingerprint(run, tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("measured twice"))
     assert measure_baselines(run) == first
     monkeypatch.undo()
-    for damage in ("", "[]", cached.read_text()[:-9], json.dumps({"recipe": "another", "floors": []})):
+    for damage in ("", "[]", cached.read_text()[:-9], json.dumps({"recipe": "another", "baselines": []})):
         cached.write_text(damage)
         assert measure_baselines(run) == first, damage
 

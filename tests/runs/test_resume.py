@@ -132,7 +132,7 @@ def test_another_commit_of_the_model_is_refused_and_the_right_one_named(folder):
 def test_damaged_best_weights_are_reported_before_the_training_resumes(tmp_path):
     run = make_run(tmp_path / "run", **BEST)
     (run / CHECKPOINTS / "best-2" / "weights").write_text("2")
-    with pytest.raises(UserError, match="best-2, the best weights before it: weights is not what was written"):
+    with pytest.raises(UserError, match="best-2, the best weights before it: weights has changed since it was written"):
         check(run, **BEST)
 
 
