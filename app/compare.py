@@ -88,18 +88,14 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         metavar="N",
         help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
     )
-    group.add_argument(
-        "--seeds", type=int, help="number of seeds, starting with --seed; default: 1, or 3 with --ablate"
-    )
+    group.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
     group.add_argument("--assert_equal", action="store_true", help="exit with 1 unless the runs are bitwise identical")
     group.add_argument(
         "--no_baselines",
         action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )
-    group.add_argument(
-        "--ablate", action="store_true", help="measure the effect of each silent difference between typical scripts"
-    )
+    group.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
     values = parser.values(sys.argv[1:])
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)

@@ -15,8 +15,6 @@ Two machines with 8 GPUs each; on the second one --node_rank=1:
 torchrun starts the same program in every process. Environment variables tell each process its `rank` and the number of
 ranks (`world_size`). Everything else follows from these two numbers: which rows a process reads, which gradients are
 averaged, and which process writes the files.
-
-The comments are numbered 1 to 8 in the order in which the code runs.
 """
 
 from __future__ import annotations
@@ -50,6 +48,8 @@ from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
+
+# The comments in capitals are numbered 1 to 8 in the order in which the code runs.
 
 
 def main(settings: Settings) -> None:

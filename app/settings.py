@@ -38,7 +38,7 @@ class DataSettings:
     )
     text_column: str = setting("review", "column that contains the text")
     label_column: str = setting("label", "column that contains the class: two or more distinct integers or strings")
-    test_size: float = setting(0.1, "fraction of the rows, between 0 and 1, to hold out for the final test")
+    test_size: float = setting(0.1, "fraction of the rows, between 0 and 1, to hold out as test rows")
     validation_size: float = setting(
         0.0, "fraction of the remaining rows to hold out for monitoring and for choosing the best weights; 0: none"
     )
@@ -56,7 +56,9 @@ class ModelSettings:
         TINY, f"model name on the Hugging Face Hub, local folder, or `{TINY}`: an untrained BERT with 2 layers x 128"
     )
     revision: str | None = setting(None, "branch, tag or commit of a model on the Hub; default: its main branch")
-    dropout: float | None = setting(None, "dropout probability that overrides every one in the model's config")
+    dropout: float | None = setting(
+        None, "dropout probability that replaces every dropout probability in the model's config"
+    )
     trust_remote_code: bool = setting(False, "run Python code from the model's repository; only for authors you trust")
 
 
@@ -153,10 +155,10 @@ class OutputSettings:
     _argument_group_name = "output"
 
     output_dir: str | None = setting(
-        None, "new or empty folder for the files of the run; default: a new folder under runs/"
+        None, "folder for the files of the run, which must be new or empty; default: a new folder under runs/"
     )
     logging_steps: int = setting(
-        10, "optimizer steps between log entries; losses are averaged over the ranks only then"
+        10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
     disable_tqdm: bool = setting(False, "disable progress bars")
     measure_peak_flops: bool = setting(

@@ -705,12 +705,12 @@ def as_csv(rows: Sequence[tuple[int, str]]) -> bytes:
 
 
 def describe(rows: Sequence[tuple[int, str]]) -> str:
-    """Rows, share of the positive class, and the characters a review: the figures in ``data/README.md``."""
+    """Rows, share of the positive class, and the characters per review: the figures in ``data/README.md``."""
     lengths = [len(review) for _, review in rows]
     broken, quoting = (sum(mark in review for _, review in rows) for mark in '\n"')
     twentieths = statistics.quantiles(lengths, n=20, method="inclusive")
     return (
-        f"{len(rows)} rows, {sum(label for label, _ in rows) / len(rows):.1%} positive; characters a review: "
+        f"{len(rows)} rows, {sum(label for label, _ in rows) / len(rows):.1%} positive; characters per review: "
         f"min {min(lengths)}, 5 % {twentieths[0]:.0f}, median {statistics.median(lengths):.0f}, "
         f"mean {statistics.mean(lengths):.0f}, 95 % {twentieths[18]:.0f}, max {max(lengths)}; "
         f"{broken} with a line break, {quoting} with a double quote"

@@ -1,6 +1,6 @@
 """A plain PyTorch loop in one process, which training at any number of ranks has to agree with.
 
-It takes rows, tokens and initial weights from `app`, but shuffles, pads, schedules and optimizes with code of its own.
+It takes rows, tokens and initial weights from `app`, but shuffles, pads, schedules and optimizes with its own code.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def write_run(
     reviews: Path,
     *,
     path: str = "ddp_loop",
-    chance: int = 0,
+    rng_seed: int = 0,
     steps: int = 12,
     escaped: bool = True,
     **settings: Any,
@@ -40,11 +40,11 @@ def write_run(
 
     Args:
         reviews: the CSV file.
-        chance: the seed of losses, probabilities and weights; runs with the same seed are equal.
+        rng_seed: the seed of losses, probabilities and weights; runs with the same seed are equal.
         escaped: write predictions.csv like the current version; otherwise like the first version.
     """
     escape_cell = escape if escaped else first_escape
-    draw = np.random.default_rng(chance)
+    draw = np.random.default_rng(rng_seed)
     settings = {
         "csv": str(reviews),
         "text_column": "review",

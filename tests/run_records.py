@@ -1,4 +1,4 @@
-"""Helpers for tests of `RunRecord`: steps without a training, and strategies that show what they are asked for."""
+"""Helpers for tests of `RunRecord`: steps without training, and a strategy that records how it is called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def correct_predictions(record: RunRecord) -> tuple[NDArray[np.float64], Scores]
 
 
 class Copies:
-    """A strategy whose gathered state has a tensor of its own under each name, as one that is gathered from shards."""
+    """A strategy whose gathered state has a separate tensor under each name, as if it was gathered from shards."""
 
     def __init__(self) -> None:
         self.gathered = 0

@@ -1,4 +1,4 @@
-"""Worlds of ranks that do not exist, for tests of what depends on a rank's number."""
+"""Worlds without processes, for tests of code that depends on the rank or the number of ranks."""
 
 from datetime import timedelta
 

@@ -3,9 +3,9 @@
     python -m app.experiments.fault_injection --kills 100 --seed 0 --csv reviews.csv
 
 Each job runs under plain `torchrun --max-restarts=3` and loses one to three ranks: at start-up, in a step, while a
-checkpoint is written, in an evaluation, right before the exit, or at any time. It must end with status 0, without help,
-and with the weights, predictions, steps and evaluations of an undisturbed job of the same path and architecture. One
-line is printed per job, and totals in the last line. The exit status is 1 if any job differs.
+checkpoint is written, in an evaluation, right before the exit, or at any time. Without intervention, it must end with
+status 0 and with the weights, predictions, steps and evaluations of an undisturbed job of the same path and
+architecture. One line is printed per job, and totals in the last line. The exit status is 1 if any job differs.
 """
 
 from __future__ import annotations

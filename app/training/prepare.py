@@ -68,7 +68,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Collective.
 
     Raises:
-        AgreedError: a user's mistake on any rank. In that case nothing but the token cache has been written.
+        AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
     quiet_libraries(world)
     check_settings(settings, world)

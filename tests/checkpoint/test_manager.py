@@ -147,7 +147,7 @@ OPERATIONS = ((os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os,
 
 
 def break_at(monkeypatch: pytest.MonkeyPatch, k: int, what: type[BaseException]) -> list[str]:
-    """Let the k-th file system operation from here on raise; if it is `Killed`, all later ones as well."""
+    """Make the k-th file system operation from now on raise; if it raises `Killed`, so do all later operations."""
     done: list[str] = []
 
     def broken(name, original):

@@ -30,7 +30,7 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_single_cell_that_differs_fails_the_table(review_csv, monkeypatch, call, differs):
     def train_path(path_name, settings, ranks, folder):
         odd = differs and (path_name, ranks, settings.precision) == ("trainer_run", 3, "bf16")
-        return read_run(write_run(folder, review_csv(), path=path_name, chance=int(odd)))
+        return read_run(write_run(folder, review_csv(), path=path_name, rng_seed=int(odd)))
 
     monkeypatch.setattr(train_pair, "train_path", train_path)
     status, out, _ = call("--only=1,1,random,fp32", "--only=3,2,random,bf16")

@@ -29,7 +29,7 @@ ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for na
 
 
 def write_reviews(folder: Path) -> None:
-    """Reviews of three classes, which a tiny model can tell apart."""
+    """Reviews of three classes, which a tiny model can distinguish."""
     reviews = [("差。", "好，", "一般")[i % 3] * (1 + i % 17) + f"第{i}次" for i in range(90)]
     pd.DataFrame({"label": [("bad", "good", "mixed")[i % 3] for i in range(90)], "review": reviews}).to_csv(
         folder / "reviews.csv", index=False
@@ -168,7 +168,7 @@ def test_a_run_records_the_commit_of_its_model(trained):
 def test_any_bucket_size_is_bitwise_identical_at_three_ranks(tmp_path):
     """With three ranks, the order in which gradients are added depends on their position in a bucket."""
     write_reviews(tmp_path)
-    model = [*FLAGS, "--save_strategy=no", "--eval_strategy=no"]  # the embedded model, which fills more than one bucket
+    model = [*FLAGS, "--save_strategy=no", "--eval_strategy=no"]  # `tiny`, which fills more than one bucket
     flags = {"unset": [], "25": ["--ddp_bucket_cap_mb=25"], "1": ["--ddp_bucket_cap_mb=1"]}
     runs = {f"{path}-{name}": TrainingRun(path, [*model, *more]) for name, more in flags.items() for path in PATHS}
     outcomes = run_many(tmp_path, runs, ranks=3)

@@ -177,7 +177,7 @@ def test_a_read_only_home_works_or_is_one_line(shared, mount, tmp_path):
 
 @pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
 def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path, path_name):
-    """Two nodes: the second one has an empty disk of its own at the path of the output folder."""
+    """Simulate two nodes: the second one has its own empty disk at the path of the output folder."""
     place = tmp_path / "disk"
     place.mkdir()
     own_disk = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(place)]

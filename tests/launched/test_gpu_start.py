@@ -1,4 +1,4 @@
-"""How jobs start and end on machines with GPUs. Without a GPU, a script simulates the one that a rank's node has."""
+"""How jobs start and end on machines with GPUs. Without a GPU, a script simulates the GPU of a rank's node."""
 
 from __future__ import annotations
 

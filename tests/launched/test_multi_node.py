@@ -30,7 +30,7 @@ def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # Removes the namespaces when the test ends, also if pytest is killed: then its standard input is closed. Every process
-# in these namespaces belongs to the test, torchrun's workers in sessions of their own included.
+# in these namespaces belongs to the test, including torchrun's workers, which have their own sessions.
 KEEPER = """
 cat >/dev/null
 for namespace in "$@"; do

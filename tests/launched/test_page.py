@@ -84,7 +84,7 @@ def page(review_csv, tmp_path) -> Path:
     pairs = []
     for seed in (1, 2):
         runs = [
-            write_run(tmp_path / f"{x}{seed}", tmp_path / "reviews.csv", chance=i, seed=seed)
+            write_run(tmp_path / f"{x}{seed}", tmp_path / "reviews.csv", rng_seed=i, seed=seed)
             for i, x in enumerate("ab")
         ]
         edit_json(runs[0] / "settings.json", path=SCRIPT, model="m" * 200, devices=["cpu"] * 64, learning_rate=0.5)
@@ -132,7 +132,7 @@ def test_the_page_follows_the_color_scheme(page, measure):
 
 def test_no_request_leaves_the_page(page, chromium, tmp_path):
     def requested(opened: Path) -> set[str]:
-        """Return the requests of the page. The browser makes some of its own, which have no initiator."""
+        """Return the requests of the page. The browser's own requests have no initiator."""
         log = tmp_path / f"{opened.stem}.json"
         chromium(opened, "--dump-dom", f"--log-net-log={log}")
         events = [event.get("params", {}) for event in json.loads(log.read_text("utf-8"))["events"]]

@@ -1,4 +1,4 @@
-"""Runs that are resumed, asked to stop, short of disk space, frozen or killed: nothing is lost.
+"""Runs that are resumed, asked to stop, frozen or killed, or that run out of disk space: nothing is lost.
 
 Runs that only train and resume share torchrun jobs; whatever tests a signal, an exit status or a process is a job of
 its own.
@@ -230,7 +230,7 @@ SLOW_STOPS = ("torchrun and all ranks", "torchrun alone")
 
 
 def stop(target: str, folder: Path, shared: Path) -> int:
-    """Start a run, signal it, and check how it ends. Return the step after which it stopped."""
+    """Start a run, send it a signal, and check how it ends. Return the step after which it stopped."""
     path_name, number = STOPS[target]
     with start(path_name, folder, shared, *FULL) as job:
         job.wait_for(lambda: steps_in(folder) >= 5)

@@ -110,7 +110,9 @@ def test_a_line_announces_the_training_and_how_to_skip_it(run, tmp_path, capsys)
 
 
 def test_no_baselines_trains_none_and_both_reports_say_so(review_csv, tmp_path, monkeypatch, capsys):
-    folders = [str(write_run(tmp_path / name, review_csv(), chance=chance)) for name, chance in (("a", 0), ("b", 1))]
+    folders = [
+        str(write_run(tmp_path / name, review_csv(), rng_seed=rng_seed)) for name, rng_seed in (("a", 0), ("b", 1))
+    ]
     monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
     assert compare.main() == 0
@@ -122,5 +124,5 @@ def test_no_baselines_trains_none_and_both_reports_say_so(review_csv, tmp_path, 
 
 def test_a_comparison_over_seeds_without_baselines_trains_none(review_csv, tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("trained"))
-    runs = [read_run(write_run(tmp_path / name, review_csv(), chance=1)) for name in "ab"]
+    runs = [read_run(write_run(tmp_path / name, review_csv(), rng_seed=1)) for name in "ab"]
     assert compare_seeds([tuple(runs)], baselines=False)["floors"] is None

@@ -32,14 +32,14 @@ PER_RUN = {"path", "folder", "accuracy", "f1", "loss", "train_seconds", "train_e
 
 @pytest.fixture
 def pair(review_csv, tmp_path):
-    """A function that writes two runs, which are identical if their chances are equal and differ otherwise."""
+    """A function that writes two runs, which are identical if their seeds are equal and differ otherwise."""
 
-    def make(chances=(0, 1), reviews=None, names=("a", "b"), **settings):
+    def make(rng_seeds=(0, 1), reviews=None, names=("a", "b"), **settings):
         reviews = reviews or review_csv()
         path_names = ("ddp_loop", "trainer_run")
         return tuple(
-            read_run(write_run(tmp_path / name, reviews, path=path_name, chance=chance, **settings))
-            for name, path_name, chance in zip(names, path_names, chances, strict=True)
+            read_run(write_run(tmp_path / name, reviews, path=path_name, rng_seed=rng_seed, **settings))
+            for name, path_name, rng_seed in zip(names, path_names, rng_seeds, strict=True)
         )
 
     return make
@@ -101,7 +101,7 @@ def test_reviews_that_both_misclassify_are_sorted_by_confidence(pair, review_csv
     rows = comparison["misclassified_by_both"]
     assert 0 < len(rows) == comparison["n_misclassified_by_both"] == wrong.sum() < 20
     assert {row["row"] for row in rows} == set(tables[0]["row"][wrong])
-    confidences = [sum(max(chances) for chances in row["probabilities"]) for row in rows]
+    confidences = [sum(max(of_run) for of_run in row["probabilities"]) for row in rows]
     assert confidences == sorted(confidences, reverse=True)
     for row in rows:
         for table, predicted in zip(tables, row["predicted"], strict=True):

@@ -44,7 +44,7 @@ def comparison(review_csv, tmp_path):
     reviews["review"] += f" {SCRIPT}{IMAGE} | `code` [link](http://example.invalid) \x1b[31m"
     reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE})
     reviews.to_csv(tmp_path / "reviews.csv", index=False)
-    a, b = (write_run(tmp_path / n, tmp_path / "reviews.csv", chance=c) for n, c in (("a", 0), ("b", 1)))
+    a, b = (write_run(tmp_path / n, tmp_path / "reviews.csv", rng_seed=c) for n, c in (("a", 0), ("b", 1)))
     edit_json(a / "settings.json", learning_rate=0.5, path=f"{SCRIPT}$\\frac{{$")
     return compare_runs(read_run(a), read_run(b))
 
@@ -104,8 +104,8 @@ def test_the_page_shows_the_values(comparison):
         assert f"{100 * statistics[f'accuracy_{side}']['low']:.1f}%" in text
     for item in comparison["disagreements"][:40]:
         assert f"row {item['row']} " in text
-        for chances in item["probabilities"]:
-            assert f"{100 * max(chances):.1f}%" in text
+        for of_run in item["probabilities"]:
+            assert f"{100 * max(of_run):.1f}%" in text
     assert "learning_rate" in text
 
 
@@ -127,7 +127,7 @@ def test_both_reports_explain_why_there_are_no_baselines(comparison):
 def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
     pairs = []
     for seed in (1, 2):
-        runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), chance=i, seed=seed) for i, x in enumerate("ab")]
+        runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), rng_seed=i, seed=seed) for i, x in enumerate("ab")]
         pairs.append(tuple(map(read_run, runs)))
     comparison = compare_seeds(pairs)
     markdown, text = as_markdown(comparison), Tags(as_html(comparison)).text
@@ -142,7 +142,7 @@ def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
 
 def test_many_classes_are_shown_as_pairs_instead_of_a_matrix(review_csv, tmp_path):
     csv = review_csv(240, classes=tuple(f"class {i}" for i in range(8)))
-    comparison = compare_runs(*(read_run(write_run(tmp_path / n, csv, chance=c)) for n, c in (("a", 0), ("b", 1))))
+    comparison = compare_runs(*(read_run(write_run(tmp_path / n, csv, rng_seed=c)) for n, c in (("a", 0), ("b", 1))))
     page = as_html(comparison)
     assert "pairs that were confused most often" in page
     assert 'class="confusion"' not in page

@@ -1,4 +1,4 @@
-"""Records of runs without a training."""
+"""Fixtures that open run records without training."""
 
 from __future__ import annotations
 

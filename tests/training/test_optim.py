@@ -1,4 +1,4 @@
-"""Parameter groups, warm-up and schedule."""
+"""Parameter groups, warmup and schedule."""
 
 from __future__ import annotations
 
