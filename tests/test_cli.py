@@ -234,3 +234,14 @@ def test_help_works_with_any_value_of_columns(capsys, monkeypatch, columns):
         parse_settings("The description.", ["--help"])
     assert exit.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["-", "--", "--=1"])
+def test_a_dash_without_a_name_resembles_no_flag(argument):
+    assert error_message([argument]) == f"unknown argument {argument} (--help lists all flags)"
+
+
+def test_a_config_file_that_names_another_one_is_refused(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("config: other.yaml\n", encoding="utf-8")
+    assert "config can't be set in a config file" in error_message(["--config", str(file)])

@@ -55,7 +55,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     try:
         raise_if_any_failed(problem, world)
         yield world
-        barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
+        _wait_for_all_to_finish(world)
     except ON_ALL_RANKS as outcome:
         ShortErrorHandler().record_exception(outcome)
         _exit_in_order(outcome, world)
@@ -175,6 +175,15 @@ def nccl_timeout(timeout: timedelta) -> timedelta:
 
 
 # ---- leaving -------------------------------------------------------------------------------------------------------
+
+
+def _wait_for_all_to_finish(world: World) -> None:
+    """Wait for the other ranks: one that fails in its last action, such as writing the results, fails the run."""
+    try:
+        barrier(world)
+    except Exception as failure:
+        failure.add_note("after its own work was done")  # for the error line, which would say "before training"
+        raise
 
 
 def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
