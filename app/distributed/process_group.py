@@ -24,6 +24,7 @@ from app.distributed.failure import (
     ON_ALL_RANKS,
     ShortErrorHandler,
     exit_line,
+    exit_now,
     report_failure,
     report_failure_to_connect,
 )
@@ -194,7 +195,10 @@ def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
     line, status = exit_line(outcome)
     if world.is_main_process:
         print(line, file=sys.stderr, flush=True)
-    barrier(world)
+    try:
+        barrier(world)
+    except Exception:  # a rank was killed meanwhile; the outcome has been printed
+        exit_now(status)
     traceback.clear_frames(outcome.__traceback__)  # their local variables hold the DDP module: see _leave
     _leave()
     sys.exit(status)

@@ -20,6 +20,7 @@ from app import hardware
 from app.distributed import failure, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.process_group import Offer, common_device_type, join, nccl_timeout
+from app.errors import Preempted
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
@@ -245,3 +246,18 @@ def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training
     line = capsys.readouterr().err
     assert line.startswith("error: rank 0 lost contact")
     assert line.endswith(", after its own work was done\n")
+
+
+def test_a_stopped_run_keeps_its_line_and_status_if_another_rank_is_killed_meanwhile(monkeypatch, capsys):
+    def lose_contact(world):
+        raise dist.DistNetworkError("Connection closed by peer")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(process_group, "barrier", lose_contact)
+    monkeypatch.setattr(process_group, "exit_now", leave, raising=False)
+    with pytest.raises(SystemExit) as caught, join(Settings(use_cpu=True)):
+        raise Preempted("after step 3 of 9")
+    assert caught.value.code == 75
+    assert capsys.readouterr().err == "stopped: after step 3 of 9\n"
