@@ -70,7 +70,8 @@ class SettingsParser(HfArgumentParser):
         namespace = argparse.Namespace(**dict.fromkeys(BATCH_SIZES))
         namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
-            flags = {option[2:] for option in self._option_string_actions if "-" not in option[2:]}
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            flags = {option[2:] for option in options if "-" not in option[2:]}
             hint = hint_for(unknown[0], flags)
             self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
         given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]
@@ -93,12 +94,17 @@ class SettingsParser(HfArgumentParser):
             raise UserError(f"--config {path}: not valid YAML: {' '.join(str(problem).split())}") from None
         if not isinstance(content, dict):
             raise UserError(f"--config {path}: must be a mapping of settings, with one `name: value` per line")
+        known = {action.dest for action in self._actions}
         arguments: list[str] = []
         for name, value in content.items():
             if isinstance(value, dict | list):
                 raise UserError(f"--config {path}: {name} must be a single value")
+            if name == "config":
+                raise UserError(f"--config {path}: config can't be set in a config file")
             if value not in ("", "null", "~"):
                 arguments += [f"--{name}={value}"]
+            elif str(name).replace("-", "_") not in known:  # without a value, the parser would not see it
+                raise UserError(f"--config {path}: unknown setting {name}")
         try:
             parsed = self.parse(arguments)
         except UserError as problem:

@@ -103,8 +103,9 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     if options.seeds is not None and options.seeds < 1:
         raise UserError(f"--seeds {shorten(str(options.seeds))}: must be 1 or more")
-    if settings.seed + (options.seeds or 1) - 1 > LARGEST_COUNT:
-        raise UserError(f"--seeds {shorten(str(options.seeds))}: the last seed must be at most {LARGEST_COUNT}")
+    seeds = options.seeds or (3 if options.ablate else 1)
+    if settings.seed + seeds - 1 > LARGEST_COUNT:
+        raise UserError(f"--seeds {shorten(str(seeds))}: the last seed must be at most {LARGEST_COUNT}")
     if options.ablate and (options.runs or options.assert_equal):
         raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
     # The ablation simulates its ranks in one process, so its results do not depend on the number of GPUs.

@@ -41,7 +41,7 @@ print(own, *(name for name, addresses in psutil.net_if_addrs().items() if own in
 read -r address interface _ <<<"$route"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
-processes=${NPROC_PER_NODE:-$(python -m app.distributed.launcher "${@:3}")}
+processes=$(python -m app.distributed.launcher "${@:3}") || exit 2
 
 case $1 in
   static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;

@@ -132,7 +132,7 @@ def test_a_flag_of_other_training_scripts_gets_a_hint_instead_of_a_similar_name(
 
 
 def test_no_hint_is_given_for_a_flag_that_resembles_nothing():
-    assert error_message(["--colour=red"]) == "unknown argument --colour=red (--help lists all flags)"
+    assert error_message(["--color=red"]) == "unknown argument --color=red (--help lists all flags)"
 
 
 def test_no_hint_hides_an_existing_flag_and_every_flag_in_a_hint_exists():
@@ -234,3 +234,20 @@ def test_help_works_with_any_value_of_columns(capsys, monkeypatch, columns):
         parse_settings("The description.", ["--help"])
     assert exit.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["-", "--", "--=1"])
+def test_a_dash_without_a_name_resembles_no_flag(argument):
+    assert error_message([argument]) == f"unknown argument {argument} (--help lists all flags)"
+
+
+def test_a_config_file_that_names_another_one_is_refused(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("config: other.yaml\n", encoding="utf-8")
+    assert "config can't be set in a config file" in error_message(["--config", str(file)])
+
+
+def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_path):
+    (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
+    with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
+        parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])

@@ -66,7 +66,7 @@ class TrainingState:
         """
         folder = resume.checkpoint
         assert folder is not None
-        self.load_weights(folder)
+        self.strategy.load_model_state(self.model, read_weights(folder))
         content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
         moments: dict[int, Tensors] = {}
         for key, value in load_file(folder / OPTIMIZER).items():
@@ -83,10 +83,6 @@ class TrainingState:
         states = load_file(folder / RANDOM)
         mine = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
         set_random_state(mine, self.world)
-
-    def load_weights(self, folder: Path) -> None:
-        """Restore the weights only. Collective."""
-        self.strategy.load_model_state(self.model, read_weights(folder))
 
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

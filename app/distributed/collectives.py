@@ -170,10 +170,9 @@ def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int,
     seen = np.zeros(n, dtype=np.int64)
     for places, rows in all_gather_object((np.asarray(positions, dtype=np.int64), mine), world):
         if rows is not None:
-            is_row = places >= 0
             gathered = np.empty((n, rows.shape[1])) if gathered is None else gathered
-            gathered[places[is_row]] = rows[is_row]
-            np.add.at(seen, places[is_row], 1)
+            gathered[places] = rows
+            np.add.at(seen, places, 1)
     assert gathered is not None, "no rank has evaluated anything"
     assert (seen == 1).all(), "a row was evaluated twice or not at all"
     return gathered

@@ -275,11 +275,18 @@ def _ignore_signals(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def main() -> None:
-    """Print the default number of processes. Flags other than `--use_cpu` are ignored: the job checks them."""
+    """Print how many processes the run scripts start: NPROC_PER_NODE, by default `auto`.
+
+    Flags other than `--use_cpu` are ignored here: the job checks them.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
     arguments, _ = parser.parse_known_args()
-    print(default_nproc_per_node(use_cpu=arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1")))
+    use_cpu = arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1")
+    try:
+        print(resolve_nproc_per_node(os.environ.get("NPROC_PER_NODE") or "auto", use_cpu))
+    except UserError as problem:
+        sys.exit(f"error: {str(problem).replace('--nproc_per_node', 'NPROC_PER_NODE')}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from app.distributed.failure import (
     ON_ALL_RANKS,
     ShortErrorHandler,
     exit_line,
+    exit_now,
     report_failure,
     report_failure_to_connect,
 )
@@ -55,7 +56,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     try:
         raise_if_any_failed(problem, world)
         yield world
-        barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
+        _wait_for_all_to_finish(world)
     except ON_ALL_RANKS as outcome:
         ShortErrorHandler().record_exception(outcome)
         _exit_in_order(outcome, world)
@@ -177,6 +178,15 @@ def nccl_timeout(timeout: timedelta) -> timedelta:
 # ---- leaving -------------------------------------------------------------------------------------------------------
 
 
+def _wait_for_all_to_finish(world: World) -> None:
+    """Wait for the other ranks: one that fails in its last action, such as writing the results, fails the run."""
+    try:
+        barrier(world)
+    except Exception as failure:
+        failure.add_note("after its own work was done")  # for the error line, which would say "before training"
+        raise
+
+
 def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
     """End the process after an error that all ranks have raised, once rank 0 has printed it.
 
@@ -185,7 +195,10 @@ def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
     line, status = exit_line(outcome)
     if world.is_main_process:
         print(line, file=sys.stderr, flush=True)
-    barrier(world)
+    try:
+        barrier(world)
+    except Exception:  # a rank was killed meanwhile; the outcome has been printed
+        exit_now(status)
     traceback.clear_frames(outcome.__traceback__)  # their local variables hold the DDP module: see _leave
     _leave()
     sys.exit(status)

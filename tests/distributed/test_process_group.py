@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from worlds import fake_world
 
 from app import hardware
+from app.distributed import failure, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
+from app.errors import Preempted
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
@@ -223,3 +226,38 @@ def test_a_cpu_run_leaves_a_real_gpu_alone():
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training(monkeypatch, capsys):
+    def lose_contact(world):
+        raise dist.DistNetworkError("Connection closed by peer")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(process_group, "barrier", lose_contact)
+    monkeypatch.setattr(failure, "exit_now", leave)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit), join(Settings(use_cpu=True)):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    line = capsys.readouterr().err
+    assert line.startswith("error: rank 0 lost contact")
+    assert line.endswith(", after its own work was done\n")
+
+
+def test_a_stopped_run_keeps_its_line_and_status_if_another_rank_is_killed_meanwhile(monkeypatch, capsys):
+    def lose_contact(world):
+        raise dist.DistNetworkError("Connection closed by peer")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(process_group, "barrier", lose_contact)
+    monkeypatch.setattr(process_group, "exit_now", leave, raising=False)
+    with pytest.raises(SystemExit) as caught, join(Settings(use_cpu=True)):
+        raise Preempted("after step 3 of 9")
+    assert caught.value.code == 75
+    assert capsys.readouterr().err == "stopped: after step 3 of 9\n"
