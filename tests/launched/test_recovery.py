@@ -212,7 +212,7 @@ def test_a_folder_in_which_another_job_writes_is_left_alone(world, shared, tmp_p
     with start("ddp_loop", folder, shared, *ENDLESS, ranks=1) as job:
         job.wait_for((folder / "checkpoints" / "checkpoint-5" / "COMPLETE").exists)
         flags = [*ENDLESS, "--output_dir", folder, "--cache_dir", shared / "cache", "--resume_from_checkpoint", "auto"]
-        with pytest.raises(AgreedError, match="a run that has not ended is writing there"):
+        with pytest.raises(AgreedError, match="a run that has not ended is writing to it"):
             app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
         assert job.running
 
