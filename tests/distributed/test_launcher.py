@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,20 @@ def printed(job: TorchrunJob) -> list[str] | None:
 
 
 def exist(*pids: str) -> bool:
-    return any(psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie" for pid in pids)
+    """Tell whether any of the processes still runs. One that has been killed may take a moment to disappear."""
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if is_running(int(pid))]:
+        if time.monotonic() > deadline:
+            return True
+        psutil.wait_procs([psutil.Process(int(pid)) for pid in alive if psutil.pid_exists(int(pid))], timeout=0.05)
+    return False
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in ("zombie", "dead")
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 1), (8, 8)])

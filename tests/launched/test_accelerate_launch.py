@@ -22,7 +22,9 @@ def accelerate_launch(path: str, *flags: object, launcher_flags: tuple[str, ...]
         return job.finish()
 
 
-@pytest.mark.parametrize(("launcher_flags", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)])
+@pytest.mark.parametrize(
+    ("launcher_flags", "world_size"), [pytest.param(ONE_PROCESS, 1, marks=pytest.mark.slow), (TWO_PROCESSES, 2)]
+)
 def test_both_paths_train_identically_under_plain_accelerate_launch(review_csv, tmp_path, launcher_flags, world_size):
     # accelerate exports ACCELERATE_MIXED_PRECISION=no; the flag has to take precedence in Trainer too.
     flags = ("--csv", review_csv(), "--max_steps", 2, "--train_batch_size", 8, "--use_cpu", "--precision", "bf16")
@@ -37,7 +39,7 @@ def test_both_paths_train_identically_under_plain_accelerate_launch(review_csv, 
         assert len({(folder / file).read_bytes() for folder in folders}) == 1, file
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_a_precision_that_only_accelerate_knows_is_one_error_line(review_csv, tmp_path, path):
     flags = ("--csv", review_csv(), "--max_steps", 1, "--train_batch_size", 8, "--use_cpu", "--output_dir", "run")
     launcher_flags = (*TWO_PROCESSES, "--mixed_precision=fp16")

@@ -122,7 +122,8 @@ def test_different_splits_and_wrong_arguments_are_one_line(compare, two_runs, tm
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_that_was_started(tmp_path, number):
     flags = ["--nproc_per_node", 2, "--use_cpu", "--csv", SAMPLE_CSV, "--num_train_epochs", 50]
     with Job("compare", *flags, cwd=tmp_path, ranks=0) as job:

@@ -94,6 +94,7 @@ def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared,
     assert content_of(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_one_of_two_jobs_that_create_the_same_folder_at_once_is_refused(shared, tmp_path):
     folder, barrier = tmp_path / "run", tmp_path / "barrier"
     barrier.mkdir()
@@ -117,6 +118,7 @@ def test_one_of_two_jobs_that_create_the_same_folder_at_once_is_refused(shared, 
     assert not list(folder.glob(".*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_job_that_creates_its_folder_after_another_has_finished_there_is_refused(shared, tmp_path):
     folder, barrier = tmp_path / "run", tmp_path / "barrier"
     barrier.mkdir()
@@ -140,7 +142,11 @@ def test_a_job_that_creates_its_folder_after_another_has_finished_there_is_refus
 
 @pytest.mark.parametrize(
     ("path_name", "then"),
-    [pytest.param("ddp_loop", "continue", marks=pytest.mark.slow), ("trainer_run", "continue"), ("ddp_loop", "stop")],
+    [
+        pytest.param("ddp_loop", "continue", marks=pytest.mark.slow),
+        ("trainer_run", "continue"),
+        pytest.param("ddp_loop", "stop", marks=pytest.mark.slow),
+    ],
 )
 def test_a_completely_full_disk(shared, mount, path_name, then):
     disk = mount("size=64m")
@@ -162,6 +168,7 @@ def test_a_completely_full_disk(shared, mount, path_name, then):
         assert "No space left" in done.error_lines[0]
 
 
+@pytest.mark.slow
 def test_a_read_only_home_works_or_is_one_line(shared, mount, tmp_path):
     home = str(mount("ro"))
     places = {"HOME": home, "XDG_CACHE_HOME": home, "HF_HOME": f"{home}/hf", "HF_MODULES_CACHE": f"{home}/hf/modules"}
@@ -175,7 +182,8 @@ def test_a_read_only_home_works_or_is_one_line(shared, mount, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
 def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path, path_name):
     """Simulate two nodes: the second one has its own empty disk at the path of the output folder."""
     place = tmp_path / "disk"

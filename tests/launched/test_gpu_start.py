@@ -54,7 +54,7 @@ def test_nodes_with_different_gpus_end_with_one_line(launch, script, gpus, unkno
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, script, path_name):
     flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
     done = launch(str(script), f"app.{path_name}", *flags, GPUS="1")
@@ -86,6 +86,7 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_deterministic_is_recorded_and_changes_no_bit_on_cpus(tmp_path):
     runs = {
         "plain": TrainingRun("ddp_loop", SMALL),

@@ -125,7 +125,8 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_pat
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["static", "c10d"])
 def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
     for name in nodes:  # with c10d, torchrun waits until TCP gives up on a silent peer: here after seconds
         ip("netns", "exec", name, "sh", "-c", "echo 5 >/proc/sys/net/ipv4/tcp_retries2")

@@ -57,7 +57,9 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=pytest.mark.slow) if cell.startswith("1,") else cell for cell in CELLS]
+)
 def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
     a, b = (read_run(trained(int(ranks)) / f"{cell}-{path}") for path in PATHS)

@@ -111,7 +111,7 @@ def test_a_mistake_ends_a_job_with_one_line_from_one_rank(launch, review_csv, tm
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_plain_python_ends_with_status_2_and_no_traceback(launch, review_csv, path_name):
     done = launch(path_name, "--csv", review_csv(), "--test_size", 7)
     assert done.status == 2
@@ -152,6 +152,7 @@ def test_a_mistake_on_any_rank_is_raised_on_all_and_leaves_nothing(review_csv, t
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_the_help_is_printed_once(launch):
     done = launch("ddp_loop", "--help", ranks=2)
     assert done.status == 0, done.err

@@ -207,6 +207,7 @@ def test_two_damaged_checkpoints_are_skipped_and_reported(resumed_two_ranks, sha
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_folder_in_which_another_job_writes_is_left_alone(world, shared, tmp_path):
     folder = tmp_path / "run"
     with start("ddp_loop", folder, shared, *ENDLESS, ranks=1) as job:
@@ -295,6 +296,7 @@ def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, 
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_second_signal_ends_a_rank_at_once_even_if_it_waits_for_another(shared, tmp_path):
     with start("ddp_loop", tmp_path / "run", shared, *ENDLESS) as job:
         job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
@@ -315,6 +317,7 @@ def test_a_second_signal_ends_a_rank_at_once_even_if_it_waits_for_another(shared
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_save(two_ranks, mount):
     first = two_ranks / "ddp_loop-2" / "checkpoints" / "checkpoint-5"
     size = sum(path.stat().st_size for path in first.iterdir())
@@ -361,6 +364,7 @@ def test_a_nonfinite_loss_stops_the_run_before_the_optimizer_step(resumed_two_ra
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_nonfinite_loss_ends_a_job_with_status_1_and_one_line(launch):
     done = launch("trainer_run", *NOT_FINITE, ranks=1)
     assert done.status == 1
