@@ -32,6 +32,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_simulated_ranks_train_like_real_ones(launch, world, one_thread, tmp_path):
     done = launch("ddp_loop", *FLAGS, "--use_cpu", "--eval_strategy", "no", "--output_dir", "run", ranks=2)
     assert done.status == 0, done.err

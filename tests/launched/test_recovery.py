@@ -272,9 +272,8 @@ def stopped(two_ranks) -> Callable[[str], tuple[int, Outcome]]:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_STOPS else name for name in STOPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", STOPS)
 def test_after_a_signal_all_ranks_save_the_same_step_and_the_run_resumes_from_it(stopped, two_ranks, target):
     step, outcome = stopped(target)
     assert outcome.problem is None
