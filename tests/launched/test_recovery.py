@@ -12,8 +12,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -227,7 +225,6 @@ STOPS = {  # path, signal, and the processes that get it
     "torchrun and all ranks": ("trainer_run", signal.SIGTERM),  # as Slurm does
     "torchrun alone": ("ddp_loop", signal.SIGUSR1),
 }
-SLOW_STOPS = ("torchrun and all ranks", "torchrun alone")
 
 
 def stop(target: str, folder: Path, shared: Path) -> int:
@@ -254,28 +251,22 @@ def stop(target: str, folder: Path, shared: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def stopped(two_ranks) -> Callable[[str], tuple[int, Outcome]]:
-    """A function that returns the step after which a run of `STOPS` stopped, and the outcome of resuming it."""
-
-    @cache
-    def stop_and_resume(are_slow: bool) -> dict[str, tuple[int, Outcome]]:
-        targets = [target for target in STOPS if (target in SLOW_STOPS) is are_slow]
-        steps = {target: stop(target, two_ranks / f"stopped-{target}", two_ranks) for target in targets}
-        runs = {
-            target: TrainingRun(STOPS[target][0], resume(*FULL, "--output_dir", f"stopped-{target}", source="auto"))
-            for target in targets
-        }
-        outcomes = run_many(two_ranks, runs)
-        return {target: (steps[target], outcomes[target]) for target in targets}
-
-    return lambda target: stop_and_resume(target in SLOW_STOPS)[target]
+def stopped(two_ranks) -> dict[str, tuple[int, Outcome]]:
+    """The step after which each run of `STOPS` stopped, and the outcome of resuming it; one job resumes all."""
+    steps = {target: stop(target, two_ranks / f"stopped-{target}", two_ranks) for target in STOPS}
+    runs = {
+        target: TrainingRun(path_name, resume(*FULL, "--output_dir", f"stopped-{target}", source="auto"))
+        for target, (path_name, _) in STOPS.items()
+    }
+    outcomes = run_many(two_ranks, runs)
+    return {target: (steps[target], outcomes[target]) for target in STOPS}
 
 
 @pytest.mark.launched
 @pytest.mark.slow
 @pytest.mark.parametrize("target", STOPS)
 def test_after_a_signal_all_ranks_save_the_same_step_and_the_run_resumes_from_it(stopped, two_ranks, target):
-    step, outcome = stopped(target)
+    step, outcome = stopped[target]
     assert outcome.problem is None
     assert f"(step {step})" in outcome.out
     assert_same(two_ranks / f"{STOPS[target][0]}-2", two_ranks / f"stopped-{target}")
