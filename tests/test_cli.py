@@ -204,6 +204,7 @@ EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 
 @example("warmup_steps", "1e308", "linear")
 @example("eval_batch_size", "9" * 400, "linear")
 @example("threads", "9" * 400, "linear")
+@example("per_device_train_batch_size", "3501", "linear")
 def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name, value, schedule):
     error = None
     try:

@@ -70,9 +70,11 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
-        raise UserError(
-            f"{n_train} training rows don't fill one batch: --train_batch_size {size} must be {n_train} or less"
-        )
+        per_device = settings.per_device_train_batch_size
+        flag = f"--train_batch_size {size}"
+        if per_device is not None:
+            flag = f"--per_device_train_batch_size {per_device} x {shares} micro-batches = {size}"
+        raise UserError(f"{n_train} training rows don't fill one batch: {flag} must be {n_train} or less")
     total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
     return BatchPlan(
         size, world_size, size // shares, accumulation, steps_per_epoch, total, math.ceil(total / steps_per_epoch)

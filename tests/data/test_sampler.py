@@ -99,3 +99,5 @@ def test_steps_and_epochs_follow_from_the_rows():
 def test_a_batch_size_per_rank_is_resolved_to_the_global_one():
     plan = plan_batches(Settings(per_device_train_batch_size=4, gradient_accumulation_steps=3), 1_000, 2)
     assert (plan.global_size, plan.micro_size) == (24, 4)
+    with pytest.raises(UserError, match=r"20 training rows .* --per_device_train_batch_size 4 x 6 micro-batches = 24"):
+        plan_batches(Settings(per_device_train_batch_size=4, gradient_accumulation_steps=3), 20, 2)
