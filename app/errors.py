@@ -25,8 +25,9 @@ def escape_unencodable_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def shorten(text: str, max_length: int = 60) -> str:
-    """Truncate user input so that an error message stays readable."""
+def shorten(text: object, max_length: int = 60) -> str:
+    """Truncate text to `max_length` characters; the last one is … if something was cut off."""
+    text = str(text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 

@@ -7,22 +7,18 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from app.errors import shorten
+
 MAX_CELL_LENGTH = 160
 
 
 def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
     """Escape untrusted text for a cell of a Markdown table: one line, no HTML, no markup, no control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
-    line = shortened(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = shorten(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # Characters that cannot be markup stay as they are, because the text is also read in terminals: the underscore of
     # ddp_loop is not emphasis, and [0, 1] is not a link.
     return re.sub(r"[\\`*|]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
-
-
-def shortened(text: object, max_length: int) -> str:
-    """Truncate text to `max_length` characters; the last one is … if something was cut off."""
-    text = str(text)
-    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
 def template_environment(templates: Path, autoescape: bool = False) -> Environment:
@@ -39,5 +35,5 @@ def template_environment(templates: Path, autoescape: bool = False) -> Environme
         lstrip_blocks=True,
         autoescape=autoescape,
     )
-    environment.filters.update(cell=markdown_cell, shortened=shortened)
+    environment.filters.update(cell=markdown_cell, shortened=shorten)
     return environment

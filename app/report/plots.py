@@ -21,6 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
+from app.errors import shorten
+
 # matplotlib needs real colors: each of these is a placeholder for a variable of the page's style sheet.
 INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "#050505"
 RUN_COLORS = ("#0a0a0a", "#0b0b0b")
@@ -279,8 +281,7 @@ def _maximum(values: NDArray[np.float64]) -> float:
 
 
 def _shorten(name: object) -> str:
-    text = str(name)
-    return text if len(text) <= MAX_NAME_LENGTH else text[: MAX_NAME_LENGTH - 1] + "…"
+    return shorten(name, MAX_NAME_LENGTH)
 
 
 def _join(names: Sequence[str]) -> str:

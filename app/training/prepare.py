@@ -90,8 +90,10 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         positions = train_loader.sampler.rows_of_step((step - 1) % data.plan.steps_per_epoch)  # type: ignore[attr-defined]
         return [int(row) for row in data.table.rows[data.split.train[positions]]]
 
-    barrier(world)  # so that all ranks measure at the same time, as they train
-    peak = measure_peak_flops(world.device, settings.precision or "fp32") if settings.measure_peak_flops else None
+    peak = None
+    if settings.measure_peak_flops:
+        barrier(world)  # so that all ranks measure at the same time, as they train
+        peak = measure_peak_flops(world.device, settings.precision or "fp32")
     record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set

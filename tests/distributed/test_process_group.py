@@ -228,7 +228,10 @@ def test_a_cpu_run_leaves_a_real_gpu_alone():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training(monkeypatch, capsys):
+@pytest.fixture
+def lost_at_barrier(monkeypatch):
+    """Let every barrier lose contact with another rank, and an exit at once raise `SystemExit`."""
+
     def lose_contact(world):
         raise dist.DistNetworkError("Connection closed by peer")
 
@@ -236,7 +239,11 @@ def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training
         raise SystemExit(status)
 
     monkeypatch.setattr(process_group, "barrier", lose_contact)
-    monkeypatch.setattr(failure, "exit_now", leave)
+    for module in (failure, process_group):
+        monkeypatch.setattr(module, "exit_now", leave)
+
+
+def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training(lost_at_barrier, capsys):
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit), join(Settings(use_cpu=True)):
@@ -248,15 +255,7 @@ def test_losing_a_rank_that_had_only_to_leave_is_not_reported_as_before_training
     assert line.endswith(", after its own work was done\n")
 
 
-def test_a_stopped_run_keeps_its_line_and_status_if_another_rank_is_killed_meanwhile(monkeypatch, capsys):
-    def lose_contact(world):
-        raise dist.DistNetworkError("Connection closed by peer")
-
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(process_group, "barrier", lose_contact)
-    monkeypatch.setattr(process_group, "exit_now", leave, raising=False)
+def test_a_stopped_run_keeps_its_line_and_status_if_another_rank_is_killed_meanwhile(lost_at_barrier, capsys):
     with pytest.raises(SystemExit) as caught, join(Settings(use_cpu=True)):
         raise Preempted("after step 3 of 9")
     assert caught.value.code == 75
