@@ -45,6 +45,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return f"{action.option_strings[0]} {value}"
 
 
+class ConfigLoader(yaml.BaseLoader):
+    """Load YAML without its conversions, which would turn `no` into False, and refuse duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise yaml.YAMLError(f"{duplicates[0]} is set more than once")
+        return super().construct_mapping(node, deep)
+
+
 class SettingsParser(HfArgumentParser):
     """An `HfArgumentParser` that raises a one-line `UserError` instead of printing its usage and exiting."""
 
@@ -86,8 +96,7 @@ class SettingsParser(HfArgumentParser):
     def parse_yaml(self, path: Path) -> dict[str, Any]:
         """Return the settings in a YAML mapping, validated like command-line flags."""
         try:
-            # BaseLoader leaves every value a string: YAML's own rules would turn `no` into False.
-            content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+            content = yaml.load(path.read_text(encoding="utf-8"), ConfigLoader) or {}
         except OSError as problem:
             raise UserError(f"--config {path}: {problem.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as problem:

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from app.cli import settings_parser
+from app.cli import as_flags, settings_parser
 from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.program import run_program
@@ -84,14 +85,21 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     )
     group.add_argument(
         "--nproc_per_node",
+        "--nproc-per-node",
         default="auto",
         metavar="N",
         help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
     )
     group.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
-    group.add_argument("--assert_equal", action="store_true", help="exit with 1 unless the runs are bitwise identical")
+    group.add_argument(
+        "--assert_equal",
+        "--assert-equal",
+        action="store_true",
+        help="exit with 1 unless the runs are bitwise identical",
+    )
     group.add_argument(
         "--no_baselines",
+        "--no-baselines",
         action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )
@@ -101,6 +109,14 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     settings = Settings(**values)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
+    unused = as_flags(replace(settings, output_dir=None))
+    unused += [
+        f"--{name}"
+        for name, default in (("nproc_per_node", "auto"), ("seeds", None))
+        if getattr(options, name) != default
+    ]
+    if options.runs and unused:
+        raise UserError(f"{shorten(unused[0])}: has no effect on two finished runs: remove the flag or the run folders")
     if options.seeds is not None and options.seeds < 1:
         raise UserError(f"--seeds {shorten(str(options.seeds))}: must be 1 or more")
     seeds = options.seeds or (3 if options.ablate else 1)

@@ -18,7 +18,7 @@ def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
     line = shorten(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # Characters that cannot be markup stay as they are, because the text is also read in terminals: the underscore of
     # ddp_loop is not emphasis, and [0, 1] is not a link.
-    return re.sub(r"[\\`*|]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
+    return re.sub(r"[\\`*|$~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
 
 
 def template_environment(templates: Path, autoescape: bool = False) -> Environment:

@@ -79,6 +79,7 @@ def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults
         ("learning_rate: [1, 2]", "learning_rate"),
         ("- 1\n- 2", "mapping"),
         ("a: b: c", "YAML"),
+        ("seed: 1\nmax-steps: 2\nmax_steps: 3", "max_steps is set more than once"),
         ("test_size: much", "test_size"),
         ("precision: fp8", "precision"),
     ],

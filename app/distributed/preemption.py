@@ -26,14 +26,17 @@ class StopRequest:
     """
 
     def __init__(self, world: World) -> None:
+        self.world = world
+        self.received = False
+        self.pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def __enter__(self) -> StopRequest:
         """Treat signals as stop requests from now on. Collective.
 
         Another signal more than `SAME_REQUEST_SECONDS` after the first one ends the process at once.
         """
-        self.received = False
         # A new group does not inherit the default group's timeout; without one, it would be half an hour.
-        self.group = dist.new_group(backend="gloo", timeout=world.timeout)
-        self.pending: tuple[torch.Tensor, dist.Work] | None = None
+        self.group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         # Python runs a signal handler only in the main thread, which may be waiting in a collective for a rank that
         # hangs. The signal's number arrives through this pipe at once.
         self.reader, self.writer = os.pipe()
@@ -42,6 +45,7 @@ class StopRequest:
         self.previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
+        return self
 
     def requested(self) -> bool:
         """Tell whether any rank had been asked to stop at the previous call. Collective; call it after each step."""
@@ -53,9 +57,6 @@ class StopRequest:
         flag = torch.tensor(int(self.received))
         self.pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return answer
-
-    def __enter__(self) -> StopRequest:
-        return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """Restore the signal handlers, but not on a rank that fails: its error line has to be printed first."""

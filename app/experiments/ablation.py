@@ -8,10 +8,9 @@ compute. A variant changes nothing else, so any difference from the baseline is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -21,35 +20,23 @@ from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler, set_seed
+from transformers import PreTrainedModel, get_scheduler, set_seed
 
 from app.data.csv_table import ReviewTable
-from app.data.loaders import Collator, build_eval_set, build_train_loader
+from app.data.loaders import Collator, build_train_loader
 from app.data.sampler import BatchPlan
-from app.data.split import Indices, Split
-from app.data.tokenize import lengths_of, tokenize
+from app.data.split import Indices, Split, split_reviews
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.experiments.ablation_table import Outcome, measure_effect
 from app.experiments.ablation_variants import Variant, build_variants, plan_variant
 from app.model.hub import resolve_commit
-from app.model.load import load_classifier, load_tokenizer
+from app.model.load import load_classifier
 from app.settings import Settings
 from app.strategies.ddp import DDP
-from app.training.build import read_and_split
+from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
-
-
-@dataclass(frozen=True)
-class AblationData:
-    """The rows of one split, tokenized by a tokenizer that was trained on its training rows only."""
-
-    table: ReviewTable
-    split: Split
-    tokenizer: PreTrainedTokenizerBase
-    rows: datasets.Dataset
-    lengths: NDArray[np.int64]
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
@@ -74,14 +61,14 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
         progress = tqdm(total=seeds * (len(variants) + 1), unit=" trainings", disable=settings.disable_tqdm)
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
-            data = prepare_data(seeded, Variant(), ranks, world)
+            data = build_variant_data(seeded, Variant(), world)
             baseline = train_variant(seeded, Variant(), data, ranks, world)
             progress.update()
             for name, variant in variants.items():
                 outcome = baseline
                 if replace(variant, counted_ranks=1) != Variant():  # counting rows differently needs no training
                     same_split = variant.split == Variant().split
-                    variant_data = data if same_split else prepare_data(seeded, variant, ranks, world)
+                    variant_data = data if same_split else build_variant_data(seeded, variant, world)
                     outcome = train_variant(seeded, variant, variant_data, ranks, world)
                 counted = repeat_padded_rows(outcome.correct, variant.counted_ranks)
                 pairs[name].append((baseline, replace(outcome, correct=counted)))
@@ -100,21 +87,27 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def prepare_data(settings: Settings, variant: Variant, ranks: int, world: World) -> AblationData:
-    """Read, split and tokenize the rows as the training paths do, except for the variant's split function."""
-    table, split, _ = read_and_split(settings, ranks)
-    if variant.split == "datasets, not stratified":
-        train, test = _split_with_datasets(np.arange(len(table), dtype=np.int64), settings.test_size, settings.seed)
-        validation = split.validation
-        if settings.validation_size:
-            train, validation = _split_with_datasets(train, settings.validation_size, settings.seed)
-        split = replace(split, train=train, validation=validation, test=test)
-    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
-    tokens = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, disable_tqdm=True)
-    return AblationData(table, split, tokenizer, tokens.remove_columns(["length", "truncated"]), lengths_of(tokens))
+def build_variant_data(settings: Settings, variant: Variant, world: World) -> ReviewData:
+    """Build the data as the training paths do, except for the variant's split function."""
+    by_datasets = variant.split == "datasets, not stratified"
+    return build_data(
+        replace(settings, disable_tqdm=True), world, split_with_datasets if by_datasets else split_reviews
+    )
 
 
-def _split_with_datasets(rows: Indices, test_size: float, seed: int) -> tuple[Indices, Indices]:
+def split_with_datasets(
+    table: ReviewTable, test_size: float, validation_size: float, seed: int, columns: tuple[str, str]
+) -> Split:
+    """Split like `split_reviews`, but select the rows with `datasets` and without stratifying."""
+    split = split_reviews(table, test_size, validation_size, seed, columns)
+    train, test = _select_with_datasets(np.arange(len(table), dtype=np.int64), test_size, seed)
+    validation = split.validation
+    if validation_size:
+        train, validation = _select_with_datasets(train, validation_size, seed)
+    return replace(split, train=train, validation=validation, test=test)
+
+
+def _select_with_datasets(rows: Indices, test_size: float, seed: int) -> tuple[Indices, Indices]:
     """Return the training and the test rows that `datasets` selects, each sorted."""
     parts = datasets.Dataset.from_dict({"row": rows}).train_test_split(test_size=test_size, seed=seed)
     train, test = (np.sort(np.asarray(parts[name]["row"], dtype=np.int64)) for name in ("train", "test"))
@@ -133,7 +126,7 @@ def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.boo
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def train_variant(settings: Settings, variant: Variant, data: AblationData, ranks: int, world: World) -> Outcome:
+def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks: int, world: World) -> Outcome:
     """Train one variant, and return its losses and which test rows it classifies correctly."""
     plan = plan_variant(settings, variant, len(data.split.train), ranks)
     classifier = load_classifier(settings, data.table.class_names, data.tokenizer)
@@ -162,14 +155,11 @@ def train_variant(settings: Settings, variant: Variant, data: AblationData, rank
     return Outcome(losses, predict_correct(settings, model, data, world))
 
 
-def predict_correct(settings: Settings, model: PreTrainedModel, data: AblationData, world: World) -> NDArray[np.bool_]:
+def predict_correct(settings: Settings, model: PreTrainedModel, data: ReviewData, world: World) -> NDArray[np.bool_]:
     """Return which test rows the model classifies correctly, bool (n_test,) in file order."""
     model.eval()
-    test = data.split.test
-    collator = Collator(data.tokenizer)
-    rows, lengths, labels = data.rows.select(test), data.lengths[test], data.table.labels[test]
-    eval_set = build_eval_set("test", rows, lengths, labels, collator, world, settings)
-    correct = np.empty(len(test), dtype=bool)
+    eval_set = data.eval_set("test", settings, world)
+    correct = np.empty(len(eval_set), dtype=bool)
     positions = iter(eval_set.positions)
     with torch.no_grad(), torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
         for batch in eval_set.loader:
@@ -224,7 +214,7 @@ class SimulatedRank:
 
 
 def simulate_ranks(
-    settings: Settings, variant: Variant, data: AblationData, plan: BatchPlan, world: World
+    settings: Settings, variant: Variant, data: ReviewData, plan: BatchPlan, world: World
 ) -> Iterator[SimulatedRank]:
     """Yield the simulated ranks in order."""
     train = data.split.train

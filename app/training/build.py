@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from app.errors import UserError
 from app.model.hub import resolve_commit
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.settings import Settings
+
+SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class ReviewData:
         )
 
 
-def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Split, BatchPlan]:
+def read_and_split(
+    settings: Settings, world_size: int, split_rows: SplitFunction = split_reviews
+) -> tuple[ReviewTable, Split, BatchPlan]:
     """Read the reviews, split them, and divide the training rows into batches.
 
     Raises:
@@ -80,18 +85,21 @@ def read_and_split(settings: Settings, world_size: int) -> tuple[ReviewTable, Sp
     """
     table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
     columns = (settings.text_column, settings.label_column)
-    split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed, columns)
+    split = split_rows(table, settings.test_size, settings.validation_size, settings.seed, columns)
     return table, split, plan_batches(settings, len(split.train), world_size)
 
 
-def build_data(settings: Settings, world: World) -> ReviewData:
+def build_data(settings: Settings, world: World, split_rows: SplitFunction = split_reviews) -> ReviewData:
     """Read, split and tokenize the reviews, with the same result on every rank. Collective.
+
+    Args:
+        split_rows: replaces `split_reviews`, as the ablation does.
 
     Raises:
         AgreedError: a user's mistake on any rank.
     """
     with raise_on_all_ranks(world):
-        table, split, plan = read_and_split(settings, world.size)
+        table, split, plan = read_and_split(settings, world.size, split_rows)
     check_fingerprints(split.fingerprint, world)
     commit = None
     with raise_on_all_ranks(world):

@@ -14,7 +14,7 @@ from worlds import fake_world
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
 from app.errors import UserError
-from app.experiments.ablation import build_optimization, prepare_data, repeat_padded_rows
+from app.experiments.ablation import build_optimization, build_variant_data, repeat_padded_rows
 from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
 from app.experiments.ablation_variants import Variant, build_variants, plan_variant
 from app.settings import Settings
@@ -87,7 +87,7 @@ def test_both_split_functions_select_the_same_number_of_rows(world, review_csv, 
         csv=str(review_csv(90)), validation_size=validation_size, max_length=16, cache_dir=str(tmp_path / "cache")
     )
     ours, theirs = (
-        prepare_data(settings, Variant(split=name), 1, world).split
+        build_variant_data(settings, Variant(split=name), world).split
         for name in ("scikit-learn, stratified", "datasets, not stratified")
     )
     for part in ("train", "validation", "test"):

@@ -14,7 +14,7 @@ from jobs import SAMPLE_CSV, read_steps
 
 from app.cli import parse_settings
 from app.compare import main
-from app.experiments.ablation import prepare_data, train_variant
+from app.experiments.ablation import build_variant_data, train_variant
 from app.experiments.ablation_variants import Variant
 
 # More steps than an epoch has, accumulation, and dropout.
@@ -37,7 +37,7 @@ def test_simulated_ranks_train_like_real_ones(launch, world, one_thread, tmp_pat
     done = launch("ddp_loop", *FLAGS, "--use_cpu", "--eval_strategy", "no", "--output_dir", "run", ranks=2)
     assert done.status == 0, done.err
     settings = parse_settings(arguments=[*map(str, FLAGS), f"--cache_dir={tmp_path / 'cache'}"])
-    outcome = train_variant(settings, Variant(), prepare_data(settings, Variant(), 2, world), 2, world)
+    outcome = train_variant(settings, Variant(), build_variant_data(settings, Variant(), world), 2, world)
     steps = read_steps(tmp_path / "run")
     assert steps[-1]["epoch"] > 1
     assert outcome.losses == pytest.approx([step["loss"] for step in steps], rel=1e-6)

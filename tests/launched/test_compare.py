@@ -116,6 +116,9 @@ def test_different_splits_and_wrong_arguments_are_one_line(compare, two_runs, tm
         [two_runs / "a"],
         [two_runs / "none", two_runs / "b"],
         ["--nproc_per_node", 0],
+        ["--nproc-per-node", 0],
+        [two_runs / "a", two_runs / "b", "--learning_rate", 1e-4],
+        [two_runs / "a", two_runs / "b", "--seeds", 2],
     ):
         status, lines = compare(*runs)
         assert (status, len(lines)) == (2, 1), runs

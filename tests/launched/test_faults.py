@@ -73,7 +73,8 @@ def steps_of(folder: Path, log: str = "steps.jsonl") -> list[int]:
 # ---- folders of other jobs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
 def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared, tmp_path, path_name):
     shutil.copytree(finished, tmp_path / "finished")
     (tmp_path / "foreign").mkdir()
@@ -236,7 +237,8 @@ def test_a_folder_that_is_moved_during_a_write_is_not_created_again(shared, tmp_
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
 def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step(
     undisturbed, shared, tmp_path, path_name
 ):

@@ -148,7 +148,7 @@ def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str]
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", ["static", "c10d"])
+@pytest.mark.parametrize("form", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_the_ranks_connect_over_the_cable(nodes: list[str], form: str, tmp_path: Path) -> None:
     """The ranks that each form promises, and a sum that needs both of them."""
     (tmp_path / "connect.py").write_text(

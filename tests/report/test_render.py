@@ -88,6 +88,7 @@ def test_markdown_escapes_hostile_text(comparison):
         ("[a](b)", r"[a]\(b)"),
         ("a\nb\x1b[0m\u202ec", "a b [0m c"),
         ("<b>&", "&lt;b&gt;&amp;"),
+        ("$x$ ~~y~~", r"\$x\$ \~\~y\~\~"),
         ("x" * 200, "x" * 159 + "…"),
     ],
 )
