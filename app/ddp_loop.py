@@ -20,17 +20,13 @@ averaged, and which process writes the files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from itertools import islice
-from typing import Any
+from itertools import islice, product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
-from transformers import set_seed
 
 from app.checkpoint.state import TrainingState
 from app.cli import launch
@@ -41,10 +37,12 @@ from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
-from app.strategies.base import Strategy
+from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
+from app.training.dropout import seed_micro_batch
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
+from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
@@ -84,26 +82,20 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
 
     # 2. THE MODEL. Every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) first copies rank 0's
     #    weights to all ranks. Then it registers hooks that run during backward(): as soon as the gradients of a bucket
-    #    of parameters are ready, an all-reduce averages them over the ranks, while backward() computes the next bucket.
+    #    of parameters are ready, they are averaged over the ranks, while backward() computes the next bucket. The other
+    #    strategies divide the optimizer's state, the gradients or the parameters among the ranks (strategies/fsdp.py).
     wrapped = strategy.wrap(model)
     # All ranks get the same averaged gradients, so their optimizers make the same update and the copies of the model
     # stay equal. The weights themselves are never synchronized again.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
 
-    # 3. RANDOMNESS. Until here all ranks needed the same random numbers, for the split and the initial weights. From
-    #    here on they need different ones: with one seed, the rows of different ranks would share their dropout masks.
-    set_seed(settings.seed + world.rank)
-
-    # What a checkpoint holds: weights, optimizer, schedule, and the state of each rank's random number generators.
-    state = TrainingState(model, optimizer, scheduler, strategy, world)
+    # What a checkpoint holds: weights, optimizer, schedule, and fp16's loss scale. Each rank writes its part.
+    state = TrainingState(model, optimizer, scheduler, LossScale(settings, plan, world), strategy, world)
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
-        # DDP reorders its buckets, and so its sums, after the first backward pass. Run one, then restore the state.
-        with mixed_precision(settings, world):
-            strategy.prepare_resume(wrapped, to_device(next(iter(loader)), world))
-        state.load(prepared.resume)
-    if record.begin(plan):  # true if an evaluation follows the checkpoint's step: the checkpoint was saved before it
+        state.load(prepared.resume.checkpoint)
+    if record.begin(plan, wrapped):  # true if the checkpoint was saved right before an evaluation
         evaluate_during_training(step, prepared, world)
 
     bar = tqdm(
@@ -113,7 +105,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         disable=settings.disable_tqdm or not world.is_main_process,
     )
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
-        # 4. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.
+        # 3. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.
         #    Without set_epoch, every epoch would repeat the order of the first one. A resumed epoch skips the steps
         #    that are done.
         steps_done = step % plan.steps_per_epoch
@@ -121,16 +113,16 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         micro_batches = iter(loader)
 
         for _ in range(min(plan.steps_per_epoch - steps_done, plan.total_steps - step)):  # max_steps may end an epoch
-            batches = list(islice(micro_batches, plan.accumulation_steps))
+            batches = list(islice(micro_batches, plan.micro_batches_per_step))
             learning_rate = float(scheduler.get_last_lr()[0])
-            # 5. ONE OPTIMIZER STEP: the function below.
-            loss, norm = train_step(wrapped, batches, optimizer, scheduler, strategy, settings, world)
+            # 4. ONE OPTIMIZER STEP: the function below.
+            losses, norm = train_step(step, wrapped, batches, state, settings)
             step += 1
 
-            # 6. LOGGING. `loss` is the mean over this rank's rows only. The losses of a logging interval stay on the
-            #    device until its end, where one all-reduce averages them over the ranks. An all-reduce in every step
+            # 6. LOGGING. `losses` are those of this rank's micro-batches only. The losses of a logging interval stay on
+            #    the device until its end, where one collective gathers them from the ranks. A collective in every step
             #    would delay training for a number that is only displayed.
-            record.add_step(step, step / plan.steps_per_epoch, loss, norm, learning_rate, batches)
+            record.add_step(step, step / plan.steps_per_epoch, losses, norm, learning_rate, batches)
             if step % settings.logging_steps == 0 or step == plan.total_steps:
                 record.write_steps()
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
@@ -149,49 +141,53 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     record.load_best(strategy, model)
 
 
-# 5. ONE OPTIMIZER STEP trains on one global batch = ranks x accumulation steps x rows of a micro-batch.
+# 4. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch.
 def train_step(
+    step: int,
     wrapped: torch.nn.Module,
     batches: Sequence[Batch],
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
-    strategy: Strategy,
+    state: TrainingState,
     settings: Settings,
-    world: World,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Train on one global batch. Collective.
 
     Args:
+        step: the number of optimizer steps before this one.
         wrapped: the model as returned by `strategy.wrap`.
-        batches: this rank's micro-batches of the global batch, on the CPU.
+        batches: this rank's micro-batches of the global batch, on the CPU: those of its first logical rank first.
 
     Returns:
-        This rank's mean loss, and the norm of the averaged gradients before clipping: scalars on the device. The host
-        does not wait for them.
+        The mean loss of each micro-batch, shape (micro-batches,), and the norm of the averaged gradients before
+        clipping, a scalar: both on the device. The host does not wait for them.
     """
+    strategy, world = state.strategy, state.world
     wrapped.train()  # an evaluation may have turned dropout off
-    loss = torch.zeros((), device=world.device)
-    for number, batch in enumerate(batches, start=1):
-        # backward() adds to the gradients of the previous micro-batches. Under no_sync() they stay local; only the last
-        # backward() averages the sum over the ranks, so the ranks exchange gradients once per step.
-        is_last = number == len(batches)
-        with nullcontext() if is_last else strategy.no_sync(wrapped):
+    losses = []
+    places = product(strategy.logical_ranks, range(settings.gradient_accumulation_steps))
+    for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
+        # 5. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
+        #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
+        seed_micro_batch(settings.seed, step, *place)
+        # backward() adds to the gradients of the previous micro-batches. They stay local (DDP's no_sync) until the last
+        # backward() averages the sum over the ranks, so DDP's ranks exchange gradients once per step.
+        with strategy.accumulate(wrapped, number):
             with mixed_precision(settings, world):
-                micro_loss = wrapped(**to_device(batch, world)).loss
+                loss = wrapped(**to_device(batch, world)).loss
             # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
-            # sum of mean / number of micro-batches is the mean over this rank's rows, and DDP's average over the ranks
+            # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
             # turns its gradient into that of the mean over the global batch.
-            micro_loss = micro_loss / len(batches)
-            micro_loss.backward()
-        loss = loss + micro_loss.detach()
+            state.loss_scale.scale(loss / len(batches)).backward()  # scaled for fp16 only
+        losses.append(loss.detach())
 
     # Clip after averaging, so that every rank computes the same norm. A max_grad_norm of 0 means no clipping.
-    norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"))
-    skip_step_if_nonfinite(optimizer, norm)  # decided on the device: the host does not wait
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    return loss, norm
+    norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"), state.loss_scale.value)
+    # Decided on the device: the host does not wait.
+    skip_step_if_nonfinite(strategy.local_optimizer(state.optimizer), norm)
+    state.loss_scale.update(norm)
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    return torch.stack(losses), norm
 
 
 # 7. EXACT EVALUATION.
@@ -244,11 +240,6 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
     record.write_evaluation(step, epoch, eval_set.name, scores.n, asdict(scores))
     record.keep_best(step, prepared.strategy, prepared.model, asdict(scores))
     record.start_clock()  # an evaluation does not count as training time
-
-
-def mixed_precision(settings: Settings, world: World) -> AbstractContextManager[Any]:
-    """Return the context of the forward pass. With bf16, it multiplies matrices in bfloat16; weights stay in fp32."""
-    return torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
 
 
 def to_device(batch: Batch, world: World) -> Batch:

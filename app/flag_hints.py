@@ -45,7 +45,9 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("batch_size", "bs", "per_gpu_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"): (
         "use --train_batch_size for the global batch size or --per_device_train_batch_size for the size per rank"
     ),
-    ("auto_find_batch_size",): "not supported; if memory runs out, raise --gradient_accumulation_steps",
+    ("auto_find_batch_size",): (
+        "not supported; if memory runs out, raise --gradient_accumulation_steps, or see --strategy"
+    ),
     ("epochs", "epoch", "num_epochs", "n_epochs", "max_epochs"): "use --num_train_epochs",
     ("max_train_steps", "num_steps", "steps", "max_iters"): "use --max_steps",
     ("lr", "base_lr", "max_lr"): "use --learning_rate",
@@ -61,15 +63,15 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("accumulation_steps", "grad_accum", "grad_accum_steps", "accumulate_grad_batches"): (
         "use --gradient_accumulation_steps"
     ),
-    ("gradient_checkpointing", "gradient_checkpointing_kwargs"): (
-        "not supported; to save memory, raise --gradient_accumulation_steps"
+    ("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpoint_activations"): (
+        "use --activation_checkpointing"
     ),
     ("label_smoothing", "label_smoothing_factor", "neftune_noise_alpha"): "not supported",
     ("data_seed", "random_seed"): "use --seed, which also determines the data order",
     ("full_determinism",): "use --deterministic",
     # precision and speed
     ("fp16", "fp16_opt_level", "fp16_backend", "half_precision_backend", "amp"): (
-        "fp16 is not supported, because it would need loss scaling; use --precision bf16"
+        "use --precision fp16, or bf16, which needs no loss scaling"
     ),
     ("mixed_precision", "dtype", "torch_dtype"): "use --precision",
     ("bf16_full_eval", "fp16_full_eval"): "evaluation uses the training precision; see --precision",
@@ -80,9 +82,7 @@ _HINTS: dict[tuple[str, ...], str] = {
         "every run trains, evaluates and predicts the test rows; see --eval_strategy"
     ),
     ("evaluation_strategy", "evaluate_during_training"): "use --eval_strategy",
-    ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "test_batch_size"): (
-        "use --eval_batch_size, which is also per rank"
-    ),
+    ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "test_batch_size"): ("use --eval_batch_size"),
     ("early_stopping_patience", "early_stopping", "patience"): (
         "not supported; --load_best_model_at_end with --validation_size keeps the best weights"
     ),
@@ -109,7 +109,18 @@ _HINTS: dict[tuple[str, ...], str] = {
     ),
     ("ddp_backend", "backend"): "NCCL is used on GPUs and gloo on CPUs",
     ("ddp_broadcast_buffers", "ddp_static_graph"): "not supported; DDP's defaults are used",
-    ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config"): "only DDP is supported",
+    # strategies
+    ("fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
+        "use --strategy zero2 or --strategy zero3, which are FSDP2"
+    ),
+    ("zero_stage", "zero", "zero1", "zero2", "zero3", "sharded_ddp"): "use --strategy zero1, zero2 or zero3",
+    ("deepspeed", "deepspeed_config", "use_deepspeed", "zero3_init_flag"): (
+        "DeepSpeed is not supported yet; use --strategy zero1, zero2 or zero3"
+    ),
+    ("offload", "fsdp_offload_params", "offload_optimizer", "offload_optimizer_device", "offload_param_device"): (
+        "use --strategy zero3 --cpu_offload"
+    ),
+    ("accelerator_config", "parallelism_config"): "not supported; see --strategy",
 }
 _HINT_OF_FLAG = {flag: hint for flags, hint in _HINTS.items() for flag in flags}
 

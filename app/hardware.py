@@ -44,7 +44,7 @@ DATA_SHEETS: dict[str, tuple[float | None, float]] = {
     "Tesla V100-PCIE-32GB": (None, 14e12),
     "Tesla V100S-PCIE-32GB": (None, 16.4e12),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_PRODUCT = 8192  # rows and columns
 
 
@@ -54,7 +54,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     Args:
         device_name: As `device_name` returns it. Only exact names match: matching parts of names would give a MIG slice
             ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower variant (H20, H800, GH200) the peak of another device.
-        precision: `fp32` or `bf16`; other precisions are not listed.
+        precision: `fp32`, `bf16` or `fp16`; other precisions are not listed.
 
     Returns:
         The peak, or None if the device or precision is not listed.
@@ -62,7 +62,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     if device_name not in DATA_SHEETS:
         return None
     bf16, fp32 = DATA_SHEETS[device_name]
-    return {"bf16": bf16, "fp32": fp32}.get(precision)
+    return {"bf16": bf16, "fp16": bf16, "fp32": fp32}.get(precision)  # tensor cores are as fast in fp16 as in bf16
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
 
     Args:
         device: The device of this rank.
-        precision: `fp32`, `bf16` or `fp64`.
+        precision: `fp32`, `bf16`, `fp16` or `fp64`.
 
     Returns:
         The speed of the fastest product. Two sizes alternate, so that a slow moment affects both.

@@ -75,6 +75,11 @@ class TrainingSettings:
     gradient_accumulation_steps: int = setting(
         1, "accumulation steps (micro-batches) per optimizer step, into which the global batch is divided"
     )
+    logical_ranks: int | None = setting(
+        None,
+        "equal shares of the global batch, a power of two; every number of ranks that divides it gives bitwise "
+        "identical results; default: the number of ranks, or that of the run to resume",
+    )
     num_train_epochs: float = setting(3.0, "number of passes over the training rows")
     max_steps: int = setting(-1, "total number of optimizer steps, overriding --num_train_epochs; -1: not set")
     learning_rate: float | None = setting(
@@ -93,8 +98,10 @@ class TrainingSettings:
         "group_by_length", "form batches of reviews of similar length (less padding) or of random reviews"
     )
     seed: int = setting(42, "seed of the split, the initial weights, the data order and dropout")
-    precision: Literal["fp32", "bf16", "fp64"] | None = setting(
-        None, "fp32, bf16 (autocast; weights stay in fp32) or fp64 (for numerical checks); default: fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = setting(
+        None,
+        "fp32, bf16 or fp16 (autocast; weights stay in fp32; fp16 with loss scaling) or fp64 (for numerical checks); "
+        "default: fp32",
     )
     bf16: bool = setting(False, "same as --precision bf16")
     deterministic: bool = setting(
@@ -111,7 +118,7 @@ class EvaluationSettings:
     eval_strategy: Literal["epoch", "steps", "no"] = setting("epoch", "when to evaluate")
     eval_steps: int = setting(500, "optimizer steps between evaluations with --eval_strategy steps")
     eval_batch_size: int = setting(
-        64, "examples per rank and evaluation batch; affects padding, and thereby scores by rounding error"
+        64, "examples per evaluation batch; affects padding, and thereby scores by rounding error"
     )
 
 
@@ -142,7 +149,20 @@ class ProcessSettings:
     _argument_group_name = "processes and devices"
 
     use_cpu: bool = setting(False, "train on the CPU even if GPUs are available")
-    threads: int = setting(0, "CPU threads per rank; 0: the node's cores divided by its ranks")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3"] = setting(
+        "ddp",
+        "what is sharded over the ranks: nothing (ddp), optimizer state (zero1), also gradients (zero2), also "
+        "parameters (zero3); results are bitwise identical",
+    )
+    cpu_offload: bool = setting(False, "zero3 on GPUs: keep parameters, gradients and optimizer state in main memory")
+    activation_checkpointing: bool = setting(
+        False, "recompute the activations of each layer in the backward pass to save memory"
+    )
+    threads: int = setting(
+        0,
+        "CPU threads per rank, which affect rounding; 0: as in the run to resume, otherwise the node's cores divided "
+        "by --logical_ranks or, if not set, by its ranks",
+    )
     ddp_find_unused_parameters: bool = setting(
         False, "let DDP search for parameters without a gradient in every step (slower; some models require it)"
     )
@@ -199,8 +219,16 @@ class Settings(
             return passes, f"--{name} {shorten(str(value))}: must be {requirement}"
 
         counts = (
-            *("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps"),
-            *("eval_batch_size", "ddp_bucket_cap_mb", "ddp_timeout", "logging_steps", "save_steps", "save_total_limit"),
+            *("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "logical_ranks"),
+            *(
+                "eval_steps",
+                "eval_batch_size",
+                "ddp_bucket_cap_mb",
+                "ddp_timeout",
+                "logging_steps",
+                "save_steps",
+                "save_total_limit",
+            ),
         )
         at_most = f"and at most {LARGEST_COUNT}"
         return [
@@ -220,6 +248,10 @@ class Settings(
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
             number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
             number("threads", lambda n: 0 <= n <= MAX_THREADS, f"between 0 and {MAX_THREADS}"),
+            (
+                not self.cpu_offload or self.strategy == "zero3",
+                f"--cpu_offload needs --strategy zero3, not {self.strategy}",
+            ),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must each name a column"),
             (
@@ -237,6 +269,11 @@ class Settings(
                 for name in ("model", "output_dir", "resume_from_checkpoint")
             ),
         ]
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps only its shard of the summed gradients."""
+        return self.strategy in ("zero2", "zero3")
 
     @property
     def csv_path(self) -> Path:

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import (
@@ -25,12 +23,11 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.checkpoint.state import TrainingState, read_weights
+from app.checkpoint.state import TrainingState, load_weights
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows
@@ -39,12 +36,14 @@ from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
+from app.training.dropout import seed_micro_batch
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
+from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
-from app.training.trainer_arguments import DDPArguments, training_arguments
+from app.training.trainer_arguments import training_arguments
 
 
 def main(settings: Settings) -> None:
@@ -78,8 +77,6 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
-    if isinstance(prepared.strategy, DDP):
-        trainer.accelerator.ddp_handler = DDPArguments(**prepared.strategy.options())
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     if not prepared.settings.disable_tqdm:
@@ -101,14 +98,13 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
     if prepared.resume.step < total_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        assert world.size == 1 or type(trainer.model_wrapped) is DistributedDataParallel, "Trainer did not use DDP"
+        assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step)
     elif checkpoint is not None:  # only evaluations are left, but Trainer would train one more step
-        prepared.strategy.load_model_state(prepared.model, read_weights(checkpoint))
-        trainer.accelerator.prepare_model(prepared.model, evaluation_mode=True)  # train() would have enabled bf16
+        load_weights(prepared.model, checkpoint)
         trainer.state.global_step = total_steps
-        if prepared.record.begin(prepared.plan):
+        if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
     prepared.record.load_best(prepared.strategy, prepared.model)
 
@@ -129,7 +125,7 @@ class QuietProgressCallback(ProgressCallback):
 class ScheduleCallback(TrainerCallback):
     """Run everything around Trainer's optimizer steps in the same order as app.ddp_loop.
 
-    This covers seeding, the check of the gradient norm, the record, checkpoints, evaluations and stop requests.
+    This covers the check of the gradient norm, the record, checkpoints, evaluations and stop requests.
     """
 
     def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, stop: StopRequest) -> None:
@@ -137,17 +133,10 @@ class ScheduleCallback(TrainerCallback):
         self.settings, self.plan, self.record = prepared.settings, prepared.plan, prepared.record
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Seed this rank and, if the run resumes, load the training state, right before the first step.
-
-        Trainer has given all ranks the same seed, and thereby the same dropout masks. From a checkpoint it has loaded
-        only the weights and its own counters, because the other files are named differently from Trainer's.
-        """
-        set_seed(self.settings.seed + self.world.rank)
+        """If the run resumes, load the training state right before the first step. Trainer has loaded its counters."""
         if self.prepared.resume.checkpoint is not None:
-            batch = {name: x.to(self.world.device) for name, x in next(iter(self.prepared.train_loader)).items()}
-            self.prepared.strategy.prepare_resume(self.trainer.model_wrapped, batch)
-            self._training_state(kwargs).load(self.prepared.resume)
-        if self.record.begin(self.plan):
+            self._training_state().load(self.prepared.resume.checkpoint)
+        if self.record.begin(self.plan, self.trainer.wrapped):
             self.trainer.evaluate()
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -157,12 +146,12 @@ class ScheduleCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Skip the step if the gradient norm is not finite, and record its measurements."""
         trainer, step = self.trainer, state.global_step + 1
-        assert isinstance(trainer.optimizer, AcceleratedOptimizer)
-        skip_step_if_nonfinite(trainer.optimizer.optimizer, trainer.grad_norm)
-        loss = sum(trainer.micro_losses, start=torch.zeros((), device=self.world.device))
+        skip_step_if_nonfinite(self.prepared.strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
+        trainer.loss_scale.update(trainer.grad_norm)
+        losses = torch.stack(trainer.micro_losses)
         learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
         epoch = step / self.plan.steps_per_epoch
-        self.record.add_step(step, epoch, loss, trainer.grad_norm, learning_rate, trainer.micro_batches)
+        self.record.add_step(step, epoch, losses, trainer.grad_norm, learning_rate, trainer.micro_batches)
         trainer.micro_losses, trainer.micro_batches = [], []
         if step % self.settings.logging_steps == 0 or step == state.max_steps:
             self.record.write_steps()
@@ -178,7 +167,7 @@ class ScheduleCallback(TrainerCallback):
         if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
 
             def write(staging: Path) -> None:
-                self._training_state(kwargs).save(staging)
+                self._training_state().save(staging)
                 if self.world.is_main_process:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
@@ -187,9 +176,16 @@ class ScheduleCallback(TrainerCallback):
         control.should_training_stop = control.should_training_stop or stopping
         control.should_evaluate = not stopping and self.plan.due(settings.eval_strategy, settings.eval_steps, step)
 
-    def _training_state(self, arguments: dict[str, Any]) -> TrainingState:
-        optimizer, scheduler = arguments["optimizer"], arguments["lr_scheduler"]
-        return TrainingState(self.prepared.model, optimizer, scheduler, self.prepared.strategy, self.world)
+    def _training_state(self) -> TrainingState:
+        trainer, strategy = self.trainer, self.prepared.strategy
+        return TrainingState(
+            self.prepared.model,
+            trainer.shared_optimizer,
+            trainer.shared_scheduler,
+            trainer.loss_scale,
+            strategy,
+            self.world,
+        )
 
 
 class ReviewTrainer(Trainer):
@@ -201,6 +197,10 @@ class ReviewTrainer(Trainer):
         self.micro_losses: list[torch.Tensor] = []
         self.micro_batches: list[dict[str, torch.Tensor]] = []
         self.grad_norm = torch.zeros(())
+        self.wrapped = prepared.strategy.wrap(prepared.model)
+        self.loss_scale = LossScale(prepared.settings, prepared.plan, world)
+        # accelerate would load the optimizer's own state dict into it, which a sharded optimizer does not have.
+        self.accelerator.device_placement = False
 
     # ---- data ------------------------------------------------------------------------------------------------------
 
@@ -220,28 +220,52 @@ class ReviewTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
-        wrapped: Any = self.model if model is None else model
         settings, strategy = self.prepared.settings, self.prepared.strategy
-        self.optimizer = build_optimizer(wrapped, settings, self.prepared.learning_rate, strategy)
-        return self.optimizer
+        self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy)
+        self.optimizer = self.shared_optimizer
+        return self.shared_optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """Build the shared schedule: Trainer would derive the warmup from its own arguments."""
-        optimizer = self.optimizer if optimizer is None else optimizer
-        scheduler = build_scheduler(optimizer, self.prepared.settings, num_training_steps)
-        self.lr_scheduler = scheduler  # type: ignore[assignment]
-        return scheduler
+        self.shared_scheduler = build_scheduler(self.shared_optimizer, self.prepared.settings, num_training_steps)
+        self.lr_scheduler = self.shared_scheduler  # type: ignore[assignment]
+        return self.shared_scheduler
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self.micro_losses.append(loss)
+        """Seed dropout for the micro-batch, and let the strategy accumulate or average the gradients.
+
+        Trainer would use one stream of random numbers, and one all-reduce over all micro-batches of a process.
+        """
+        number = len(self.micro_batches)
+        logical_rank, part = divmod(number, self.prepared.plan.accumulation_steps)
+        strategy, seed = self.prepared.strategy, self.prepared.settings.seed
+        seed_micro_batch(seed, self.state.global_step, strategy.logical_ranks[logical_rank], part)
         self.micro_batches.append(inputs)
-        return loss
+        with strategy.accumulate(model, number):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
+        loss: Any = super().compute_loss(*args, **kwargs)
+        if not isinstance(loss, torch.Tensor):  # in an evaluation, it is a tuple of the loss and the model's outputs
+            return loss
+        self.micro_losses.append(loss.detach())
+        return self.loss_scale.scale(loss)
+
+    def compute_loss_context_manager(self) -> Any:
+        """Use the shared mixed precision: accelerate's has no fp16 on CPUs, and its own loss scaling."""
+        return mixed_precision(self.prepared.settings, self.world)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions."""
+        return self.wrapped if training else model
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load nothing: Trainer expects the complete weights in one file. ScheduleCallback loads them."""
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         """Clip with the strategy, and keep the norm: Trainer's public hooks do not get it as a tensor on the device."""
-        self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm)
+        self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm, self.loss_scale.value)
         return self.grad_norm
 
     # ---- evaluation ------------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from app.settings import Settings
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
+# The models in tests are so small that further threads would only wait for each other.
+torch.set_num_threads(1)
+
 
 LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
 

@@ -8,16 +8,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from app.data.sampler import BatchPlan
 from app.metrics.score import Scores, score
 from app.runs.record import RunRecord
 from app.runs.schema import STEPS
 
 
+def begin(record: RunRecord, plan: BatchPlan) -> bool:
+    """Begin the run of a model whose wrapper is a `Linear`."""
+    return record.begin(plan, torch.nn.Linear(2, 2))
+
+
 def add_steps(record: RunRecord, *steps: int) -> None:
-    """Add steps with 4 rows of 3 tokens each, and write them."""
+    """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
     for step in steps:
-        batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(4, 3, dtype=torch.int64))
-        record.add_step(step, step / 10, torch.tensor(0.5), torch.tensor(1.25), 1e-3, [batch])
+        batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
+        record.add_step(step, step / 10, torch.tensor([0.25, 0.75]), torch.tensor(1.25), 1e-3, [batch, batch])
     record.write_steps()
 
 

@@ -44,6 +44,8 @@ def test_every_setting_is_in_one_group_and_has_help():
         *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
         *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
         *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
+        *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.0", "--logical_ranks=many"),
+        *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
         *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
     ],
@@ -111,7 +113,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     [
         ("--per_device_eval_batch_size=8", "--eval_batch_size"),
         ("--report_to=none", "steps.jsonl"),
-        ("--fsdp=full_shard", "only DDP"),
+        ("--fsdp=full_shard", "--strategy zero3"),
         ("--do_eval", "--eval_strategy"),
         ("--train_file=a.csv", "--csv"),
         ("--model_name_or_path=bert-base-chinese", "--model"),
@@ -120,7 +122,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
         ("--local-rank=0", "torchrun"),
         ("--local_rank=0", "torchrun"),
         ("--evaluation_strategy=epoch", "--eval_strategy"),
-        ("--fp16", "--precision bf16"),
+        ("--fp16", "--precision fp16"),
         ("--overwrite_output_dir", "--output_dir"),
         ("--nproc_per_node=2", "torchrun --nproc_per_node=2 -m"),
     ],
@@ -206,6 +208,9 @@ EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 
 @example("eval_batch_size", "9" * 400, "linear")
 @example("threads", "9" * 400, "linear")
 @example("per_device_train_batch_size", "3501", "linear")
+@example("logical_ranks", "1", "linear")
+@example("logical_ranks", "3", "linear")
+@example("logical_ranks", "64", "linear")
 def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name, value, schedule):
     error = None
     try:
@@ -219,7 +224,7 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
         assert len(error) < 400
         return
     optimizer = build_optimizer(
-        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, DDP(settings, fake_world())
+        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, DDP(settings, plan, fake_world())
     )
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     for _ in range(3):

@@ -15,3 +15,15 @@ def test_a_path_that_is_not_utf8_is_rejected(name):
     with pytest.raises(UserError, match=f"--{name} .*must be valid UTF-8"):
         Settings(**{name: os.fsdecode(b"runs/x\xffy")})
     Settings(**{name: "runs/酒店\n\\é"})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_only_zero3_can_keep_parameters_in_main_memory(strategy):
+    with pytest.raises(UserError, match=f"--cpu_offload needs --strategy zero3, not {strategy}"):
+        Settings(strategy=strategy, cpu_offload=True)
+    Settings(strategy="zero3", cpu_offload=True)
+
+
+def test_zero2_and_zero3_shard_gradients():
+    sharding = [name for name in ("ddp", "zero1", "zero2", "zero3") if Settings(strategy=name).shards_gradients]
+    assert sharding == ["zero2", "zero3"]

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from app.bench.harness import set_up, timed
 from app.checkpoint.manager import PREFIX, CheckpointManager
-from app.checkpoint.state import TrainingState
 from app.cli import launch
 from app.distributed.collectives import barrier, broadcast_object
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.runs.schema import CHECKPOINTS, MODEL, OPTIMIZER
+from app.runs.schema import CHECKPOINTS, checkpoint_files
 from app.settings import Settings
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -40,12 +39,12 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
     optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
     scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
     checkpoints = CheckpointManager(folder / CHECKPOINTS, settings.save_total_limit, "stop", world)
-    state = TrainingState(bench.model, optimizer, scheduler, bench.strategy, world)
+    state = bench.training_state(optimizer, scheduler)
 
     def train_and_save(number: int, save: bool) -> None:
         bench.train_steps(bench.loader, optimizer, scheduler, STEPS)
         if save:
-            checkpoints.save(f"{PREFIX}{STEPS * number}", state.save, [MODEL, OPTIMIZER])
+            checkpoints.save(f"{PREFIX}{STEPS * number}", state.save, checkpoint_files(world.size)[:-1])
 
     ratios = []
     for number in range(ROUNDS + 1):  # the first one warms up

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -15,12 +15,15 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from app.checkpoint.state import TrainingState
+from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
 from app.distributed.collectives import reduce_mean
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import Strategy
-from app.strategies.ddp import DDP
+from app.strategies.loss_scale import LossScale
+from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import quiet_libraries
 
@@ -45,18 +48,35 @@ class Bench:
         self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int
     ) -> None:
         """Train for a number of optimizer steps."""
+        state = self.training_state(optimizer, scheduler)
         iterator = iter(micro_batches)
-        for _ in range(steps):
-            batches = list(islice(iterator, self.data.plan.accumulation_steps))
-            train_step(self.wrapped, batches, optimizer, scheduler, self.strategy, self.settings, self.world)
+        for step in range(steps):
+            batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
+            train_step(step, self.wrapped, batches, state, self.settings)
+
+    def training_state(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> TrainingState:
+        """Return the state that a training step changes and a checkpoint saves."""
+        loss_scale = LossScale(self.settings, self.data.plan, self.world)
+        return TrainingState(self.model, optimizer, scheduler, loss_scale, self.strategy, self.world)
 
 
 def set_up(settings: Settings, world: World) -> Bench:
     """Build the data and the model, without a run folder. Collective."""
     quiet_libraries(world)
     data = build_data(settings, world)
-    model = build_model(settings, data, world).model
-    strategy = DDP(settings, world)
+    return distribute(settings, data, build_model(settings, data, world).model, world)
+
+
+def distribute(
+    settings: Settings,
+    data: ReviewData,
+    model: torch.nn.Module,
+    world: World,
+    make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy,
+) -> Bench:
+    """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
+    data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
+    strategy = make_strategy(settings, data.plan, world)
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), data.train_loader(settings, world))
 
 

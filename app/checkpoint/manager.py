@@ -163,7 +163,8 @@ class CheckpointManager:
             except WRITE_ERRORS as error:
                 problem = " ".join(str(error).split()) or type(error).__name__
                 if not isinstance(error, OSError):  # a library's message, which does not mention a full disk
-                    problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
+                    with suppress(OSError):  # the folder may be gone
+                        problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
         return first_failure(problem, self.world)
 
     def _create(self, staging: Path) -> None:

@@ -1,27 +1,33 @@
 """Save and load the training state in files that can't contain code: safetensors and JSON.
 
-A checkpoint holds everything that the next step depends on: weights, optimizer, schedule, and the random number
-generators of all ranks. It is complete in itself, so it can be resumed under another strategy and world size.
+A checkpoint holds everything that the next step depends on: weights, optimizer, schedule and loss scale. Each rank
+writes the part that only it holds into a file of its own, so no rank ever needs memory for the whole. A run can resume
+under another strategy and world size, where each rank reads the rows that it needs from these files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import set_seed
 
-from app.checkpoint.random_state import get_random_state, set_random_state
-from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
-from app.runs.resume import Resume
-from app.runs.schema import MODEL, OPTIMIZER, RANDOM, SCHEDULE
-from app.strategies.base import Strategy, Tensors
+from app.files import flush
+from app.runs.schema import MODEL, SCHEDULE, SHARDS
+from app.strategies.base import Strategy
+from app.strategies.loss_scale import LossScale
+from app.strategies.shards import local_part, rows_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
+FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
 
 @dataclass(frozen=True)
@@ -31,76 +37,129 @@ class TrainingState:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+    loss_scale: LossScale
     strategy: Strategy
     world: World
 
     def save(self, folder: Path) -> None:
-        """Write the state of all ranks into a folder. Collective; rank 0 writes."""
-        # Gather everything before writing: if rank 0 failed between two collectives, the others would wait forever.
-        weights = self.strategy.gather_model_state(self.model)
-        optimizer = self.strategy.gather_optimizer_state(self.optimizer)
-        random_states = all_gather_object(
-            {name: value.numpy() for name, value in get_random_state(self.world).items()}, self.world
-        )
-        if not self.world.is_main_process:
-            return
-        write_weights(folder, weights)
-        moments = {f"{i}.{name}": value for i, values in optimizer["state"].items() for name, value in values.items()}
-        save_file(_unshared(moments), folder / OPTIMIZER)
-        by_rank = {
-            f"{rank}.{name}": torch.from_numpy(value)
-            for rank, state in enumerate(random_states)
-            for name, value in state.items()
-        }
-        save_file(by_rank, folder / RANDOM)
-        # lr_lambdas are functions, which follow from the settings.
-        schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
-        content = {"param_groups": optimizer["param_groups"], "schedule": schedule}
-        (folder / SCHEDULE).write_text(json.dumps(content), encoding="utf-8")
+        """Write this rank's part of the state into a folder that all ranks share. Collective."""
+        tensors = {}
+        for name, tensor in _weights(self.model):
+            if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
+                tensors[f"model.{name}"] = tensor
+        if self.world.is_main_process or self.strategy.shards_optimizer:
+            state = self.strategy.local_optimizer(self.optimizer).state
+            for name, parameter in self.model.named_parameters():
+                tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
+        file = folder / SHARDS.format(rank=self.world.rank, size=self.world.size)
+        write_shards(file, tensors)
+        if self.world.is_main_process:
+            # lr_lambdas are functions, which follow from the settings.
+            schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
+            content = {"schedule": schedule, "loss_scale": self.loss_scale.state_dict()}
+            (folder / SCHEDULE).write_text(json.dumps(content), encoding="utf-8")
 
-    def load(self, resume: Resume) -> None:
-        """Restore the state from `resume.checkpoint`. Collective.
-
-        If the saved random states do not apply, as at another world size (`Resume.changes`), every rank is seeded
-        again, with a seed that differs from the initial one so that dropout masks do not repeat.
-        """
-        folder = resume.checkpoint
-        assert folder is not None
-        self.strategy.load_model_state(self.model, read_weights(folder))
-        content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
-        moments: dict[int, Tensors] = {}
-        for key, value in load_file(folder / OPTIMIZER).items():
-            index, _, name = key.partition(".")
-            moments.setdefault(int(index), {})[name] = value
-        self.strategy.load_optimizer_state(self.optimizer, {"state": moments, "param_groups": content["param_groups"]})
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restore the state from a folder that `save` has written under any strategy and world size. Collective."""
+        load_weights(self.model, folder)
+        with ShardReader(folder) as shards:
+            optimizer = self.strategy.local_optimizer(self.optimizer)
+            mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            optimizer.state.clear()
+            for name, parameter in self.model.named_parameters():
+                if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
+                    optimizer.state[parameter] = self._read_moments(name, parameter, shards)
         self.optimizer.zero_grad()
         lambdas = self.scheduler.state_dict().get("lr_lambdas")
+        content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
         self.scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
-        if resume.changes:
-            set_seed(resume.new_seed + self.world.rank)
-            return
-        prefix = f"{self.world.rank}."
-        states = load_file(folder / RANDOM)
-        mine = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
-        set_random_state(mine, self.world)
+        self.loss_scale.load_state_dict(content["loss_scale"])
+        for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = learning_rate
+
+    def _read_moments(self, name: str, parameter: torch.Tensor, shards: ShardReader) -> dict[str, Any]:
+        moments: dict[str, Any] = {key: torch.zeros_like(parameter) for key in MOMENTS}
+        for key, moment in moments.items():
+            local_part(moment).copy_(shards.read(f"{key}.{name}", moment))
+        steps = shards.read_replicated(f"step.{name}").to(local_part(parameter).device)
+        return {"step": steps} | moments
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Restore only the weights of a checkpoint. Collective. `model` may be sharded."""
+    with ShardReader(folder) as shards:
+        for name, tensor in _weights(model):
+            local_part(tensor).copy_(shards.read(f"model.{name}", tensor))
+
+
+def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write this rank's parts of tensors, with the row at which each part begins."""
+    first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
+    parts = {name: _copy_for_file(local_part(tensor)) for name, tensor in tensors.items()}
+    save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
+    flush(file)
+
+
+class ShardReader:
+    """Read tensors whose rows are distributed over the files of several ranks. Use as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.open_files = folder, ExitStack()
+        self.parts: dict[str, list[tuple[int, Any]]] = {}  # of each tensor: the first row in a file, and the file
+
+    def __enter__(self) -> ShardReader:
+        for path in self.folder.glob(SHARDS.format(rank="*", size="*")):
+            file = self.open_files.enter_context(safe_open(path, framework="pt"))
+            first_rows = json.loads(file.metadata()[FIRST_ROWS])
+            for name in file.keys():  # noqa: SIM118  # a file is not a dictionary
+                self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
+        for parts in self.parts.values():
+            parts.sort(key=lambda part: part[0])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open_files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a tensor that is sharded as `like` is, on the CPU."""
+        start, length = rows_of(like)
+        if start is None:
+            parts = [file.get_tensor(name) for _, file in self.parts[name]]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = [torch.empty_like(local_part(like), device="cpu")[:0]]
+        for first, file in self.parts[name]:
+            part = file.get_slice(name)
+            begin, end = max(0, start - first), min(part.get_shape()[0], start + length - first)
+            if begin < end:
+                rows.append(part[begin:end])
+        return torch.cat(rows)
+
+    def read_replicated(self, name: str) -> torch.Tensor:
+        """Return a tensor of which every rank has written the same copy."""
+        _, file = self.parts[name][0]
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write a complete state dict, parameters and buffers, as model.safetensors."""
-    save_file(_unshared(state), folder / MODEL)
+    save_file({name: _copy_for_file(tensor) for name, tensor in state.items()}, folder / MODEL)
 
 
-def read_weights(folder: Path) -> Tensors:
-    """Read what `write_weights` wrote."""
-    return load_file(folder / MODEL)
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and the buffers that belong to the model's state, without repeating tied ones."""
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return contiguous CPU copies: safetensors refuses tensors that share memory, such as tied weights."""
-    seen: set[int] = set()
-    copies = {}
-    for name, tensor in tensors.items():
-        copy = tensor.detach().cpu().contiguous()
-        copies[name] = copy.clone() if copy.data_ptr() in seen else copy
-        seen.add(copy.data_ptr())
-    return copies
+def _copy_for_file(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU with memory of its own: safetensors refuses views, such as tied weights."""
+    tensor = tensor.detach()
+    copy = tensor.cpu().contiguous()
+    return copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy

@@ -30,7 +30,7 @@ class Collator(DataCollatorWithPadding):
 def build_train_loader(
     rows: Dataset, lengths: NDArray[np.int64], collator: Collator, plan: BatchPlan, world: World, settings: Settings
 ) -> DataLoader[Any]:
-    """Build the loader of this rank's micro-batches: `plan.steps_per_epoch * plan.accumulation_steps` per epoch.
+    """Build the loader of this rank's micro-batches: `plan.steps_per_epoch * plan.micro_batches_per_step` per epoch.
 
     Call `loader.sampler.set_epoch` before each epoch.
 
@@ -38,11 +38,12 @@ def build_train_loader(
         rows: the tokenized training rows.
         lengths: int64 (n_train,), the number of tokens of each row.
     """
+    logical_ranks = plan.logical_ranks_of(world.rank, settings.shards_gradients)
     sampler: FullBatchSampler
     if settings.train_sampling_strategy == "group_by_length":
-        sampler = LengthGroupedSampler(lengths, plan.global_size, world, settings.seed)
+        sampler = LengthGroupedSampler(lengths, plan, logical_ranks, settings.seed)
     else:
-        sampler = FullBatchSampler(len(rows), plan.global_size, world, settings.seed)
+        sampler = FullBatchSampler(len(rows), plan, logical_ranks, settings.seed)
     return DataLoader(rows, plan.micro_size, sampler=sampler, **_options(collator, world))
 
 
@@ -78,10 +79,11 @@ def build_eval_set(
     world: World,
     settings: Settings,
 ) -> EvalSet:
-    """Divide rows among the ranks: each row is on exactly one rank, so counts are exact.
+    """Form batches of all rows, and assign them to the ranks in turn: each row is on exactly one rank.
 
-    `DistributedSampler` would repeat the first rows to make the shares equal (pytorch#25162). Rows are assigned from
-    short to long, in turn, so that every rank has the same work and little padding.
+    The batches, and with them padding and logits, are the same at any number of ranks. `DistributedSampler` would
+    assign single rows, and repeat the first ones to make the shares equal (pytorch#25162). Rows are sorted by length,
+    so there is little padding and all ranks have the same work.
 
     Args:
         name: `validation` or `test`.
@@ -89,13 +91,12 @@ def build_eval_set(
         lengths: int64 (n,), the number of tokens of each row.
         labels: int64 (n,), the class id of each row.
     """
-    by_length = np.argsort(lengths, kind="stable")
-    positions = by_length[world.rank :: world.size].tolist()
-    size = settings.eval_batch_size
-    batches = [positions[start : start + size] for start in range(0, len(positions), size)]
-    n_batches = math.ceil(math.ceil(len(lengths) / world.size) / size)  # as on rank 0, which has the most rows
-    filler = [[int(by_length[0])]] * (n_batches - len(batches))
+    by_length, size = np.argsort(lengths, kind="stable").tolist(), settings.eval_batch_size
+    all_batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+    batches = all_batches[world.rank :: world.size]
+    filler = [by_length[:1]] * (math.ceil(len(all_batches) / world.size) - len(batches))
     loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **_options(collator, world))
+    positions = [position for batch in batches for position in batch]
     return EvalSet(name, labels, loader, [False] * len(batches) + [True] * len(filler), positions)
 
 

@@ -1,14 +1,15 @@
-"""Decide which rows are in which batch: the same global batches with any number of ranks, in both training paths.
+"""Decide which rows are in which micro-batch: the same with any number of ranks, in both training paths.
 
-The permutation of an epoch depends only on the seed and the epoch. `DistributedSampler` assigns its rows to the ranks
-in turn (`permutation[rank::world_size]`). For every world size that divides the global batch size B, the rows of all
-ranks together at step k are therefore `permutation[k * B : (k + 1) * B]`.
+The permutation of an epoch depends only on the seed and the epoch. Step k trains on
+`permutation[k * B : (k + 1) * B]`, where B is the global batch size. These rows are divided among V *logical ranks* as
+`DistributedSampler` would divide them among V processes: logical rank l gets every V-th row, starting at l. A process
+works for one or more logical ranks, so the micro-batches depend on V but not on the number of processes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +18,53 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from app.distributed.world import World
 from app.errors import UserError
 from app.settings import Settings, resolve_train_batch_size
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the rows of an optimizer step are divided: `global_size = ranks * micro_size * accumulation_steps`."""
+    """How the rows of an optimizer step are divided.
+
+    Attributes:
+        global_size: rows per optimizer step, `logical_ranks * accumulation_steps * micro_size`.
+        ranks: the number of processes.
+        logical_ranks: the number of equal shares of the global batch, a multiple of `ranks`.
+        micro_size: rows of a micro-batch.
+        accumulation_steps: micro-batches of each logical rank.
+    """
 
     global_size: int
     ranks: int
+    logical_ranks: int
     micro_size: int
     accumulation_steps: int
     steps_per_epoch: int
     total_steps: int
     epochs: int
+
+    @property
+    def logical_ranks_per_rank(self) -> int:
+        """How many logical ranks each process works for."""
+        return self.logical_ranks // self.ranks
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """How many micro-batches each process trains on per optimizer step."""
+        return self.logical_ranks_per_rank * self.accumulation_steps
+
+    def logical_ranks_of(self, rank: int, interleaved: bool = False) -> list[int]:
+        """Return the logical ranks that a process works for, in the order in which it trains on their micro-batches.
+
+        Both orders make each process's logical ranks, and each position among them over all processes, a subtree of
+        the same binary tree, so gradients add up to the same bits (see app.strategies.reduction).
+
+        Args:
+            interleaved: whether the n-th logical ranks of all processes are neighbors. A sharded strategy adds their
+                gradients first. Otherwise a process's own logical ranks are neighbors, whose gradients it adds first.
+        """
+        share = self.logical_ranks_per_rank
+        return [n * self.ranks + rank if interleaved else rank * share + n for n in range(share)]
 
     def due(self, strategy: str, every: int, step: int) -> bool:
         """Tell whether an evaluation or a checkpoint follows a step.
@@ -47,51 +79,97 @@ class BatchPlan:
         return step == self.total_steps or step % (every if strategy == "steps" else self.steps_per_epoch) == 0
 
     def __str__(self) -> str:
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        micro = "1 micro-batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} micro-batches"
-        return f"{self.global_size} rows per step = {ranks} x {self.micro_size} rows x {micro}"
+        shares = _count(self.ranks, "rank")
+        if self.logical_ranks != self.ranks:
+            shares = f"{self.logical_ranks} logical ranks (on {shares})"
+        micro = _count(self.accumulation_steps, "micro-batch")
+        return f"{self.global_size} rows per step = {shares} x {self.micro_size} rows x {micro}"
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
-    """Divide the global batch among ranks and accumulation steps.
+    """Divide the global batch among logical ranks and accumulation steps.
 
     Raises:
-        UserError: the batch can't be divided, and the message names the nearest sizes that can; or there are fewer
-            training rows than one batch needs.
+        UserError: the logical ranks can't be divided among the ranks, or the batch among the logical ranks, and the
+            message names what can; or there are fewer training rows than one batch needs.
     """
+    logical_ranks = settings.logical_ranks or world_size
+    is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
+    if logical_ranks != world_size and not is_power_of_two:  # fewer ranks would form another tree
+        raise UserError(
+            f"--logical_ranks {logical_ranks}: must be a power of two or the number of ranks, which is {world_size}"
+        )
+    if logical_ranks % world_size:
+        sizes = [1 << exponent for exponent in range(logical_ranks.bit_length())]
+        raise UserError(
+            f"--logical_ranks {logical_ranks} can't be divided among {_count(world_size, 'rank')}: start "
+            f"{' or '.join(map(str, sizes))} rank(s)"
+        )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
-    shares = world_size * accumulation
+    shares = logical_ranks * accumulation
+    per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size
+    if per_device is not None and size % shares:
+        below, above = per_device // share * share, math.ceil(per_device / share) * share
+        valid = " or ".join(str(near) for near in (below, above) if near)
+        raise UserError(
+            f"--per_device_train_batch_size {per_device} can't be divided among the {share} logical ranks of each "
+            f"rank: use {valid}"
+        )
     if size % shares:
         below, above = size // shares * shares, math.ceil(size / shares) * shares
         valid = " or ".join(str(near) for near in (below, above) if near)
+        kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
-            f"--train_batch_size {size} can't be divided among {world_size} rank(s) x --gradient_accumulation_steps "
-            f"{accumulation}: use {valid}"
+            f"--train_batch_size {size} can't be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
+            f"use {valid}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
-        per_device = settings.per_device_train_batch_size
         flag = f"--train_batch_size {size}"
         if per_device is not None:
-            flag = f"--per_device_train_batch_size {per_device} x {shares} micro-batches = {size}"
+            flag = f"--per_device_train_batch_size {per_device} x {world_size * accumulation} micro-batches = {size}"
         raise UserError(f"{n_train} training rows don't fill one batch: {flag} must be {n_train} or less")
     total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
     return BatchPlan(
-        size, world_size, size // shares, accumulation, steps_per_epoch, total, math.ceil(total / steps_per_epoch)
+        global_size=size,
+        ranks=world_size,
+        logical_ranks=logical_ranks,
+        micro_size=size // shares,
+        accumulation_steps=accumulation,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        epochs=math.ceil(total / steps_per_epoch),
     )
 
 
 class FullBatchSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` whose epoch ends with the last complete global batch.
+    """A `DistributedSampler` for a process's logical ranks, whose epoch ends with the last complete global batch.
 
     The remaining rows are left out of the epoch. They are different rows in each epoch, because the permutation is.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, world: World, seed: int) -> None:
-        super().__init__(range(n_rows), world.size, world.rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
-        self.batch_size = batch_size
-        self.total_size = n_rows // batch_size * batch_size
-        self.num_samples = self.total_size // world.size
+    def __init__(self, n_rows: int, plan: BatchPlan, logical_ranks: Sequence[int], seed: int) -> None:
+        """
+        Args:
+            logical_ranks: those of this process, as `plan.logical_ranks_of` returns them.
+        """
+        super().__init__(
+            range(n_rows),  # type: ignore[arg-type]
+            plan.logical_ranks,
+            logical_ranks[0],
+            shuffle=True,
+            seed=seed,
+            drop_last=True,
+        )
+        self.batch_size, self.logical_ranks = plan.global_size, logical_ranks
+        self.total_size = n_rows // self.batch_size * self.batch_size
+        self.num_samples = self.total_size // plan.logical_ranks
         self.steps_done = 0
 
     def set_epoch(self, epoch: int, steps_done: int = 0) -> None:
@@ -99,21 +177,25 @@ class FullBatchSampler(DistributedSampler[Any]):
         super().set_epoch(epoch)
         self.steps_done = steps_done
 
+    def __len__(self) -> int:
+        return self.num_samples * len(self.logical_ranks)
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.epoch_rows()[self.steps_done * self.rows_per_step :])
+        return iter(self.epoch_rows()[self.steps_done :].flatten().tolist())
 
-    @property
-    def rows_per_step(self) -> int:
-        """This rank's share of a global batch."""
-        return self.batch_size // self.num_replicas
+    def epoch_rows(self) -> torch.Tensor:
+        """Return this process's rows of the complete epoch, int64 (steps, rows), in the order of its logical ranks."""
+        return torch.cat([self.rows_of_logical_rank(one) for one in self.logical_ranks], dim=1)
 
-    def epoch_rows(self) -> list[int]:
-        """Return this rank's rows of the complete epoch, in order."""
-        return list(super().__iter__())
+    def rows_of_logical_rank(self, logical_rank: int) -> torch.Tensor:
+        """Return the rows of a logical rank in the complete epoch, int64 (steps, rows)."""
+        self.rank = logical_rank  # DistributedSampler selects every num_replicas-th row, starting at `rank`
+        return torch.tensor(list(super().__iter__())).view(-1, self.batch_size // self.num_replicas)
 
     def rows_of_step(self, step: int) -> list[int]:
-        """Return this rank's rows of a step of the epoch, counted from 0."""
-        return self.epoch_rows()[step * self.rows_per_step : (step + 1) * self.rows_per_step]
+        """Return this process's rows of a step of the epoch, counted from 0."""
+        rows: list[int] = self.epoch_rows()[step].tolist()
+        return rows
 
 
 class LengthGroupedSampler(FullBatchSampler):
@@ -121,22 +203,22 @@ class LengthGroupedSampler(FullBatchSampler):
 
     A shuffled epoch is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the
     batches of the epoch are shuffled. This is the recipe of `transformers`' `LengthGroupedSampler`, applied to the
-    global batch rather than to a rank's. The rows of a batch stay sorted and are assigned to the ranks in turn, so
-    every rank has the same range of lengths and waits as little as possible.
+    global batch rather than to a rank's. The rows of a batch stay sorted and are assigned to the logical ranks in turn,
+    so every rank has the same range of lengths and waits as little as possible.
     """
 
     POOL = 50
 
-    def __init__(self, lengths: NDArray[np.int64], batch_size: int, world: World, seed: int) -> None:
-        super().__init__(len(lengths), batch_size, world, seed)
+    def __init__(self, lengths: NDArray[np.int64], plan: BatchPlan, logical_ranks: Sequence[int], seed: int) -> None:
+        super().__init__(len(lengths), plan, logical_ranks, seed)
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
 
-    def epoch_rows(self) -> list[int]:
+    def rows_of_logical_rank(self, logical_rank: int) -> torch.Tensor:
+        """Return the rows of a logical rank in the complete epoch, int64 (steps, rows)."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         shuffled = torch.randperm(len(self.lengths), generator=generator)[: self.total_size]
         pools = shuffled.split(self.POOL * self.batch_size)
         by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
         batches = by_length.view(-1, self.batch_size)
         order = torch.randperm(len(batches), generator=generator)
-        rows: list[int] = batches[order].flatten()[self.rank :: self.num_replicas].tolist()
-        return rows
+        return batches[order][:, logical_rank :: self.num_replicas]

@@ -16,6 +16,8 @@ from app.distributed.world import World
 from app.errors import AgreedError, UserError
 
 T = TypeVar("T")
+# PyTorch 2.13 has renamed it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 POLL_SECONDS = 0.0005
 
 # ---- objects -------------------------------------------------------------------------------------------------------
@@ -122,6 +124,14 @@ def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
     wait_for_device(world)  # every caller reads the result next
     return values
+
+
+def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the tensors of all ranks, which have the same shape and dtype, stacked in rank order."""
+    gathered = values.new_empty(world.size * values.numel())  # flat: gloo can't gather into further dimensions
+    all_gather_single(gathered, values.flatten())
+    wait_for_device(world)  # every caller reads the result next
+    return gathered.view(world.size, *values.shape)
 
 
 def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:

@@ -54,6 +54,7 @@ UNSUPPORTED_BACKENDS = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate's parallelism config",
     "ACCELERATE_USE_SAGEMAKER": "SageMaker's data parallelism",
 }
+SHARDING = ("DeepSpeed", "FSDP")  # have an equivalent here
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 
 
@@ -71,13 +72,14 @@ def check_accelerate_environment(settings: Settings) -> None:
         UserError: A variable contradicts the settings. The message names it, its value and the flag to use instead.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    # TrainingArguments takes the precision from the variable unless bf16=True, which takes precedence over "no".
+    # The precision is that of the settings in both paths, but accelerate would scale losses by itself with fp16.
     if precision not in ({"no", "bf16"} if settings.bf16 else {"no"}):
-        remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it; only bf16 is supported"
+        remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it, and use --precision"
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():
         if _is_true(name):
-            raise _contradiction(name, f"{backend} is not supported", "unset it")
+            instead = "unset it, and use --strategy zero1, zero2 or zero3" if backend in SHARDING else "unset it"
+            raise _contradiction(name, f"{backend} is not supported", instead)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values

@@ -69,7 +69,8 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
 def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     """Connect the ranks; return this rank's world, and what keeps this rank from running or None."""
     rank, size, local_rank, local_size = rank_and_sizes()
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // local_size)
+    # With --logical_ranks, the number must not depend on the number of processes, because it affects rounding.
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.logical_ranks or local_size))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # if it is unset, accelerate chooses another number
     torch.set_num_threads(threads)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
-from transformers import PreTrainedModel, get_scheduler, set_seed
+from transformers import PreTrainedModel, get_scheduler
 
 from app.data.csv_table import ReviewTable
 from app.data.loaders import Collator, build_train_loader
@@ -36,7 +36,9 @@ from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
+from app.training.dropout import seed_micro_batch
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
+from app.training.precision import mixed_precision
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks:
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     optimizer, scheduler = build_optimization(model, settings, variant, plan, learning_rate, world)
-    autocast = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=settings.bf16)
+    autocast = partial(mixed_precision, settings, world)
     simulated_ranks = list(simulate_ranks(settings, variant, data, plan, world))
 
     losses: list[float] = []
@@ -146,7 +148,6 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks:
                     share = model(**batch).loss / (plan.ranks * plan.accumulation_steps) * variant.inflation
                 share.backward()
                 loss += share.detach()
-            rank.save_rng_state()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
         optimizer.step()
         scheduler.step()
@@ -161,7 +162,7 @@ def predict_correct(settings: Settings, model: PreTrainedModel, data: ReviewData
     eval_set = data.eval_set("test", settings, world)
     correct = np.empty(len(eval_set), dtype=bool)
     positions = iter(eval_set.positions)
-    with torch.no_grad(), torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
+    with torch.no_grad(), mixed_precision(settings, world):
         for batch in eval_set.loader:
             labels = batch.pop("labels").numpy()
             logits = model(**{name: tensor.to(world.device) for name, tensor in batch.items()}).logits
@@ -179,7 +180,7 @@ def build_optimization(
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return the optimizer and the schedule of a variant."""
     if variant.optimizer == "AdamW":
-        adamw = build_optimizer(model, settings, learning_rate, DDP(settings, world))
+        adamw = build_optimizer(model, settings, learning_rate, DDP(settings, plan, world))
         return adamw, build_scheduler(adamw, settings, plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
     # With the kernel that torch selects, as in a typical script; a fused kernel only rounds differently.
@@ -188,29 +189,19 @@ def build_optimization(
 
 
 class SimulatedRank:
-    """The rows and the random stream of one rank, as app.ddp_loop would give them to a process."""
+    """The rows and the dropout seeds of one rank, as app.ddp_loop would give them to a process."""
 
-    def __init__(self, loader: Any, seed: int, plan: BatchPlan, device: torch.device) -> None:
-        self.loader, self.plan, self.device = loader, plan, device
-        set_seed(seed)
-        self.save_rng_state()
+    def __init__(self, rank: int, loader: Any, seed: int, plan: BatchPlan, device: torch.device) -> None:
+        self.rank, self.loader, self.seed, self.plan, self.device = rank, loader, seed, plan, device
 
     def micro_batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Restore the rank's random state and yield its micro-batches of a step, which is counted from 0."""
+        """Yield the rank's micro-batches of a step, which is counted from 0, after seeding dropout for each."""
         if step % self.plan.steps_per_epoch == 0:
             self.loader.sampler.set_epoch(step // self.plan.steps_per_epoch)
             self.batches = iter(self.loader)
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self.rng_state, self.device)
-        else:
-            torch.set_rng_state(self.rng_state)
-        for batch in islice(self.batches, self.plan.accumulation_steps):
+        for number, batch in enumerate(islice(self.batches, self.plan.accumulation_steps)):
+            seed_micro_batch(self.seed, step, self.rank, number)
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
-
-    def save_rng_state(self) -> None:
-        """Save the random state for the rank's next step."""
-        on_gpu = self.device.type == "cuda"
-        self.rng_state = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
 
 
 def simulate_ranks(
@@ -224,4 +215,4 @@ def simulate_ranks(
     for rank in range(plan.ranks):
         rank_world = replace(world, rank=rank, size=plan.ranks, local_rank=rank, local_size=plan.ranks)
         loader = build_train_loader(data.rows.select(train), data.lengths[train], collator, plan, rank_world, settings)
-        yield SimulatedRank(loader, settings.seed + variant.dropout_seed + rank, plan, world.device)
+        yield SimulatedRank(rank, loader, settings.seed + variant.dropout_seed, plan, world.device)

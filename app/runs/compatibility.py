@@ -48,8 +48,6 @@ def check_compatible(
     # A checkpoint that is older than a setting was trained with what is now the setting's default.
     before = Settings().as_dict() | resume.state["settings"]
     names = [f.name for group in (ModelSettings, TrainingSettings) for f in fields(group) if f.name not in MAY_DIFFER]
-    # With three ranks or more, DDP's buckets decide in which order gradients are added.
-    names += ["ddp_find_unused_parameters", "ddp_bucket_cap_mb"]
     names += ["max_length", "load_best_model_at_end", *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
     pairs = [(name, before.get(name), getattr(settings, name)) for name in names]
     pairs += [("total steps", resume.state["total_steps"], total_steps)]

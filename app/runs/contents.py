@@ -127,5 +127,6 @@ def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], 
         "train_tokens_per_second": totals.tokens / totals.train_seconds,
         "padding_fraction": 1 - totals.tokens / totals.padded_tokens,
         "mfu": mfu,
+        "skipped_steps": totals.skipped,
         "peak_memory_bytes": list(peak_memory),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ class Found:
         checkpoint: the checkpoint to resume from.
         lock: the descriptor that keeps other jobs out of `folder`.
         finished: `folder` holds this job's finished run.
+        recorded: the content of the settings.json in `folder`, {} without a folder.
     """
 
     folder: Path | None = None
     checkpoint: Path | None = None
     lock: int | None = None
     finished: bool = False
+    recorded: dict[str, Any] = field(default_factory=dict)
 
 
 def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: Callable[[str], None]) -> Found:
@@ -46,11 +48,12 @@ def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: 
     """
     requested = settings.resume_from_checkpoint
     if own is not None:
-        return _find_own(own, requested, warn)
+        return replace(_find_own(own, requested, warn), recorded=_recorded_settings(own))
     if requested is None:
         return Found()
     if requested == "auto":
-        return _find_latest(path_name, settings.output_dir, warn)
+        found = _find_latest(path_name, settings.output_dir, warn)
+        return replace(found, recorded=_recorded_settings(found.folder)) if found.folder else found
     if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
         return Found(None, _requested_checkpoint(requested, warn))
     path = Path(requested).resolve()

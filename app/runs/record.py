@@ -37,6 +37,10 @@ from app.runs.metrics_log import MetricsLog
 from app.runs.resume import Resume
 from app.runs.steps import Step, Totals, console_line, count_tokens, nonfinite_error, reduce_steps
 from app.strategies.base import Strategy
+from app.strategies.fsdp import wrapper_name
+
+# With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
+MAX_SKIPPED = 24
 
 
 class RunRecord:
@@ -72,14 +76,18 @@ class RunRecord:
         self.best = Best(**resume.state.get("best", {}))
         self.step = resume.step  # the last step, for error messages
         self.last_loss = float("nan")
+        self.skipped_in_a_row = 0
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
-    def begin(self, plan: BatchPlan) -> bool:
+    def begin(self, plan: BatchPlan, wrapped: torch.nn.Module) -> bool:
         """Reset the folder to the checkpoint, after the training state has been loaded from it. Collective.
 
         A resumed run removes what follows its checkpoint only here, so nothing is lost if the checkpoint can't be
         loaded.
+
+        Args:
+            wrapped: the model as returned by `strategy.wrap`, whose class is recorded.
 
         Returns:
             Whether the evaluation after the checkpoint's own step has to be repeated. A checkpoint is written before
@@ -88,7 +96,7 @@ class RunRecord:
         Raises:
             AgreedError: the folder can't be written.
         """
-        self.plan = plan
+        self.plan, self.wrapper = plan, wrapper_name(wrapped)
         evaluate = self.resume.step > 0 and plan.due(
             self.settings.eval_strategy, self.settings.eval_steps, self.resume.step
         )
@@ -110,7 +118,7 @@ class RunRecord:
                 remove(checkpoint)
         # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So write
         # settings.json after later checkpoints are removed, and before anything else in a new folder.
-        write_json(self.folder / schema.SETTINGS.name, settings_content(self.info))
+        write_json(self.folder / schema.SETTINGS.name, settings_content(self.info) | {"wrapper": self.wrapper})
         write_json(self.folder / schema.SPLIT.name, split_content(self.info))
         if self.settings.output_dir is None and self.resume.folder is None:
             point_latest(self.folder)  # only now: `auto` looks there for settings.json
@@ -179,7 +187,7 @@ class RunRecord:
         self,
         step: int,
         epoch: float,
-        loss: torch.Tensor,
+        losses: torch.Tensor,
         grad_norm: torch.Tensor,
         learning_rate: float,
         batches: Sequence[Mapping[str, torch.Tensor]],
@@ -188,7 +196,7 @@ class RunRecord:
 
         Args:
             step: the optimizer step, counted from 1.
-            loss: this rank's mean loss, scalar.
+            losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
             grad_norm: the global gradient norm before clipping, scalar.
             batches: this rank's micro-batches of the step.
         """
@@ -196,7 +204,7 @@ class RunRecord:
         examples, tokens, padded_tokens = count_tokens(batches)
         self.step = step
         self.pending.append(
-            Step(step, epoch, loss, grad_norm, learning_rate, examples, tokens, padded_tokens, now - self._clock)
+            Step(step, epoch, losses, grad_norm, learning_rate, examples, tokens, padded_tokens, now - self._clock)
         )
         self._clock = now
 
@@ -204,14 +212,27 @@ class RunRecord:
         """Append the pending steps to steps.jsonl, and print the last one if it ends a logging interval. Collective.
 
         Raises:
-            RunError: a gradient norm is not finite. The steps before it are written. The optimizer skipped that step
-                (see `skip_step_if_nonfinite`); the steps after it are discarded.
+            RunError: a gradient norm is not finite, other than by an overflow in fp16. The steps before it are written.
+                The optimizer skipped that step (see `skip_step_if_nonfinite`); the steps after it are discarded.
         """
         if not self.pending:
             return
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
-        failed = next((i for i, line in enumerate(lines) if not math.isfinite(line["grad_norm"])), None)
+        failed = None
+        for i, line in enumerate(lines):
+            if math.isfinite(line["grad_norm"]):
+                self.skipped_in_a_row = 0
+                continue
+            self.skipped_in_a_row += 1
+            if (
+                self.settings.precision != "fp16"
+                or self.skipped_in_a_row > MAX_SKIPPED
+                or not math.isfinite(line["loss"])
+            ):
+                failed = i
+                break
+            line["grad_norm"] = None  # the loss scale was too large, and has been halved
         for line in lines[:failed]:
             self.totals.add(line)
         self._append(schema.STEPS.name, lines[:failed])
@@ -270,7 +291,7 @@ class RunRecord:
                     log.flush()
                 flush(self.folder)
 
-        saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.CHECKPOINT_FILES)
+        saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.checkpoint_files(self.world.size))
         if saved and self.world.is_main_process:
             remove_unused_best(self.checkpoints.folder, self.best)
         self.start_clock()

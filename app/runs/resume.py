@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from app.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from app.distributed.environment import launcher_id
 from app.distributed.world import World
 from app.errors import AlreadyFinished, UserError
 from app.runs.find_checkpoint import Found, find_checkpoint, folder_of_this_job
-from app.runs.schema import BEST_PREFIX, CHECKPOINT_FILES, RUN_STATE, STEPS
+from app.runs.schema import BEST_PREFIX, RUN_STATE, STEPS, checkpoint_files
 from app.settings import Settings
 
 
@@ -25,15 +27,17 @@ class Resume:
         folder: the run's own folder, if it exists already.
         checkpoint: a complete checkpoint, in `folder` or in another run's folder.
         state: the content of the checkpoint's run_state.json.
+        recorded: the settings of the run so far, from the checkpoint or, without one, from `folder`.
         lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
         launchers: identify the torchrun processes of this job, so that it recognizes its folder after a restart.
-        changes: the differences from the processes that wrote the checkpoint which make its RNG states unusable. If
-            there are none, the resumed run is bitwise identical to an undisturbed one.
+        changes: the differences from the processes that wrote the checkpoint which affect the results. If there are
+            none, the resumed run is bitwise identical to an undisturbed one.
     """
 
     folder: Path | None = None
     checkpoint: Path | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
     lock: int | None = None
     launchers: Collection[str] = ()
     changes: tuple[str, ...] = ()
@@ -48,14 +52,6 @@ class Resume:
         """The best weights before the checkpoint, if the run kept any."""
         step = self.state.get("best", {}).get("step", 0)
         return self.checkpoint.parent / f"{BEST_PREFIX}{step}" if self.checkpoint and step else None
-
-    @property
-    def new_seed(self) -> int:
-        """Seed for resuming at another world size, where the saved RNG states do not apply.
-
-        It differs from the initial seed so that dropout masks do not repeat.
-        """
-        return int(self.state["settings"]["seed"]) + 1_000_003 * self.step
 
     def lines_of(self, log: str, before: int | None = None) -> list[str]:
         """Return the lines of a log of the run up to the checkpoint's step; later steps are repeated.
@@ -111,27 +107,47 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
             # joined or left.
             own = folder_of_this_job(path_name, settings.output_dir, launchers)
             found = find_checkpoint(path_name, settings, own, world.print_main)
-    folder, checkpoint, finished = broadcast_object((found.folder, found.checkpoint, found.finished), world)
+    mine = (found.folder, found.checkpoint, found.finished, found.recorded)
+    folder, checkpoint, finished, recorded = broadcast_object(mine, world)
     if finished:
         raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
     state: dict[str, Any] = {}
     if checkpoint is not None:
         with raise_on_all_ranks(world):
             state = read_run_state(checkpoint)
-    return Resume(folder, checkpoint, state, found.lock, launchers, changes_since(state, settings, world))
+            recorded = state["settings"] | {"threads": state["threads"]}
+    return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes_since(state, settings, world))
+
+
+def adopt_recipe(settings: Settings, resume: Resume, world: World) -> Settings:
+    """Fill in the settings that a resumed run takes over unless they are given, because they affect its bits.
+
+    These are the number of logical ranks and the number of threads per rank, which otherwise depend on the number of
+    processes, and the global batch size, which `--per_device_train_batch_size` would multiply by it.
+
+    Returns:
+        Settings with `logical_ranks`. The number of threads is set for this process.
+    """
+    recorded = resume.recorded
+    if not settings.threads and (threads := recorded.get("threads")):
+        torch.set_num_threads(threads)
+    per_device = settings.per_device_train_batch_size
+    if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
+        settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
+    return replace(settings, logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size)
 
 
 def changes_since(state: Mapping[str, Any], settings: Settings, world: World) -> tuple[str, ...]:
-    """List what makes a checkpoint's RNG states unusable, so that each rank draws different dropout masks from here on.
+    """List what makes a resumed run differ from an undisturbed one, by rounding or by other dropout masks.
 
     Args:
         state: the content of run_state.json.
     """
-    accumulation = state.get("settings", {}).get("gradient_accumulation_steps")
+    recorded = state.get("settings", {})
     pairs = [
-        ("ranks", state.get("world_size"), world.size),
         ("device", state.get("device"), world.device.type),
-        ("accumulation steps", accumulation, settings.gradient_accumulation_steps),
+        ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
+        ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
 
@@ -146,7 +162,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise UserError(f"{checkpoint}: every rank must be able to read it: {problem}") from None
-    missing = [name for name in CHECKPOINT_FILES if not (checkpoint / name).is_file()]
+    missing = [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]
     if missing:
         raise UserError(
             f"{checkpoint}: has no {missing[0]}: an earlier version of this program wrote it; resume it with that "

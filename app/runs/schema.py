@@ -7,7 +7,7 @@
     metrics.json         the results on the test rows; written last, so a folder that has it holds a finished run
     predictions.csv      one line per test row, in file order; see `prediction_columns`
     model/               the trained model, as `save_pretrained` writes it, with a model card
-    checkpoints/         checkpoint-<step>/ (see `CHECKPOINT_FILES`) and best-<step>/ (weights only)
+    checkpoints/         checkpoint-<step>/ (see `checkpoint_files`) and best-<step>/ (weights only)
     .lock                locked as long as a job writes to the folder
 
 The code that writes a run, the code that reads it, and the tests import these names. Do not change them: old runs must
@@ -32,9 +32,15 @@ LOCK = ".lock"
 
 CHECKPOINTS = "checkpoints"
 BEST_PREFIX = "best-"
-MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "schedule.json"
-RUN_STATE = "run_state.json"
-CHECKPOINT_FILES = (MODEL, OPTIMIZER, RANDOM, SCHEDULE, RUN_STATE)
+MODEL = "model.safetensors"  # the complete weights, in best-<step>/
+SHARDS = "state-{rank}-of-{size}.safetensors"  # what only that rank holds of weights and optimizer state
+SCHEDULE, RUN_STATE = "schedule.json", "run_state.json"
+
+
+def checkpoint_files(world_size: int) -> list[str]:
+    """Return the files without which a checkpoint of this many ranks is not complete."""
+    return [*(SHARDS.format(rank=rank, size=world_size) for rank in range(world_size)), SCHEDULE, RUN_STATE]
+
 
 # ---- kinds of values, worded for error messages ---------------------------------------------------------------------
 
@@ -71,6 +77,7 @@ SETTINGS = JsonFormat(  # the fields of app.settings.Settings, and these
     "settings.json",
     required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "seed": INTEGER},
     optional={"model_commit": TEXT, "git_commit": TEXT, "devices": TEXTS, "launchers": TEXTS, "versions": OBJECT}
+    | {"logical_ranks": INTEGER, "strategy": TEXT, "wrapper": TEXT}
     | {"threads": INTEGER, "cache_dir": TEXT, "text_column": TEXT, "label_column": TEXT}
     | {"test_size": NUMBER, "validation_size": NUMBER},
 )
@@ -83,8 +90,9 @@ SPLIT = JsonFormat(
 )
 STEPS = JsonFormat(
     "steps.jsonl",
-    required={"step": INTEGER, "epoch": NUMBER, "loss": NUMBER, "grad_norm": NUMBER, "learning_rate": NUMBER}
+    required={"step": INTEGER, "epoch": NUMBER, "loss": NUMBER, "learning_rate": NUMBER}
     | {"examples": NUMBER, "tokens": NUMBER, "padded_tokens": NUMBER, "seconds": NUMBER},
+    optional={"grad_norm": NUMBER},  # null if the step was skipped because of an overflow in fp16
 )
 EVALUATIONS = JsonFormat(
     "evaluations.jsonl",
@@ -96,7 +104,8 @@ METRICS = JsonFormat(
     required={"accuracy": NUMBER, "f1": NUMBER, "loss": NUMBER, "n_test": INTEGER, "train_seconds": NUMBER}
     | {"train_examples_per_second": NUMBER, "peak_memory_bytes": NUMBERS},
     optional={"precision": NUMBER, "recall": NUMBER, "confusion_matrix": INTEGER_ROWS}
-    | {"train_tokens_per_second": NUMBER, "padding_fraction": NUMBER, "mfu": NUMBER},
+    | {"train_tokens_per_second": NUMBER, "padding_fraction": NUMBER, "mfu": NUMBER}
+    | {"skipped_steps": INTEGER},
 )
 
 LOGS = (STEPS.name, EVALUATIONS.name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from app.distributed.collectives import all_gather_object, reduce_mean, reduce_sum
+from app.distributed.collectives import all_gather, all_gather_object, reduce_sum
 from app.distributed.world import World
 from app.errors import RunError
 
@@ -18,7 +19,7 @@ class Step:
     """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced.
 
     Attributes:
-        loss: this rank's mean loss, scalar.
+        losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
         grad_norm: the norm of the averaged gradients before clipping, scalar, equal on every rank.
         examples: this rank's rows.
         tokens: this rank's tokens without padding, scalar int64 tensor.
@@ -28,7 +29,7 @@ class Step:
 
     step: int
     epoch: float
-    loss: torch.Tensor
+    losses: torch.Tensor
     grad_norm: torch.Tensor
     learning_rate: float
     examples: int
@@ -39,12 +40,16 @@ class Step:
 
 @dataclass
 class Totals:
-    """Sums over all steps so far and all ranks; `padded_tokens` counts tokens and padding."""
+    """Sums over all steps so far and all ranks.
+
+    `padded_tokens` counts tokens and padding; `skipped` counts steps that were skipped because of an overflow in fp16.
+    """
 
     train_seconds: float = 0.0
     examples: int = 0
     tokens: int = 0
     padded_tokens: int = 0
+    skipped: int = 0
 
     @property
     def examples_per_second(self) -> float:
@@ -56,6 +61,7 @@ class Totals:
         self.examples += line["examples"]
         self.tokens += line["tokens"]
         self.padded_tokens += line["padded_tokens"]
+        self.skipped += line["grad_norm"] is None
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
@@ -70,13 +76,14 @@ def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, to
 
 
 def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
-    """Reduce any number of steps over the ranks in two all-reduces. Collective.
+    """Reduce any number of steps over the ranks in two collectives. Collective.
 
     Returns:
         The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
     device = world.device
-    losses = reduce_mean(torch.stack([step.loss.double() for step in steps]).to(device), world).tolist()
+    by_rank = all_gather(torch.stack([step.losses.double() for step in steps]).to(device), world)
+    losses = [mean(micro_batches) for micro_batches in by_rank.transpose(0, 1).flatten(1).tolist()]
     tokens = torch.stack([step.tokens for step in steps]).to(device)
     sizes = torch.tensor([[step.examples, step.padded_tokens] for step in steps], device=device)
     counts = reduce_sum(torch.cat([tokens.unsqueeze(1), sizes], dim=1), world).tolist()
@@ -98,13 +105,22 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     ]
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, rounded once, so that it does not depend on the order. NaN and infinity are returned as such."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):  # infinities of both signs
+        return math.nan
+
+
 def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
     """Describe the last of these lines of steps.jsonl. The speed is the mean over all of them."""
     last = lines[-1]
     examples_per_second = sum(line["examples"] for line in lines) / sum(line["seconds"] for line in lines)
+    norm = "overflow (step skipped)" if last["grad_norm"] is None else f"{last['grad_norm']:.3g}"
     return (
         f"step {last['step']}/{total_steps} (epoch {last['epoch']:.2f}): loss {last['loss']:.4f}, "
-        f"grad norm {last['grad_norm']:.3g}, learning rate {last['learning_rate']:.3g}, "
+        f"grad norm {norm}, learning rate {last['learning_rate']:.3g}, "
         f"{examples_per_second:.0f} reviews/s"
     )
 
@@ -118,7 +134,7 @@ def nonfinite_error(step: Step, rows: Sequence[int], world: World) -> RunError:
     Returns:
         The error to raise; it names the ranks whose loss is not finite, and their rows.
     """
-    reports = all_gather_object((bool(torch.isfinite(step.loss)), ", ".join(map(str, rows))), world)
+    reports = all_gather_object((bool(torch.isfinite(step.losses).all()), ", ".join(map(str, rows))), world)
     ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
     norm = float(step.grad_norm)
     cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"

@@ -1,14 +1,15 @@
-"""The interface of a training strategy."""
+"""The interface of a training strategy, and what the strategies share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 Tensors = dict[str, torch.Tensor]
+CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which fits into a core's cache
 
 
 class Strategy(Protocol):
@@ -16,9 +17,16 @@ class Strategy(Protocol):
 
     `model` is the plain module, and `wrapped` is what `wrap` returned for it. Methods that gather or load are
     collective: under a sharded strategy no rank holds the complete state, so every rank has to take part.
+
+    Attributes:
+        name: the value of `--strategy`.
+        logical_ranks: the logical ranks of this process, in the order in which it trains on their micro-batches.
+        shards_optimizer: whether each rank holds a different part of the optimizer's state.
     """
 
     name: str
+    logical_ranks: Sequence[int]
+    shards_optimizer: bool
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective."""
@@ -31,23 +39,30 @@ class Strategy(Protocol):
             options: keyword arguments of AdamW.
         """
 
-    def prepare_resume(self, wrapped: torch.nn.Module, batch: Tensors) -> None:
-        """Bring the wrapper to the state that it has after the first step of a run. Collective.
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the AdamW that holds this rank's state of what `build_optimizer` returned."""
 
-        Call it before the training state is loaded: it draws random numbers and may update buffers.
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
+        """Return the context of the forward and backward passes of a micro-batch. Collective.
+
+        Inside it, backward() adds to the gradients of the same logical rank. When the last micro-batch of a step is
+        done, the gradients are summed over all logical ranks and divided by the number of ranks.
 
         Args:
-            batch: any batch of training rows.
+            number: the number of the micro-batch in the step, counted from 0.
         """
 
-    def no_sync(self, wrapped: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward() accumulates gradients without reducing them over the ranks."""
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        """Divide the gradients by the loss scale, and scale them down if their norm exceeds `max_norm`. Collective.
 
-    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down if their global norm exceeds `max_norm`. Collective.
+        The squares are summed in fp64 and the norm is rounded to fp32, so it does not depend on the order of the
+        additions, and therefore not on how the gradients are sharded.
+
+        Args:
+            loss_scale: what the loss was multiplied by, a scalar.
 
         Returns:
-            The norm before clipping, a scalar, equal on every rank.
+            The norm of the unscaled gradients before clipping, a scalar, equal on every rank.
         """
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
@@ -56,8 +71,29 @@ class Strategy(Protocol):
     def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
         """Load a complete state dict, which every rank passes. Collective."""
 
-    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete optimizer state on rank 0, and an empty one on the other ranks. Collective."""
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a complete optimizer state, which every rank passes. Collective."""
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of all elements, a scalar, accumulated in fp64."""
+    tensors = list(tensors)
+    if tensors and tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
+    total = torch.zeros((), dtype=torch.float64)
+    # Converting a whole tensor to fp64 would write it to main memory and read it again.
+    buffer = torch.empty(CHUNK, dtype=torch.float64)
+    for tensor in tensors:
+        for chunk in tensor.flatten().split(CHUNK):
+            converted = buffer[: len(chunk)].copy_(chunk)
+            total += torch.dot(converted, converted)
+    return total
+
+
+def clip_by_norm(
+    gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, loss_scale: torch.Tensor
+) -> None:
+    """Divide gradients by the loss scale, and multiply them by `max_norm / norm` if that is less than 1, in place.
+
+    The host does not wait for the norm. This is the formula of `torch.nn.utils.clip_grad_norm_`.
+    """
+    if gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+        torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))

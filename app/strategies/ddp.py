@@ -1,72 +1,89 @@
-"""Distributed data parallel: every rank holds the complete model and optimizer, and gradients are averaged."""
+"""Distributed data parallel: every rank holds the complete model, and gradients are averaged over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from app.distributed.collectives import wait_for_device
+from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.errors import RunError
 from app.settings import Settings
-from app.strategies.base import Tensors
+from app.strategies.base import Tensors, clip_by_norm, sum_of_squares
+from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
 
 class DDP:
     """`torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, "PyTorch Distributed"). Implements `Strategy`."""
 
-    name = "ddp"
+    name: str = "ddp"
+    shards_optimizer = False
 
-    def __init__(self, settings: Settings, world: World) -> None:
-        self.settings, self.world = settings, world
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
+        self.settings, self.plan, self.world = settings, plan, world
+        self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
+        self.sums = TreeSum()
+        self.parameters: list[torch.nn.Parameter] = []
         self.gradients_checked = False
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
-        return DistributedDataParallel(
-            model, device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None, **self.options()
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
+            find_unused_parameters=self.settings.ddp_find_unused_parameters,
+            bucket_cap_mb=self.settings.ddp_bucket_cap_mb,
+            gradient_as_bucket_view=True,  # otherwise each gradient is in memory twice
         )
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # With one or two processes and one logical rank each, DDP's own all-reduce is the tree, because a + b = b + a.
+        if self.world.size > 2 or self.plan.logical_ranks_per_rank > 1:
+            self.fix_order(wrapped)
+        return wrapped
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel` that follow from the settings."""
-        return {
-            "find_unused_parameters": self.settings.ddp_find_unused_parameters,
-            "bucket_cap_mb": self.settings.ddp_bucket_cap_mb,
-        }
+    def fix_order(self, wrapped: DistributedDataParallel) -> None:
+        """Add gradients in the order of the tree."""
+        fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
+        wrapped.register_comm_hook(fixed_order, lambda fixed_order, bucket: fixed_order.average(bucket))
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         """Return AdamW for all parameters: the averaged gradients are equal, so every rank makes the same update."""
         return torch.optim.AdamW(groups, **options)
 
-    def prepare_resume(self, wrapped: torch.nn.Module, batch: Tensors) -> None:
-        """Let DDP rebuild its gradient buckets, as it does after the first backward pass of a run.
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer itself."""
+        return optimizer
 
-        With three ranks or more, the order in which a gradient's parts are added depends on its place in a bucket. A
-        resumed run whose first step used the initial buckets would differ from an undisturbed one in the last bit.
-        """
-        wrapped.train()
-        wrapped(**batch).loss.backward()
-        self._check_gradients(wrapped)
-        wrapped.zero_grad()
-        wait_for_device(self.world)
-
-    def no_sync(self, wrapped: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's context in which gradients are only accumulated."""
+    @contextmanager
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
+        """Keep the gradients local, except for the last micro-batch of a step: its backward() averages their sum."""
         assert isinstance(wrapped, DistributedDataParallel)
-        return wrapped.no_sync()
+        number += 1
+        is_last = number == self.plan.micro_batches_per_step
+        context: AbstractContextManager[Any] = nullcontext() if is_last else wrapped.no_sync()
+        with context:
+            yield
+        if is_last:
+            self._check_gradients(wrapped)
+            self.sums.clear()
+        elif number % self.plan.accumulation_steps == 0:  # the last micro-batch of one of this process's logical ranks
+            self.sums.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+            for parameter in self.parameters:
+                # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
+                keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
+                parameter.grad = torch.zeros_like(parameter) if keep else None
 
-    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip by the norm of the averaged gradients, which is equal on every rank.
-
-        Raises:
-            RunError: in the first step, a parameter that DDP waits for has no gradient.
-        """
-        self._check_gradients(wrapped)
-        return torch.nn.utils.clip_grad_norm_(wrapped.parameters(), max_norm)
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        """Clip by the norm of the averaged gradients, which is equal on every rank."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = (sum_of_squares(gradients).sqrt() / loss_scale).to(self.parameters[0].dtype)
+        clip_by_norm(gradients, norm, max_norm, loss_scale)
+        return norm
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Return the state dict on rank 0. Nothing has to be gathered."""
@@ -76,19 +93,14 @@ class DDP:
         """Load the state dict on every rank."""
         model.load_state_dict(state)
 
-    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict on rank 0. Nothing has to be gathered."""
-        return optimizer.state_dict() if self.world.is_main_process else {}
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load the optimizer's state dict on every rank."""
-        optimizer.load_state_dict(state)
-
     def _check_gradients(self, wrapped: torch.nn.Module) -> None:
         """Check once that backward() has reached every parameter, unless DDP is set to search for unused ones.
 
         DDP itself raises only in the next forward pass, after a step with gradients that were not averaged. The model
         is the same on every rank, and so is the result of this check.
+
+        Raises:
+            RunError: in the first step, a parameter that DDP waits for has no gradient.
         """
         if self.gradients_checked or self.settings.ddp_find_unused_parameters:
             return
@@ -99,3 +111,28 @@ class DDP:
                 f"{len(unused)} of the model's parameters, such as {unused[0].removeprefix('module.')}, take no part "
                 "in classification: add --ddp_find_unused_parameters"
             )
+
+
+class Zero1(DDP):
+    """DDP, with the optimizer's state sharded by parameter (ZeRO-1; Rajbhandari et al. 2020). Implements `Strategy`.
+
+    Each rank updates its own parameters and broadcasts them to the others.
+    """
+
+    name = "zero1"
+    shards_optimizer = True
+
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        """Return AdamW for this rank's share of the parameters."""
+        return ZeroRedundancyOptimizer(
+            [dict(group) for group in groups],
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,  # broadcast each rank's parameters at once
+            **options,
+        )
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer of this rank's parameters."""
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        local: torch.optim.Optimizer = optimizer.optim
+        return local

@@ -68,18 +68,17 @@ def describe_run(
             f"{warmup_steps(settings, plan.total_steps)} warmup steps",
         ),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
-        ("machine", f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}"),
+        (
+            "machine",
+            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, {settings.strategy}",
+        ),
         ("files", f"{folder}/"),
     ]
     if resume.checkpoint is not None:
         lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
         if resume.changes:
             changes = "; ".join(resume.changes)
-            lines += [("changed", f"{changes}: the same batches, but different dropout masks from this step on")]
-        before = resume.state.get("threads")
-        if before not in (None, threads):
-            change = f"threads per rank: {threads}, was {before}"
-            lines += [("changed", f"{change}: sums are rounded differently from this step on")]
+            lines += [("changed", f"{changes}: not bitwise identical to an undisturbed run from this step on")]
     return _block(lines)
 
 

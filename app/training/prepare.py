@@ -19,10 +19,10 @@ from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
 from app.runs.open import open_run
 from app.runs.record import RunRecord
-from app.runs.resume import Resume, find_resume
+from app.runs.resume import Resume, adopt_recipe, find_resume
 from app.settings import Settings
 from app.strategies.base import Strategy
-from app.strategies.ddp import DDP
+from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
 from app.training.optim import default_learning_rate
@@ -76,10 +76,17 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
             refuse_used(settings.output_dir)
+    given = settings
+    settings = adopt_recipe(settings, resume, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    settings = replace(settings, learning_rate=learning_rate, train_batch_size=data.plan.global_size)
+    settings = replace(
+        settings,
+        learning_rate=learning_rate,
+        train_batch_size=data.plan.global_size,
+        per_device_train_batch_size=given.per_device_train_batch_size,
+    )
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
     with local_main_process_first(world):
@@ -99,7 +106,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    strategy = DDP(settings, world)
+    strategy = select_strategy(settings, data.plan, world)
     return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
 
 

@@ -1,60 +1,92 @@
-"""A loaded training state is bitwise identical to the saved one: weights, optimizer, schedule and random states."""
+"""A loaded training state is bitwise identical to the saved one, under any strategy and number of ranks."""
 
 from __future__ import annotations
 
-import random
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from worlds import fake_world
+from transformers import PreTrainedConfig, PreTrainedModel
+from worlds import batch_plan, fake_world, process_group_of
 
-from app.checkpoint import state
-from app.checkpoint.random_state import get_random_state
-from app.checkpoint.state import TrainingState, read_weights, write_weights
-from app.runs.resume import Resume, changes_since
+from app.checkpoint.state import TrainingState, load_weights, write_weights
+from app.distributed.world import World
+from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDP
+from app.strategies.loss_scale import LossScale
+from app.strategies.select import select_strategy
+from app.training.dropout import seed_micro_batch
 
-WORLD = fake_world()
+Layout = tuple[str, int]  # a strategy and a number of ranks
 
 
-class Model(nn.Module):
-    """Two tied matrices, dropout, a buffer, a parameter that is not a matrix and one that is not contiguous."""
+class ModelConfig(PreTrainedConfig):
+    model_type = "state-test"
+
+
+class Model(PreTrainedModel):
+    """Two tied matrices, dropout, buffers, a parameter with fewer rows than ranks, and one that is not used."""
+
+    config_class = ModelConfig
 
     def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+        super().__init__(ModelConfig())
+        self.into, self.out, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 5)
         self.out.weight = self.into.weight
+        self.classes = nn.Linear(6, 2)
         self.dropout = nn.Dropout(0.3)
-        self.scale = nn.Parameter(torch.ones(3, 2).t())
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("temporary", torch.zeros(4), persistent=False)
+        self.post_init()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        return self.out(self.dropout(self.into(x))) * self.scale.sum()
+        self.mean += x.mean()
+        return self.classes(self.out(self.dropout(self.into(x)))).square().mean()
 
 
-def new_state(world=WORLD) -> TrainingState:
-    torch.manual_seed(0)
-    model = Model()
+@dataclass(frozen=True)
+class Training(TrainingState):
+    """What a checkpoint saves, and the module whose forward and backward passes change it."""
+
+    wrapped: nn.Module
+
+
+def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32) -> Training:
+    torch.manual_seed(seed)
+    settings = Settings(strategy=layout[0], ddp_find_unused_parameters=True, precision="fp16")  # with a loss scale
+    strategy = select_strategy(settings, batch_plan(layout[1]), world)
+    model = Model().to(dtype)
+    for buffer in (model.mean, model.temporary):
+        buffer.fill_(seed)
+    wrapped = strategy.wrap(model)
+    parameters = list(wrapped.parameters())
     groups = [
-        {"params": [model.into.weight], "weight_decay": 0.1},
-        {"params": [model.into.bias, model.out.bias, model.scale], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = strategy.build_optimizer(groups, lr=1e-2, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return TrainingState(model, optimizer, scheduler, DDP(Settings(), world), world)
+    return Training(model, optimizer, scheduler, LossScale(settings, strategy.plan, world), strategy, world, wrapped)
 
 
-def train(training: TrainingState, steps: int) -> list[float]:
+def train(training: Training, first: int, steps: int) -> list[float]:
     losses = []
-    for _ in range(steps):
-        x = torch.randn(4, 6) + random.random() + np.random.rand()
-        loss = training.model(x).square().mean()
-        loss.backward()
+    for step in range(first, first + steps):
+        seed_micro_batch(42, step, 0, 0)
+        x = torch.randn(4, 6)
+        with training.strategy.accumulate(training.wrapped, 0):
+            loss = training.wrapped(x)
+            loss.backward()
         training.optimizer.step()
         training.scheduler.step()
         training.optimizer.zero_grad()
@@ -62,101 +94,244 @@ def train(training: TrainingState, steps: int) -> list[float]:
     return losses
 
 
-@pytest.fixture
-def single_rank(monkeypatch):
-    monkeypatch.setattr(state, "all_gather_object", lambda value, world: [value])
+# ---- one rank: training resumes --------------------------------------------------------------------------------------
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
-def resume_at(folder, *changes):
-    return Resume(folder, folder, {"step": 5, "settings": {"seed": 42}}, changes=changes)
+@pytest.mark.parametrize("saved_by", STRATEGIES)
+@pytest.mark.parametrize("loaded_by", STRATEGIES)
+def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by, loaded_by):
+    with process_group_of(0, 1) as world:
+        training = new_state((saved_by, 1), world, seed=0)
+        train(training, 0, 5)
+        with torch.no_grad():  # after an evaluation, zero2 still has the complete parameters
+            training.model.eval()(torch.randn(4, 6))
+        training.model.train()
+        training.save(tmp_path)
+        undisturbed = train(training, 5, 7)
+        weights = training.strategy.gather_model_state(training.model)
+
+        resumed = new_state((loaded_by, 1), world, seed=1)
+        train(resumed, 0, 2)  # its state differs from the saved one
+        resumed.load(tmp_path)
+        assert train(resumed, 5, 7) == undisturbed
+        found = resumed.strategy.gather_model_state(resumed.model)
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), name
+        assert resumed.scheduler.state_dict()["last_epoch"] == training.scheduler.state_dict()["last_epoch"] == 12
+        assert resumed.model.out.weight is resumed.model.into.weight, "the weights are no longer tied"
+        assert resumed.model.temporary.tolist() == [1.0] * 4, "not part of the model's state"
+        assert all(parameter.grad is None for parameter in resumed.model.parameters())
 
 
-def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, single_rank):
-    training = new_state()
-    train(training, 5)
-    training.save(tmp_path)
-    undisturbed = train(training, 7)
-
-    resumed = new_state()
-    train(resumed, 2)  # its state and its generators differ from the saved ones
-    resumed.load(resume_at(tmp_path))
-    assert train(resumed, 7) == undisturbed
-    for (name, a), b in zip(training.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), name
-    assert resumed.scheduler.state_dict()["last_epoch"] == training.scheduler.state_dict()["last_epoch"] == 12
-    assert resumed.model.out.weight is resumed.model.into.weight, "the weights are no longer tied"
-
-
-def test_the_files_contain_no_code(tmp_path, single_rank):
-    training = new_state()
-    train(training, 1)
-    training.save(tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+def test_the_files_contain_no_code_and_no_random_state(tmp_path):
+    with process_group_of(0, 1) as world:
+        training = new_state(("ddp", 1), world, seed=0)
+        train(training, 0, 1)
+        training.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SCHEDULE, "state-0-of-1.safetensors"]
     contents = [path.read_bytes() for path in tmp_path.iterdir()]
     assert not any(b"\x80\x04" in content[:2] or b"pickle" in content for content in contents)
+    names = load_file(tmp_path / "state-0-of-1.safetensors").keys()
+    assert {name.partition(".")[0] for name in names} == {"model", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_only_rank_0_writes(tmp_path, single_rank):
-    training = new_state(fake_world(1, 2))
-    train(training, 1)
-    training.save(tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
+    def new(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model, world = nn.Module(), fake_world()
+        model.register_parameter("scale", nn.Parameter(torch.randn(3, 2).t()))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.scale.square().sum().backward()
+        optimizer.step()
+        scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDP(Settings(), batch_plan(), world)
+        return TrainingState(model, optimizer, scheduler, LossScale(Settings(), strategy.plan, world), strategy, world)
+
+    before, after = new(0), new(1)
+    before.save(tmp_path)
+    after.load(tmp_path)
+    assert torch.equal(after.model.scale, before.model.scale)
+    assert after.model.scale.stride() == (1, 2)
+    for key, value in before.optimizer.state[before.model.scale].items():
+        loaded = after.optimizer.state[after.model.scale][key]
+        assert torch.equal(loaded, value)
+        assert loaded.stride() == value.stride()
 
 
-def test_at_another_world_size_dropout_differs_from_the_first_steps_and_between_ranks(tmp_path, single_rank):
-    training = new_state()
-    train(training, 1)
-    training.save(tmp_path)
-    draws = []
-    for rank in range(2):
-        new_state(fake_world(rank, 2)).load(resume_at(tmp_path, "ranks: 2, was 1"))
-        draws.append(torch.rand(3).tolist())
-    torch.manual_seed(42)
-    assert torch.rand(3).tolist() not in draws
-    assert draws[0] != draws[1]
-
-
-def test_each_rank_gets_its_own_random_state(tmp_path, monkeypatch):
-    training = new_state(fake_world(0, 11))
-    train(training, 1)
-    states, expected = [], []
-    for rank in range(11):  # two digits: the prefix "1." must not match rank 11
-        torch.manual_seed(rank)
-        np.random.seed(rank)
-        random.seed(rank)
-        states.append({name: value.numpy() for name, value in get_random_state(WORLD).items()})
-        expected.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    monkeypatch.setattr(state, "all_gather_object", lambda value, world: states)
-    training.save(tmp_path)
-    for rank in range(11):
-        new_state(fake_world(rank, 11)).load(resume_at(tmp_path))
-        assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected[rank]
-
-
-def test_weights_that_share_memory_are_written_and_read(tmp_path):
-    model, other = Model(), Model()
+def test_weights_that_share_memory_are_written(tmp_path):
+    model = Model()
     write_weights(tmp_path, model.state_dict())
-    other.load_state_dict(read_weights(tmp_path))
+    found = load_file(tmp_path / MODEL)
+    assert found.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
+        assert torch.equal(tensor, found[name]), name
 
 
-def test_resuming_on_another_device_seeds_again(tmp_path, single_rank):
-    """A checkpoint of a CPU run has no state of a GPU's generator, and vice versa."""
-    before = {"world_size": 1, "settings": {"gradient_accumulation_steps": 1}}
-    gpu = fake_world(device="cuda:0")
-    same = Settings()
-    assert changes_since(before | {"device": "cpu"}, same, WORLD) == ()
-    assert changes_since(before | {"device": "cpu"}, same, gpu) == ("device: cuda, was cpu",)
-    assert changes_since(before | {"device": "cuda"}, same, WORLD) == ("device: cpu, was cuda",)
-    training = new_state()
-    train(training, 1)
-    training.save(tmp_path)
-    new_state(gpu).load(resume_at(tmp_path, "device: cuda, was cpu"))  # no KeyError
+# ---- several ranks, one after the other ------------------------------------------------------------------------------
+
+LAYOUTS: list[Layout] = [
+    *(("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero1", 5), ("zero2", 2)),
+    *(("zero3", 1), ("zero3", 3), ("zero3", 4), ("zero3", 7)),
+]
 
 
-def test_another_number_of_accumulation_steps_is_announced():
-    before = {"world_size": 1, "device": "cpu", "settings": {"gradient_accumulation_steps": 2}}
-    assert changes_since(before, Settings(), WORLD) == ("accumulation steps: 1, was 2",)
-    assert changes_since(before, Settings(gradient_accumulation_steps=2), WORLD) == ()
+def name_of(layout: Layout) -> str:
+    return f"{layout[0]}, {layout[1]} rank(s)"
+
+
+Reference = dict[str, dict[str, torch.Tensor]]  # by kind of tensor ("model", "step", …) and name
+
+
+def new_reference(dtype: torch.dtype = torch.float32) -> Reference:
+    """A complete state whose values are all different."""
+    model, draw = Model().to(dtype), torch.Generator().manual_seed(3)
+    names = [name for name, _ in model.named_parameters()]
+    with_moments = [name for name in names if not name.startswith("unused")]
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    reference = {"model": {name: torch.randn(shapes[name], dtype=dtype, generator=draw) for name in names}}
+    for key in ("exp_avg", "exp_avg_sq"):
+        reference[key] = {name: torch.rand(shapes[name], dtype=dtype, generator=draw) for name in with_moments}
+    reference["step"] = {name: torch.tensor(float(i)) for i, name in enumerate(with_moments, start=10)}
+    reference["model"] |= {"count": torch.tensor(17), "mean": torch.randn(7, dtype=dtype, generator=draw)}
+    return reference
+
+
+def part_of(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The rows of a parameter that a rank holds."""
+    if layout[0] not in ("zero2", "zero3"):
+        return whole
+    chunks = whole.chunk(layout[1])
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def save_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> None:
+    dtype = reference["model"]["into.bias"].dtype
+    for rank in reversed(range(layout[1])):
+        with process_group_of(rank, layout[1]) as world, torch.no_grad():
+            training = new_state(layout, world, seed=rank, dtype=dtype)
+            parameters = dict(training.model.named_parameters())
+            for name, parameter in parameters.items():
+                local(parameter).copy_(part_of(reference["model"][name], layout, rank))
+            training.model.count.fill_(reference["model"]["count"] + rank)  # every rank has buffers of its own rows
+            training.model.mean.copy_(reference["model"]["mean"] + rank)
+            optimizer = training.strategy.local_optimizer(training.optimizer)
+            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for name, steps in reference["step"].items():
+                if id(parameters[name]) in mine:
+                    moments = {key: torch.zeros_like(parameters[name]) for key in ("exp_avg", "exp_avg_sq")}
+                    for key, moment in moments.items():
+                        local(moment).copy_(part_of(reference[key][name], layout, rank))
+                    optimizer.state[parameters[name]] = {"step": steps.clone()} | moments
+            training.scheduler.last_epoch = 4
+            training.scheduler._last_lr = [0.25, 0.5]
+            training.loss_scale.value.fill_(2.0**-7)
+            training.loss_scale.good_steps.fill_(1234)
+            training.save(folder)
+
+
+def check_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> None:
+    dtype = reference["model"]["into.bias"].dtype
+    held: list[str] = []
+    for rank in range(layout[1]):
+        with process_group_of(rank, layout[1]) as world:
+            training = new_state(layout, world, seed=rank + 100, dtype=dtype)
+            optimizer = training.strategy.local_optimizer(training.optimizer)
+            for parameter in optimizer.param_groups[0]["params"]:  # nothing of what was there before must remain
+                parameter.grad = torch.ones_like(parameter)
+                optimizer.state[parameter] = {"step": torch.tensor(3.0)}
+            training.load(folder)
+            for name, parameter in training.model.named_parameters():
+                assert parameter.grad is None
+                assert parameter.dtype == dtype
+                assert torch.equal(local(parameter), part_of(reference["model"][name], layout, rank)), name
+            for name, buffer in (("count", training.model.count), ("mean", training.model.mean)):
+                assert torch.equal(buffer, reference["model"][name]), name
+                assert buffer.dtype == reference["model"][name].dtype
+            names = {id(parameter): name for name, parameter in training.model.named_parameters()}
+            for parameter, moments in optimizer.state.items():
+                name = names[id(parameter)]
+                held.append(name)
+                assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
+                assert torch.equal(moments["step"], reference["step"][name])
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert moments[key].dtype == dtype
+                    assert torch.equal(local(moments[key]), part_of(reference[key][name], layout, rank)), name
+            assert [group["lr"] for group in training.optimizer.param_groups] == [0.25, 0.5]
+            assert training.scheduler.last_epoch == 4
+            assert (training.loss_scale.value, training.loss_scale.good_steps) == (2.0**-7, 1234)
+    copies = 1 if layout[0] == "zero1" else layout[1]
+    assert sorted(held) == sorted([*reference["step"]] * copies), "each parameter has its state where it is updated"
+
+
+@pytest.mark.parametrize("loaded_by", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("saved_by", LAYOUTS, ids=name_of)
+def test_a_state_is_the_same_under_another_strategy_and_number_of_ranks(tmp_path, saved_by, loaded_by):
+    reference = new_reference()
+    save_on_all_ranks(tmp_path, saved_by, reference)
+    check_on_all_ranks(tmp_path, loaded_by, reference)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(("zero3", 4), ("ddp", 1)), (("zero1", 2), ("zero3", 3))])
+def test_a_state_in_fp64_is_not_rounded(tmp_path, saved_by, loaded_by):
+    reference = new_reference(torch.float64)
+    assert not torch.equal(reference["model"]["mean"].float().double(), reference["model"]["mean"])
+    save_on_all_ranks(tmp_path, saved_by, reference)
+    check_on_all_ranks(tmp_path, loaded_by, reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_each_value_is_in_the_file_of_one_rank_and_every_file_is_written(tmp_path, layout):
+    """No rank holds more than its part, so none may write or gather more."""
+    reference, (strategy, size) = new_reference(), layout
+    save_on_all_ranks(tmp_path, layout, reference)
+    assert {path.name for path in tmp_path.iterdir()} == set(checkpoint_files(size)) - {RUN_STATE}
+    elements: dict[str, list[int]] = {}
+    for rank in range(size):
+        with safe_open(tmp_path / SHARDS.format(rank=rank, size=size), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # a file is not a dictionary
+                elements.setdefault(name, [0] * size)[rank] = file.get_tensor(name).numel()
+    complete = {f"{key}.{name}": value for key, tensors in reference.items() for name, value in tensors.items()}
+    assert elements.keys() == complete.keys()
+    for name, value in complete.items():
+        is_shared = name.startswith("step.") or name in ("model.count", "model.mean")
+        if strategy in ("zero2", "zero3") and not is_shared:
+            assert elements[name] == [part_of(value, layout, rank).numel() for rank in range(size)]
+        elif not name.startswith("step."):
+            assert sum(elements[name]) == value.numel()
+    if strategy == "ddp":
+        assert all(sum(sizes[1:]) == 0 for sizes in elements.values()), "only rank 0 writes what every rank holds"
+    if strategy == "zero1":
+        owners = [[rank for rank in range(size) if elements[f"exp_avg.{name}"][rank]] for name in reference["step"]]
+        assert {len(ranks) for ranks in owners} == {1}
+        assert len({ranks[0] for ranks in owners}) > 1, "one rank holds the optimizer state of all parameters"
+
+
+@pytest.mark.parametrize("layout", [("ddp", 1), ("zero3", 3)])
+def test_weights_can_be_loaded_without_an_optimizer(tmp_path, layout):
+    reference = new_reference()
+    save_on_all_ranks(tmp_path, ("zero3", 4), reference)
+    for rank in range(layout[1]):
+        with process_group_of(rank, layout[1]) as world:
+            model = new_state(layout, world, seed=1).model
+            load_weights(model, tmp_path)
+            for name, tensor in model.state_dict().items():
+                whole = reference["model"][{"out.weight": "into.weight"}.get(name, name)]
+                expected = whole if name in ("count", "mean") else part_of(whole, layout, rank)
+                assert torch.equal(local(tensor), expected), name
+            assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_schedule_is_saved_without_its_functions(tmp_path):
+    with process_group_of(0, 1) as world:
+        new_state(("ddp", 1), world, seed=0).save(tmp_path)
+    content = json.loads((tmp_path / SCHEDULE).read_text())
+    assert content.keys() == {"schedule", "loss_scale"}
+    assert content["schedule"]["last_epoch"] == 0
+    assert "lr_lambdas" not in content["schedule"]

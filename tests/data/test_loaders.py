@@ -1,14 +1,19 @@
-"""Eval sets are divided among the ranks so that counts are exact and every rank runs the same number of batches."""
+"""Evaluation batches are formed before they are assigned to ranks, and every rank runs the same number of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import fake_world
+from worlds import batch_plan, fake_world
 
-from app.data.loaders import EvalSet, build_eval_set
+from app.data.loaders import EvalSet, build_eval_set, build_train_loader
 from app.settings import Settings
+
+
+def keep(rows: list[int]) -> list[int]:
+    """A collator that returns the rows of a batch as they are."""
+    return rows
 
 
 def eval_sets(n: int, ranks: int, batch_size: int) -> tuple[list[EvalSet], np.ndarray]:
@@ -17,9 +22,13 @@ def eval_sets(n: int, ranks: int, batch_size: int) -> tuple[list[EvalSet], np.nd
     settings = Settings(eval_batch_size=batch_size)
     labels = np.zeros(n, dtype=np.int64)
     return [
-        build_eval_set("test", list(range(n)), lengths, labels, lambda rows: rows, fake_world(rank, ranks), settings)
+        build_eval_set("test", list(range(n)), lengths, labels, keep, fake_world(rank, ranks), settings)
         for rank in range(ranks)
     ], lengths
+
+
+def real_batches(share: EvalSet) -> list[list[int]]:
+    return [batch for batch, is_filler in zip(share.loader, share.is_filler, strict=True) if not is_filler]
 
 
 SIZES = {"n": st.integers(1, 100), "ranks": st.integers(1, 7), "batch_size": st.integers(1, 9)}
@@ -29,7 +38,20 @@ SIZES = {"n": st.integers(1, 100), "ranks": st.integers(1, 7), "batch_size": st.
 def test_each_row_is_evaluated_on_exactly_one_rank(n, ranks, batch_size):
     shares, _ = eval_sets(n, ranks, batch_size)
     assert sorted(row for share in shares for row in share.positions) == list(range(n))
-    assert max(len(share.positions) for share in shares) - min(len(share.positions) for share in shares) <= 1
+    sizes = [len(real_batches(share)) for share in shares]
+    assert max(sizes) - min(sizes) <= 1, "the ranks don't have the same work"
+
+
+@given(**SIZES)
+def test_the_batches_are_the_same_at_any_number_of_ranks(n, ranks, batch_size):
+    """So are their padding and the order of the additions in a matrix product, and with them the logits."""
+    (alone,), _ = eval_sets(n, 1, batch_size)
+    shares, _ = eval_sets(n, ranks, batch_size)
+    expected = real_batches(alone)
+    assert sorted(batch for share in shares for batch in real_batches(share)) == sorted(expected)
+    assert sorted(map(len, expected), reverse=True) == [
+        min(batch_size, n - start) for start in range(0, n, batch_size)
+    ], "only the last batch may be smaller"
 
 
 @given(**SIZES)
@@ -39,12 +61,24 @@ def test_every_rank_has_the_same_number_of_batches_and_filler_is_marked(n, ranks
     for share in shares:
         batches = list(share.loader)
         assert len(batches) == len(share.is_filler)
-        real = [batch for batch, is_filler in zip(batches, share.is_filler, strict=True) if not is_filler]
-        assert [row for batch in real for row in batch] == list(share.positions)
-        assert all(len(batch) <= batch_size for batch in batches)
+        assert [row for batch in real_batches(share) for row in batch] == list(share.positions)
+        assert sum(share.is_filler) <= 1
+        assert all(1 <= len(batch) <= batch_size for batch in batches)
 
 
 def test_rows_of_similar_length_are_evaluated_together():
     shares, lengths = eval_sets(40, 2, 5)
     for share in shares:
         assert sorted(lengths[list(share.positions)]) == lengths[list(share.positions)].tolist()
+
+
+def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them():
+    plan, orders = batch_plan(2, 8), {}
+    n = plan.steps_per_epoch * plan.global_size
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        settings = Settings(strategy=strategy)
+        loader = build_train_loader(list(range(n)), np.ones(n, dtype=np.int64), keep, plan, fake_world(1, 2), settings)
+        orders[strategy] = loader.sampler.logical_ranks
+        assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4
+    assert orders["ddp"] == orders["zero1"] == [4, 5, 6, 7]
+    assert orders["zero2"] == orders["zero3"] == [1, 3, 5, 7]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers
 
-import app.ddp_loop
 import app.training.build
-from app.data.sampler import FullBatchSampler
+from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
+from app.strategies.base import clip_by_norm
+from app.strategies.reduction import sum_pairwise
+from app.training.dropout import seed_micro_batch
 
 
 @contextmanager
 def dropout_seed(world: World) -> Iterator[None]:
     """Another seed for dropout only: split, order and initial weights stay the same."""
-    with patch.object(app.ddp_loop, "set_seed", lambda seed: transformers.set_seed(seed + 1)):
+    with patch_everywhere("seed_micro_batch", lambda seed, *place: seed_micro_batch(seed + 1, *place)):
         yield
 
 
@@ -58,8 +60,11 @@ def one_label(world: World) -> Iterator[None]:
 @contextmanager
 def clip_value(world: World) -> Iterator[None]:
     """Gradients are clipped to 0.999 of the norm."""
-    clip = torch.nn.utils.clip_grad_norm_
-    with patch.object(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: clip(parameters, norm * 0.999)):
+
+    def clip_more(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, scale: torch.Tensor) -> None:
+        clip_by_norm(gradients, norm, max_norm * 0.999, scale)
+
+    with patch_everywhere("clip_by_norm", clip_more):
         yield
 
 
@@ -68,13 +73,61 @@ def swapped_ranks(world: World) -> Iterator[None]:
     """The same global batches, but two ranks swap their rows, which therefore get other dropout masks."""
     construct = FullBatchSampler.__init__
 
-    def construct_swapped(self: Any, n_rows: Any, batch_size: Any, mine: World, seed: int) -> None:
-        construct(self, n_rows, batch_size, dataclasses.replace(mine, rank=mine.size - 1 - mine.rank), seed)
+    def construct_swapped(self: Any, n_rows: Any, plan: BatchPlan, mine: Sequence[int], seed: int) -> None:
+        construct(self, n_rows, plan, [plan.logical_ranks - 1 - logical_rank for logical_rank in mine], seed)
 
     with patch.object(FullBatchSampler, "__init__", construct_swapped):
         yield
 
 
+@contextmanager
+def swapped_leaves(world: World) -> Iterator[None]:
+    """The second and the third of the ranks' gradients swap their places in the tree."""
+
+    def sum_swapped(parts: torch.Tensor) -> torch.Tensor:
+        return sum_pairwise(parts[[0, 2, 1, 3]] if len(parts) == 4 else parts)
+
+    with patch_everywhere("sum_pairwise", sum_swapped):
+        yield
+
+
+@contextmanager
+def physical_dropout(world: World) -> Iterator[None]:
+    """The dropout masks depend on the process, not on the logical rank."""
+
+    def seed_by_process(seed: int, step: int, logical_rank: int, number: int) -> None:
+        seed_micro_batch(seed, step, world.rank, number)
+
+    with patch_everywhere("seed_micro_batch", seed_by_process):
+        yield
+
+
+@contextmanager
+def fp32_norm(world: World) -> Iterator[None]:
+    """The squares of the gradients are summed in fp32."""
+
+    def sum_in_fp32(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+
+    with patch_everywhere("sum_of_squares", sum_in_fp32):
+        yield
+
+
+@contextmanager
+def patch_everywhere(name: str, replacement: Any) -> Iterator[None]:
+    """Replace a function in every module of the application that has imported it."""
+    modules = [module for key, module in sys.modules.items() if key.startswith("app.") and hasattr(module, name)]
+    assert modules, f"there is no {name}"
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(patch.object(module, name, replacement))
+        yield
+
+
 MUTATIONS = {
-    mutation.__name__: mutation for mutation in (dropout_seed, one_weight, one_label, clip_value, swapped_ranks)
+    mutation.__name__: mutation
+    for mutation in (
+        *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
+        *(swapped_leaves, physical_dropout, fp32_norm),
+    )
 }

@@ -34,7 +34,6 @@ FULL = [  # checkpoints in the middle of an epoch and between two evaluations, w
     *("--gradient_accumulation_steps", 2, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--eval_strategy", "steps", "--eval_steps", 6, "--metric_for_best_model", "loss"),
 ]
-BATCHES = [*SMALL, "--dropout", 0, "--eval_strategy", "no"]
 # At a learning rate that is not zero in the end, where an additional step would change the weights.
 LAST = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--eval_strategy", "no"]
 ENDLESS = [*SMALL, "--max_steps", 5000, "--eval_strategy", "no"]
@@ -53,9 +52,8 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(shared) -> Path:
-    """The folder of the undisturbed runs PATH-2, and batches-PATH-2."""
+    """The folder of the undisturbed runs PATH-2."""
     runs = {f"{path}-2": TrainingRun(path, FULL) for path in PATHS}
-    runs |= {f"batches-{path}-2": TrainingRun(path, BATCHES) for path in PATHS}
     require_success(run_many(shared, runs))
     return shared
 
@@ -65,11 +63,11 @@ def resumed_two_ranks(two_ranks) -> dict[str, Outcome]:
     """The outcomes of runs that resume those of `two_ranks`, or that fail."""
     shutil.copytree(two_ranks / "ddp_loop-2", two_ranks / "damaged")
     (two_ranks / "damaged" / "metrics.json").unlink()
-    flipped = two_ranks / "damaged" / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors"
+    flipped = two_ranks / "damaged" / "checkpoints" / f"checkpoint-{STEPS}" / "state-1-of-2.safetensors"
     content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 16
     flipped.write_bytes(content)
-    cut = two_ranks / "damaged" / "checkpoints" / "checkpoint-20" / "model.safetensors"
+    cut = two_ranks / "damaged" / "checkpoints" / "checkpoint-20" / "state-0-of-2.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     source = "ddp_loop-2/checkpoints/checkpoint-10"
     runs = {
@@ -83,23 +81,17 @@ def resumed_two_ranks(two_ranks) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def three_ranks(two_ranks) -> dict[str, Outcome]:
-    """The outcomes of runs of three ranks; batches-PATH-3 resumes at step 5 of a run of two."""
+    """The outcomes of runs of three ranks; `refused-3` would resume a run of two."""
     runs = {"ddp_loop-3": TrainingRun("ddp_loop", FULL)}
     runs["on-ddp_loop-3"] = TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10"))
-    for path in PATHS:
-        source = f"batches-{path}-2/checkpoints/checkpoint-5"
-        runs[f"batches-{path}-3"] = TrainingRun(path, resume(*BATCHES, source=source))
+    runs["refused-3"] = TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-10"))
     return run_many(two_ranks, runs, ranks=3)
 
 
 @pytest.fixture(scope="module")
-def one_rank(three_ranks, shared) -> dict[str, Outcome]:
-    """The outcomes of runs in plain Python; batches-PATH-1 resumes at step 10 of a run of three ranks."""
-    runs = {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}
-    for path in PATHS:
-        source = f"batches-{path}-3/checkpoints/checkpoint-10"
-        runs[f"batches-{path}-1"] = TrainingRun(path, resume(*BATCHES, source=source))
-    return run_many(shared, runs, ranks=0)
+def one_rank(shared) -> dict[str, Outcome]:
+    """The outcomes of runs in plain Python."""
+    return run_many(shared, {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}, ranks=0)
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -172,17 +164,10 @@ def test_best_weights_without_validation_rows_are_a_mistake():
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path", PATHS)
-def test_resuming_at_another_world_size_keeps_the_batches(two_ranks, three_ranks, one_rank, path):
-    undisturbed = read_steps(two_ranks / f"batches-{path}-2")
-    for outcomes, ranks in ((three_ranks, 3), (one_rank, 1)):
-        outcome = outcomes[f"batches-{path}-{ranks}"]
-        assert outcome.problem is None
-        assert "different dropout masks" in outcome.out
-        for ours, theirs in zip(read_steps(two_ranks / f"batches-{path}-{ranks}"), undisturbed, strict=True):
-            for name in ("step", "epoch", "examples", "tokens", "learning_rate"):
-                assert ours[name] == theirs[name], "not the same global batch"
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+def test_a_number_of_ranks_that_does_not_divide_the_logical_ranks_is_refused(three_ranks, shared):
+    problem = three_ranks["refused-3"].problem
+    assert problem == "AgreedError: --logical_ranks 2 can't be divided among 3 ranks: start 1 or 2 rank(s)"
+    assert not (shared / "refused-3").exists()
 
 
 @pytest.mark.launched

@@ -12,7 +12,7 @@ from app.data.sampler import BatchPlan
 from app.runs.open import open_run
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
-from app.runs.schema import CHECKPOINT_FILES, RUN_STATE
+from app.runs.schema import RUN_STATE, checkpoint_files
 from app.settings import Settings
 from app.training.build import read_and_split
 
@@ -43,7 +43,7 @@ def fill() -> Callable[[Path], None]:
     """Write a checkpoint's files, except the one that the record writes."""
 
     def write(folder: Path) -> None:
-        for name in CHECKPOINT_FILES:
+        for name in checkpoint_files(1):
             if name != RUN_STATE:
                 (folder / name).write_text(name)
 

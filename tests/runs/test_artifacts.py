@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_records import Copies, add_steps, correct_predictions
+from run_records import Copies, add_steps, begin, correct_predictions
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -24,6 +21,7 @@ from transformers import (
     GPT2ForSequenceClassification,
     PreTrainedModel,
 )
+from worlds import batch_plan
 
 from app import files
 from app.model.load import load_classifier, load_tokenizer
@@ -43,7 +41,9 @@ from app.runs.schema import (
     JsonFormat,
 )
 from app.runs.steps import Totals
+from app.settings import Settings
 from app.strategies.ddp import DDP
+from app.strategies.select import select_strategy
 
 SIZES = {"vocab_size": 60, "num_labels": 3}
 LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -66,30 +66,22 @@ def gpt2() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("build", [bert, bart, gpt2])
-@pytest.mark.parametrize("gathers_copies", [False, True])
-def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, gathers_copies):
+@pytest.mark.parametrize("strategy_name", ["ddp", "copies", "zero3"])
+def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
     model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9)
     model.save_pretrained(tmp_path / "expected")
     (tmp_path / SETTINGS.name).touch()
-    strategy = Copies() if gathers_copies else DDP(None, world)
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    strategy = Copies()
+    if strategy_name != "copies":
+        strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
+        strategy.wrap(model)
     write_model(tmp_path, model, strategy.gather_model_state(model), tokenizer, "card")
     for file in (tmp_path / "expected").iterdir():
         assert (tmp_path / MODEL_FOLDER / file.name).read_bytes() == file.read_bytes(), file.name
     loaded = type(model).from_pretrained(tmp_path / MODEL_FOLDER)
-    for (name, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+    for (name, a), b in zip(state_dict.items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("build", [bert, bart, gpt2])
-def test_a_sharded_model_is_saved_like_a_plain_one(world, tmp_path, build):
-    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9)
-    model.save_pretrained(tmp_path / "expected")
-    (tmp_path / SETTINGS.name).touch()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    write_model(tmp_path, model, state, tokenizer, "card")
-    for file in (tmp_path / "expected").iterdir():
-        assert (tmp_path / MODEL_FOLDER / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
@@ -110,10 +102,10 @@ def finish(record, strategy) -> None:
 
 def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     record, plan = new_record(max_length=16, save_strategy="no", max_steps=2)
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1, 2)
     record.write_evaluation(2, 0.2, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    finish(record, DDP(record.settings, world))
+    finish(record, DDP(record.settings, plan, world))
     names = {path.name for path in record.folder.iterdir()}
     assert names == {
         *(file.name for file in (SETTINGS, SPLIT, STEPS, EVALUATIONS, METRICS)),
@@ -133,13 +125,13 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
 
 def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):
     record, plan = new_record(max_length=16)
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1)
     done: list[tuple[str, str]] = []
     flush, replace = files.flush, os.replace
     monkeypatch.setattr(files, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
-    finish(record, DDP(record.settings, world))
+    finish(record, DDP(record.settings, plan, world))
     assert [name for what, name in done if what == "rename"] == [MODEL_FOLDER, PREDICTIONS, METRICS.name]
     for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
         position = done.index(("rename", name))
@@ -156,7 +148,7 @@ def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(
             raise SafetensorError("I/O error: No space left on device")
 
     record, plan = new_record()
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1)
     with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
         record.finish(Copies(), Model(2, 2), None, *correct_predictions(record))
@@ -165,7 +157,7 @@ def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(
 
 def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
     record, plan = new_record()
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1)
     record.folder.rename(record.folder.with_name("elsewhere"))
     with pytest.raises(FileNotFoundError):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_records import Copies, add_steps, correct_predictions, steps_on_disk
+from run_records import Copies, add_steps, begin, correct_predictions, steps_on_disk
 from torch import nn
 from worlds import fake_world
 
@@ -31,7 +31,7 @@ from app.settings import Settings
 
 def test_each_logging_interval_prints_one_line_with_the_loss(new_record, capsys, fill):
     record, plan = new_record(logging_steps=3, max_steps=8)
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1, 2)
     record.save_checkpoint(2, fill)  # writes the steps too
     add_steps(record, 3)
@@ -56,7 +56,7 @@ def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
     record = record_of_rank_1(tmp_path, monkeypatch)
     record.plan = SimpleNamespace(total_steps=1)
     record.start_clock()
-    monkeypatch.setattr(steps_module, "reduce_mean", lambda values, world: values)
+    monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
     monkeypatch.setattr(steps_module, "reduce_sum", lambda values, world: values)
     add_steps(record, 1)
     record.write_evaluation(1, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
@@ -109,7 +109,7 @@ def best_folders(record: RunRecord) -> list[str]:
 
 def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
     record, plan = new_record(**BEST | {"save_strategy": "no"})
-    record.begin(plan)
+    begin(record, plan)
     for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
         record.keep_best(step, Copies(), nn.Linear(2, 2), {"accuracy": accuracy})
         assert best_folders(record) == [f"best-{record.best.step}"]
@@ -118,7 +118,7 @@ def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
 
 def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record, fill):
     record, plan = new_record(**BEST | {"save_total_limit": 1})
-    record.begin(plan)
+    begin(record, plan)
     record.keep_best(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5, fill)
@@ -132,7 +132,7 @@ def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record, fill)
 
 def test_the_best_weights_are_loaded_through_the_strategy(new_record, capsys):
     record, plan = new_record(**BEST | {"metric_for_best_model": "loss"})
-    record.begin(plan)
+    begin(record, plan)
     strategy, best, last = Copies(), nn.Linear(2, 2), nn.Linear(2, 2)
     record.keep_best(1, strategy, best, {"loss": 0.5})
     record.keep_best(2, strategy, last, {"loss": 0.75})
@@ -144,7 +144,7 @@ def test_the_best_weights_are_loaded_through_the_strategy(new_record, capsys):
 
 def test_damaged_best_weights_are_not_loaded(new_record):
     record, plan = new_record(**BEST)
-    record.begin(plan)
+    begin(record, plan)
     record.keep_best(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
     (record.checkpoints.folder / "best-1" / "model.safetensors").write_bytes(b"")
     strategy = Copies()
@@ -175,7 +175,7 @@ def disk(monkeypatch):
 
 def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_record, disk, capsys, fill):
     record, plan = new_record()
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1, 2)
     disk["full"] = True
     add_steps(record, 3)
@@ -197,7 +197,7 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_reco
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_full_disk_ends_the_run_if_that_is_requested_or_the_folder_is_gone(new_record, disk, is_gone):
     record, plan = new_record(on_save_failure="continue" if is_gone else "stop")
-    record.begin(plan)
+    begin(record, plan)
     disk["full"] = True
     if is_gone:
         record.folder.rename(record.folder.with_name("elsewhere"))
@@ -212,7 +212,7 @@ def test_a_full_disk_ends_the_run_if_that_is_requested_or_the_folder_is_gone(new
 def interrupted(new_record, fill):
     """A run with checkpoints after steps 5 and 10 and an evaluation after each, killed after step 12."""
     record, plan = new_record(eval_strategy="steps", eval_steps=5)
-    record.begin(plan)
+    begin(record, plan)
     for step in (5, 10):
         add_steps(record, *range(step - 4, step + 1))
         record.save_checkpoint(step, fill)
@@ -231,7 +231,7 @@ def test_nothing_is_removed_before_the_training_state_has_been_loaded(interrupte
     before = {path: path.read_bytes() for path in interrupted.folder.rglob("*") if path.is_file()}
     record, plan = new_record(resume_at(interrupted, 5), eval_strategy="steps", eval_steps=5)
     assert {path: path.read_bytes() for path in interrupted.folder.rglob("*") if path.is_file()} == before
-    record.begin(plan)
+    begin(record, plan)
     assert sorted(path.name for path in record.checkpoints.folder.iterdir()) == ["checkpoint-5"]
     assert steps_on_disk(record) == [1, 2, 3, 4, 5]
     assert not (record.folder / METRICS.name).exists()
@@ -240,7 +240,7 @@ def test_nothing_is_removed_before_the_training_state_has_been_loaded(interrupte
 @pytest.mark.parametrize(("eval_strategy", "is_repeated"), [("steps", True), ("no", False)])
 def test_the_evaluation_after_a_checkpoint_is_repeated(interrupted, new_record, eval_strategy, is_repeated):
     record, plan = new_record(resume_at(interrupted, 10), eval_strategy=eval_strategy, eval_steps=5)
-    assert record.begin(plan) is is_repeated
+    assert begin(record, plan) is is_repeated
     lines = (record.folder / EVALUATIONS.name).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == ([5] if is_repeated else [5, 10])
 
@@ -267,12 +267,12 @@ def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_
 
     monkeypatch.setattr(record_module, "write_json", write_and_check)
     record, plan = new_record(resume_at(interrupted, 5))
-    record.begin(plan)
+    begin(record, plan)
 
 
 def test_a_new_run_evaluates_nothing_at_its_start(new_record):
     record, plan = new_record()
-    assert record.begin(plan) is False
+    assert begin(record, plan) is False
 
 
 def test_latest_points_only_to_a_run_that_auto_can_find(new_record, monkeypatch, tmp_path):
@@ -280,20 +280,20 @@ def test_latest_points_only_to_a_run_that_auto_can_find(new_record, monkeypatch,
     latest = tmp_path / RUNS / "ddp_loop" / LATEST
     record, plan = new_record(output_dir=None)
     assert not latest.exists()
-    record.begin(plan)
+    begin(record, plan)
     assert (latest / SETTINGS.name).is_file()
 
 
 def test_the_folder_records_who_started_the_job(new_record):
     record, plan = new_record(Resume(launchers=["host:1:2.00"]))
-    record.begin(plan)
+    begin(record, plan)
     assert json.loads((record.folder / SETTINGS.name).read_text())["launchers"] == ["host:1:2.00"]
 
 
 @pytest.mark.parametrize(("saved", "outcome"), [(6, Preempted), (5, RunError), (None, RunError)])
 def test_a_stop_without_its_checkpoint_is_a_failure(new_record, saved, outcome):
     record, plan = new_record()
-    record.begin(plan)
+    begin(record, plan)
     record.checkpoints.latest_valid = record.checkpoints.folder / f"checkpoint-{saved}" if saved else None
     stop = record.preempted(6)
     assert type(stop) is outcome
@@ -305,7 +305,7 @@ def test_a_stop_without_its_checkpoint_is_a_failure(new_record, saved, outcome):
 
 def test_a_finished_run_unlocks_its_folder(new_record, monkeypatch):
     record, plan = new_record()
-    record.begin(plan)
+    begin(record, plan)
     add_steps(record, 1)
     monkeypatch.setattr(record_module, "write_results", lambda *_: None)
     with pytest.raises(UserError, match="has not ended"):

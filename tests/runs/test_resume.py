@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from run_folders import edit_json
+from worlds import fake_world
 
 from app.checkpoint.manager import commit_checkpoint
+from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.runs import find_checkpoint as search_module
 from app.runs.compatibility import check_compatible
 from app.runs.find_checkpoint import find_checkpoint, folder_of_this_job
 from app.runs.folder import lock
-from app.runs.resume import Resume, read_run_state
-from app.runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, RUN_STATE, SETTINGS, STEPS
+from app.runs.resume import Resume, adopt_recipe, changes_since, find_resume, read_run_state
+from app.runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, RUN_STATE, SCHEDULE, SETTINGS, STEPS, checkpoint_files
 from app.settings import Settings
 
 STEP, TOTAL, FINGERPRINT = 4, 9, "f" * 64
@@ -35,6 +41,7 @@ def folder(tmp_path) -> Path:
 def make_run(folder: Path, **settings) -> Path:
     mine = Settings(learning_rate=1e-3, **settings).as_dict()
     state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "world_size": 1}
+    state |= {"device": "cpu", "threads": 3}
     for name, files in (("checkpoint-4", {RUN_STATE: state | {"settings": mine, "best": {"step": 2}}}), ("best-2", {})):
         staging = folder / CHECKPOINTS / ".writing" / name
         staging.mkdir(parents=True)
@@ -78,6 +85,18 @@ def test_a_setting_that_the_checkpoint_does_not_record_had_its_default(folder):
     settings.deterministic = True
     with pytest.raises(UserError, match="deterministic was False and is True"):
         check_compatible(mine, "ddp_loop", settings, FINGERPRINT, TOTAL)
+
+
+def test_the_number_of_logical_ranks_cannot_change(tmp_path):
+    run = make_run(tmp_path / "run", logical_ranks=4)
+    check(run, logical_ranks=4)
+    with pytest.raises(UserError, match="logical_ranks was 4 and is 2"):
+        check(run, logical_ranks=2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_what_does_not_affect_the_bits_may_change(folder, strategy):
+    check(folder, strategy=strategy, activation_checkpointing=True, ddp_bucket_cap_mb=1, logging_steps=3, save_steps=7)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +316,26 @@ def test_a_restarted_job_recognizes_its_folder_by_its_launchers(tmp_path, monkey
     assert folder_of_this_job("ddp_loop", str(run), []) is None
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(folder):
-    with pytest.raises(UserError, match=r"checkpoint-4: has no model\.safetensors: an earlier version"):
-        read_run_state(folder / CHECKPOINTS / "checkpoint-4")
+@pytest.mark.parametrize(
+    ("world_size", "files", "missing"),
+    [
+        (1, ["model.safetensors", "optimizer.safetensors", "random_states.safetensors", SCHEDULE], "state-0-of-1"),
+        (2, ["state-0-of-1.safetensors", SCHEDULE], "state-0-of-2"),
+        (2, ["state-0-of-2.safetensors", SCHEDULE], "state-1-of-2"),
+        (1, ["state-0-of-1.safetensors"], SCHEDULE),
+    ],
+)
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(folder, world_size, files, missing):
+    checkpoint = folder / CHECKPOINTS / "checkpoint-4"
+    edit_json(checkpoint / RUN_STATE, world_size=world_size)
+    for name in files:
+        (checkpoint / name).touch()
+    with pytest.raises(UserError, match=rf"checkpoint-4: has no {re.escape(missing)}.*: an earlier version") as caught:
+        read_run_state(checkpoint)
+    assert len(str(caught.value).splitlines()) == 1
+    for name in checkpoint_files(world_size):
+        (checkpoint / name).touch()
+    assert read_run_state(checkpoint)["step"] == STEP
 
 
 def test_a_folder_is_locked_until_its_job_has_ended(tmp_path):
@@ -308,3 +344,140 @@ def test_a_folder_is_locked_until_its_job_has_ended(tmp_path):
         lock(tmp_path)
     os.close(held)
     os.close(lock(tmp_path))
+
+
+# ---- what a resumed run takes over -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads():
+    """This process works with 2 threads, and gets back the number that it has had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def recorded(**changes: Any) -> Resume:
+    """A run on 2 ranks with 3 threads each."""
+    return Resume(recorded={"logical_ranks": 2, "threads": 3, "train_batch_size": 32} | changes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_a_new_run_has_one_logical_rank_per_process(two_threads, ranks):
+    settings = Settings(train_batch_size=48)
+    adopted = adopt_recipe(settings, Resume(), fake_world(0, ranks))
+    assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": ranks}
+    assert torch.get_num_threads() == 2
+    assert plan_batches(adopted, 1_000, ranks) == plan_batches(settings, 1_000, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("logical_ranks", [1, 2, 8])
+def test_a_resumed_run_keeps_its_logical_ranks_and_threads_on_any_number_of_ranks(two_threads, ranks, logical_ranks):
+    settings = Settings(train_batch_size=48)
+    adopted = adopt_recipe(settings, recorded(logical_ranks=logical_ranks), fake_world(0, ranks))
+    assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": logical_ranks}
+    assert torch.get_num_threads() == 3
+
+
+def test_a_run_on_3_ranks_can_be_resumed_on_3_ranks(two_threads):
+    settings = Settings(train_batch_size=48)
+    adopted = adopt_recipe(settings, recorded(logical_ranks=3), fake_world(0, 3))
+    assert plan_batches(adopted, 1_000, 3).logical_ranks == 3
+    resumed = adopt_recipe(settings, recorded(logical_ranks=3), fake_world())
+    with pytest.raises(UserError, match="--logical_ranks 3: must be a power of two or the number of ranks"):
+        plan_batches(resumed, 1_000, 1)
+
+
+def test_requested_logical_ranks_and_threads_are_kept(two_threads):
+    adopted = adopt_recipe(Settings(logical_ranks=8, threads=2), recorded(), fake_world(0, 2))
+    assert (adopted.logical_ranks, adopted.threads) == (8, 2)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_batch_size_per_rank_does_not_change_the_global_one_when_the_number_of_ranks_changes(two_threads, ranks):
+    """It was 16 rows on each of 2 ranks."""
+    before = recorded(per_device_train_batch_size=16, logical_ranks=4)
+    adopted = adopt_recipe(Settings(per_device_train_batch_size=16), before, fake_world(0, ranks))
+    plan = plan_batches(adopted, 1_000, ranks)
+    assert (plan.global_size, plan.logical_ranks, plan.micro_size) == (32, 4, 8)
+
+
+def test_another_batch_size_per_rank_is_used_as_given(two_threads):
+    before = recorded(per_device_train_batch_size=16)
+    adopted = adopt_recipe(Settings(per_device_train_batch_size=32), before, fake_world())
+    assert plan_batches(adopted, 1_000, 1).global_size == 32, "the same global batch on half as many ranks"
+    adopted = adopt_recipe(Settings(train_batch_size=64), before, fake_world())
+    assert plan_batches(adopted, 1_000, 1).global_size == 64
+    adopted = adopt_recipe(Settings(per_device_train_batch_size=16), recorded(), fake_world())
+    assert plan_batches(adopted, 1_000, 1).global_size == 16, "the run so far was given a global batch size"
+
+
+# ---- what makes a resumed run differ from an undisturbed one ---------------------------------------------------------
+
+BEFORE = {"device": "cpu", "threads": 3, "world_size": 2, "settings": {"gradient_accumulation_steps": 2}}
+SAME = {"gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_another_strategy_or_number_of_ranks_changes_nothing(strategy, ranks):
+    assert changes_since(BEFORE, Settings(strategy=strategy, **SAME), fake_world(0, ranks)) == ()
+    assert changes_since(BEFORE, Settings(strategy=strategy, threads=3, **SAME), fake_world(0, ranks)) == ()
+
+
+def test_a_new_run_has_no_changes():
+    assert changes_since({}, Settings(threads=5, gradient_accumulation_steps=4), fake_world()) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "expected"),
+    [
+        ({"threads": 1}, "cpu", ("threads per rank: 1, was 3",)),
+        ({"gradient_accumulation_steps": 1}, "cpu", ("accumulation steps: 1, was 2",)),
+        ({}, "cuda:0", ("device: cuda, was cpu",)),
+        ({"threads": 4, "gradient_accumulation_steps": 4}, "cuda:1", None),
+    ],
+)
+def test_changes_that_affect_rounding_or_dropout_are_listed(changes, device, expected):
+    found = changes_since(BEFORE, Settings(**SAME | changes), fake_world(device=device))
+    if expected is None:
+        expected = ("device: cuda, was cpu", "accumulation steps: 4, was 2", "threads per rank: 4, was 3")
+    assert found == expected
+    assert changes_since(BEFORE | {"device": "cuda"}, Settings(**SAME), fake_world()) == ("device: cpu, was cuda",)
+
+
+def test_the_checkpoint_determines_what_is_taken_over(folder, world, two_threads):
+    """Rather than settings.json, which a later start in the same folder may have written."""
+    checkpoint = folder / CHECKPOINTS / "checkpoint-4"
+    state = json.loads((checkpoint / RUN_STATE).read_text())
+    state["settings"]["logical_ranks"] = 4
+    rewrite(checkpoint, state)
+    edit_json(folder / SETTINGS.name, logical_ranks=2, threads=7)
+    found = find_resume("ddp_loop", Settings(resume_from_checkpoint=str(folder), threads=1), world)
+    os.close(found.lock)
+    assert (found.folder, found.checkpoint, found.step) == (folder, checkpoint, STEP)
+    assert (found.recorded["logical_ranks"], found.recorded["threads"]) == (4, 3)
+    assert found.changes == ("threads per rank: 1, was 3",)
+
+
+def test_without_a_checkpoint_the_folder_determines_it(folder, world):
+    """A restarted job, perhaps on other nodes, begins the same training again."""
+    (folder / CHECKPOINTS / "checkpoint-4" / "COMPLETE").unlink()
+    edit_json(folder / SETTINGS.name, logical_ranks=2, threads=7)
+    found = find_resume("ddp_loop", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), world)
+    os.close(found.lock)
+    assert (found.folder, found.checkpoint, found.step) == (folder, None, 0)
+    assert (found.recorded["logical_ranks"], found.recorded["threads"]) == (2, 7)
+    assert found.changes == ()
+
+
+def rewrite(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Replace a checkpoint by a complete one with this run_state.json."""
+    staging = checkpoint.parent / ".writing" / checkpoint.name
+    staging.mkdir(parents=True)
+    for name in checkpoint_files(state["world_size"]):
+        (staging / name).write_text(json.dumps(state) if name == RUN_STATE else name)
+    commit_checkpoint(staging, checkpoint)

@@ -1,0 +1,205 @@
+"""Prove that the results do not depend on the path, the number of ranks, the strategy, or interruptions.
+
+    python -m app.experiments.same_bits --csv reviews.csv
+    python -m app.experiments.same_bits --bf16 --gradient_accumulation_steps 2 --ranks 1 2 --strategies ddp zero3
+
+Each cell of {ddp_loop, trainer_run} x {1, 2, 4 ranks} x {ddp, zero1, zero2, zero3} x {undisturbed, killed} is trained
+by real torchrun jobs, with the same settings otherwise. A killed run loses a rank to SIGKILL after one of its
+checkpoints, and is resumed with another number of ranks and another strategy. One hash is printed per cell: SHA-256 of
+the final weights, the losses, gradient norms and learning rates of all steps, the evaluations, and the predictions. The
+exit status is 1 unless all hashes are equal. Any training flag applies to all cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from app.checkpoint.manager import latest_valid_checkpoint, step_of
+from app.cli import as_flags, settings_parser
+from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
+from app.errors import RunError, UserError
+from app.experiments.fault_injection import hash_results
+from app.experiments.program import run_program
+from app.experiments.train_pair import PATHS
+from app.files import write_text
+from app.runs.folder import create_folder
+from app.runs.schema import CHECKPOINTS, RUNS
+from app.settings import Settings
+
+RANKS, STRATEGIES = (1, 2, 4), ("ddp", "zero1", "zero2", "zero3")
+INTERRUPTIONS = ("undisturbed", "killed")
+# Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
+# affects rounding and a machine may have fewer cores than ranks.
+DEFAULTS = {
+    "logical_ranks": 4,
+    "dropout": 0.1,
+    "max_steps": 60,
+    "max_length": 32,
+    "validation_size": 0.1,
+    "eval_strategy": "steps",
+    "eval_steps": 25,
+    "save_strategy": "steps",
+    "save_steps": 10,
+    "threads": 1,
+    "disable_tqdm": True,
+}
+TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
+HEADER = "| path | ranks | strategy | interruption | hash |\n|---|---|---|---|---|\n"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train the same model.
+
+    Attributes:
+        resumed: the number of ranks and the strategy after the interruption; None without one.
+    """
+
+    path_name: str
+    ranks: int
+    strategy: str
+    resumed: tuple[int, str] | None = None
+
+    def __str__(self) -> str:
+        resumed = f"killed, resumed with {self.resumed[0]} x {self.resumed[1]}" if self.resumed else "none"
+        return f"| {self.path_name} | {self.ranks} | {self.strategy} | {resumed} |"
+
+    @property
+    def folder_name(self) -> str:
+        """The name of the run's folder."""
+        return "-".join([self.path_name, str(self.ranks), self.strategy, *(["killed"] if self.resumed else [])])
+
+
+def main() -> int:
+    return run_program(_main)
+
+
+def _main() -> int:
+    options, settings = parse()
+    folder = create_folder(settings.output_dir, RUNS / "same_bits")
+    rng = random.Random(settings.seed)
+    hashes: dict[Cell, str] = {}
+    cells = build_cells(options, rng)
+    for number, cell in enumerate(cells, start=1):
+        started = time.monotonic()
+        train_cell(cell, settings, folder, rng)
+        hashes[cell] = hash_run(folder / cell.folder_name)
+        seconds = time.monotonic() - started
+        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:16]} |", flush=True)
+        write_text(folder / "same_bits.md", as_markdown(hashes))
+    print(f"\n{as_markdown(hashes)}\nwritten to {folder}/same_bits.md")
+    return 0 if len(set(hashes.values())) == 1 else 1
+
+
+def parse() -> tuple[Any, Settings]:
+    """Return the options of this program and the settings that all cells share.
+
+    Raises:
+        UserError: an invalid flag, or more ranks than GPUs.
+    """
+    parser = settings_parser(__doc__)
+    parser.set_defaults(**DEFAULTS)
+    group = parser.add_argument_group("cells")
+    group.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
+    group.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="training paths")
+    group.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies")
+    group.add_argument(
+        "--interruptions", nargs="+", choices=INTERRUPTIONS, default=list(INTERRUPTIONS), help="kinds of runs"
+    )
+    values = parser.values(sys.argv[1:])
+    names = ("ranks", "paths", "strategies", "interruptions")
+    options = argparse.Namespace(**{name: values.pop(name) for name in names})
+    settings = Settings(**values)
+    if wrong := [n for n in options.ranks if n < 1 or (settings.logical_ranks or 0) % n]:
+        raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
+    check_gpus(max(options.ranks), settings.use_cpu)
+    return options, settings
+
+
+def build_cells(options: Any, rng: random.Random) -> list[Cell]:
+    """Return all cells. Each killed run is resumed with another number of ranks and strategy, if there are others."""
+    places = list(product(options.ranks, options.strategies))
+    cells = []
+    for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
+        elsewhere = [place for place in places if place[0] != ranks and place[1] != strategy] or places
+        resumed = rng.choice(elsewhere) if interruption == "killed" else None
+        cells.append(Cell(path_name, ranks, strategy, resumed))
+    return cells
+
+
+def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random) -> None:
+    """Train one cell into its folder.
+
+    Raises:
+        RunError: a job failed, or ended before it could be killed.
+    """
+    run = folder / cell.folder_name
+    if cell.resumed is None:
+        finish(start(cell.path_name, cell.ranks, cell.strategy, settings, run), run)
+        return
+    rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, max(2, settings.max_steps // 2))
+
+    def late_enough() -> bool:
+        checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, lambda _: None)
+        return checkpoint is not None and step_of(checkpoint) >= step
+
+    with start(cell.path_name, cell.ranks, cell.strategy, settings, run) as job:
+        # With one rank, there is no torchrun that could outlive it: plain python is the rank itself.
+        job.wait_until(late_enough, TIME_LIMIT)
+        target = job.find_rank(rank)
+        if target is None:
+            raise RunError(f"{cell}: the job ended before it could be killed; see {log_of(run)}")
+        target.kill()
+        job.wait(TIME_LIMIT)
+    ranks, strategy = cell.resumed
+    finish(start(cell.path_name, ranks, strategy, replace(settings, resume_from_checkpoint=str(run)), run), run)
+
+
+def start(path_name: str, ranks: int, strategy: str, settings: Settings, run: Path) -> TorchrunJob:
+    """Return a job that trains into a run folder, or resumes the run in it."""
+    output_dir = None if settings.resume_from_checkpoint else str(run)
+    flags = as_flags(replace(settings, strategy=strategy, output_dir=output_dir))  # type: ignore[arg-type]
+    command = torchrun_command(f"app.{path_name}", flags, ranks)
+    log = log_of(run, "resumed" if settings.resume_from_checkpoint else "")
+    return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
+
+
+def finish(job: TorchrunJob, run: Path) -> None:
+    """Run a job to its end.
+
+    Raises:
+        RunError: its exit status is not 0.
+    """
+    with job:
+        status = job.wait(TIME_LIMIT)
+    if status != 0:
+        raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")
+
+
+def log_of(run: Path, suffix: str = "") -> Path:
+    """Return the file for a job's output."""
+    return run.with_name(f"{run.name}{f'-{suffix}' if suffix else ''}.log")
+
+
+def hash_run(run: Path) -> str:
+    """Return one hash of everything in a run folder that has to be the same in every cell."""
+    return hashlib.sha256("".join(hash_results(run).values()).encode()).hexdigest()
+
+
+def as_markdown(hashes: dict[Cell, str]) -> str:
+    """Return the table, and how many different hashes it contains."""
+    rows = "".join(f"{cell} {hash_[:16]} |\n" for cell, hash_ in hashes.items())
+    different = len(set(hashes.values()))
+    return f"{HEADER}{rows}\n{len(hashes)} cells, {different} different hash{'es' if different > 1 else ''}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

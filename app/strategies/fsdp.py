@@ -1,0 +1,182 @@
+"""Fully sharded training (FSDP2): each rank holds a shard of parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from app.data.sampler import BatchPlan
+from app.distributed.world import World
+from app.settings import Settings
+from app.strategies.base import Tensors, clip_by_norm, sum_of_squares
+from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
+from app.strategies.shards import local_part, rows_of
+
+
+class ShardedModel(torch.nn.Module):
+    """The wrapper of a sharded model. Unlike DDP's it adds nothing: `fully_shard` changes the model in place."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def wrapper_name(wrapped: torch.nn.Module) -> str:
+    """Return the class that makes a model distributed: DDP's wrapper, or the class to which FSDP2 changes the model."""
+    return type(wrapped.module if isinstance(wrapped, ShardedModel) else wrapped).__name__
+
+
+class FullyShard:
+    """`torch.distributed.fsdp.fully_shard`, as ZeRO-2 or ZeRO-3 (Rajbhandari et al. 2020). Implements `Strategy`.
+
+    The parameters of one transformer block at a time are gathered before its forward pass. ZeRO-3 frees them after it
+    and gathers them again for the backward pass; ZeRO-2 keeps them until the backward pass is done.
+    """
+
+    shards_optimizer = True
+
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
+        self.name: str = settings.strategy
+        self.plan, self.world = plan, world
+        self.reshard_after_forward, self.cpu_offload = settings.strategy == "zero3", settings.cpu_offload
+        self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank, interleaved=True)
+        self.sums = TreeSum()
+        self.parameters: list[torch.nn.Parameter] = []
+        self.used: set[int] = set()  # parameters that have a gradient of a logical rank other than the last one
+
+    def wrap(self, model: torch.nn.Module) -> ShardedModel:
+        """Shard the model's parameters in place, by transformer block. Collective.
+
+        Every rank has the same weights already, so each keeps its own shard of them.
+        """
+        assert isinstance(model, PreTrainedModel)
+        mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        offload = CPUOffloadPolicy() if self.cpu_offload and self.world.device.type == "cuda" else OffloadPolicy()
+        for module in (*transformer_blocks(model), model):
+            sharded = fully_shard(
+                module, mesh=mesh, reshard_after_forward=self.reshard_after_forward, offload_policy=offload
+            )
+            sharded.set_custom_reduce_scatter(PairwiseReduceScatter())
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return ShardedModel(model)
+
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        """Return AdamW for this rank's shards of the parameters."""
+        return torch.optim.AdamW(groups, **options)
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer itself."""
+        return optimizer
+
+    @contextmanager
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
+        """Sum the gradients of a logical rank with those of its neighbors on the other ranks when it is done.
+
+        Every rank keeps its shard of the result.
+        """
+        assert isinstance(wrapped, ShardedModel)
+        assert isinstance(wrapped.module, FSDPModule)
+        number += 1
+        is_last_of_logical_rank = number % self.plan.accumulation_steps == 0
+        wrapped.module.set_requires_gradient_sync(is_last_of_logical_rank)
+        yield
+        if not is_last_of_logical_rank:
+            return
+        if number < self.plan.micro_batches_per_step:
+            self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
+            self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        for i in self.used:  # a parameter may have a gradient of another logical rank only
+            self.parameters[i].grad = _gradient(self.parameters[i])
+        with_gradient = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        self.sums.add_to_last_leaf([local_part(grad) for _, grad in with_gradient], [i for i, _ in with_gradient])
+        self.sums.clear()
+        self.used.clear()
+
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        """Clip by the norm of all shards together. Collective."""
+        gradients = [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        total = sum_of_squares(gradients).to(self.world.device)
+        dist.all_reduce(total)
+        norm = (total.sqrt() / loss_scale).to(self.parameters[0].dtype)
+        clip_by_norm(gradients, norm, max_norm, loss_scale)
+        return norm
+
+    def gather_model_state(self, model: torch.nn.Module) -> Tensors:
+        """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
+        state: Tensors = {}
+        for name, tensor in model.state_dict().items():
+            # Offloaded parameters are gathered on the GPU, because NCCL can't send from main memory.
+            complete = tensor.to(self.world.device)
+            if isinstance(complete, DTensor):
+                complete = complete.full_tensor()
+            if self.world.is_main_process:
+                state[name] = complete.cpu()
+        return state
+
+    def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
+        """Copy this rank's shards out of the complete state dict."""
+        for name, tensor in model.state_dict().items():
+            start, length = rows_of(tensor)
+            part = state[name] if start is None else state[name][start : start + length]
+            local_part(tensor).copy_(part)
+
+
+class PairwiseReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter, as a sum in the order of the tree, divided by the number of ranks."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer that FSDP2 fills, or that receives the result."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's shard of the average of all ranks' inputs into `output_tensor`. Collective."""
+        mean = reduce_scatter_pairwise(input_tensor.view(group.size(), -1), group).div_(group.size())
+        output_tensor.copy_(mean)
+
+
+def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the modules whose parameters are sharded and gathered together, from the innermost to the outermost.
+
+    The model lists their classes in `_no_split_modules`. The remaining parameters are gathered together with the model.
+    """
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if len(blocks) < (getattr(model.config, "num_hidden_layers", None) or 0):
+        return []  # such as ALBERT, which runs one block several times: its gradient would be reduced after each time
+    return [block for block in reversed(blocks) if not _shares_parameters(block, model)]
+
+
+def _shares_parameters(block: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Tell whether a block has tied parameters, which other parts of the model use as well."""
+    inside = [parameter for _, parameter in block.named_parameters(remove_duplicate=False)]
+    everywhere = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return any(everywhere.count(id(parameter)) > 1 for parameter in inside)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient: zeros if it has taken no part in the loss."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

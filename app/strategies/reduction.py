@@ -1,0 +1,172 @@
+"""Sum gradients over logical ranks in a fixed order, so that the sum has the same bits at every number of processes.
+
+Floating-point addition is not associative: an all-reduce over 2, 4 or 8 processes rounds differently. Here the
+gradients of the V logical ranks are always added as one binary tree over neighbors, for V = 4: `(g0 + g1) + (g2 + g3)`.
+A process that works for several logical ranks adds their gradients first (`TreeSum`), and the processes add their
+results along the rest of the same tree (`sum_pairwise`). The idea is EasyScale's (Li et al., SC'23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from app.distributed.collectives import all_gather_single
+from app.distributed.world import World
+
+Gradients = list[torch.Tensor]
+
+
+class TreeSum:
+    """Sum gradients that become available one logical rank after another, as a binary tree.
+
+    This is a binary counter: a new leaf is added to the sum of the leaf before it, the result to the sum of the two
+    leaves before that, and so on. At most log2(n) partial sums are held at a time.
+    """
+
+    def __init__(self) -> None:
+        self.partial_sums: list[tuple[int, Gradients]] = []  # (level in the tree, sum), the lowest level last
+
+    def add(self, leaf: Gradients) -> None:
+        """Add the gradients of the next logical rank, one tensor per parameter. They may be overwritten."""
+        level = 0
+        while self.partial_sums and self.partial_sums[-1][0] == level:
+            _, left = self.partial_sums.pop()
+            torch._foreach_add_(left, leaf)
+            leaf, level = left, level + 1
+        self.partial_sums.append((level, leaf))
+
+    def add_to_last_leaf(self, leaf: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+        """Add all partial sums to gradients of the last logical rank, in place, in the order of the tree.
+
+        Args:
+            leaf: gradients of some of the parameters.
+            indices: the positions of these parameters in the lists that were passed to `add`.
+        """
+        for _, partial_sum in reversed(self.partial_sums):
+            torch._foreach_add_(list(leaf), [partial_sum[i] for i in indices])
+
+    def clear(self) -> None:
+        """Prepare for the next optimizer step."""
+        self.partial_sums.clear()
+
+
+def sum_pairwise(parts: torch.Tensor) -> torch.Tensor:
+    """Sum the rows of a tensor of shape (n, …) as a binary tree over neighbors. Overwrites `parts`.
+
+    An unpaired last row is carried to the next level of the tree.
+    """
+    while len(parts) > 1:
+        paired = len(parts) // 2 * 2
+        parts[0:paired:2] += parts[1:paired:2]
+        parts = parts[0::2]
+    return parts[0]
+
+
+def reduce_scatter_pairwise(chunks: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum row r of every rank's `chunks` on rank r, in the order of the tree. Collective.
+
+    Sends the same number of bytes as a ring reduce-scatter, but all of them directly to the rank that adds them.
+
+    Args:
+        chunks: shape (number of ranks, n).
+
+    Returns:
+        The sum, shape (n,).
+    """
+    received = torch.empty_like(chunks)
+    dist.all_to_all_single(received, chunks, group=group)
+    return sum_pairwise(received)
+
+
+class FixedOrderAllReduce:
+    """A DDP communication hook that averages gradients over all logical ranks, in the order of the tree.
+
+    With one or two processes it is DDP's own all-reduce, because a + b = b + a. Otherwise it is an all-to-all of
+    chunks, the tree, and an all-gather: the same number of bytes as a ring all-reduce. The exchange of a bucket
+    overlaps with the backward pass that computes the next one.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
+        """
+        Args:
+            parameters: in the order of the lists that are passed to `TreeSum.add`.
+            sums: the partial sums of this process's other logical ranks.
+        """
+        self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
+        self.sums, self.world = sums, world
+        self.in_flight: list[Exchange] = []
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
+        self.sums.add_to_last_leaf(bucket.gradients(), [self.index[parameter] for parameter in bucket.parameters()])
+        if self.world.size <= 2:
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default process group
+        if self.stream is not None:
+            return self._average_on(self.stream, bucket.buffer())
+        # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
+        # exchange makes progress here, when the next ones start, rather than in a callback.
+        exchange = Exchange(bucket.buffer(), self.world.size)
+        self.in_flight.append(exchange)
+        if bucket.is_last():  # the backward pass has nothing left to compute, so there is nothing to overlap with
+            for one in self.in_flight:
+                one.start_all_gather()
+            for one in self.in_flight:
+                one.finish()
+            self.in_flight.clear()
+        else:
+            for earlier in self.in_flight[:-1]:
+                earlier.start_all_gather()
+            for finished in self.in_flight[:-2]:
+                finished.finish()
+            self.in_flight = self.in_flight[-2:]
+        return exchange.future
+
+    def _average_on(self, stream: torch.cuda.Stream, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Enqueue the whole exchange on a stream of its own: neither the host nor the backward pass waits for it."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            exchange = Exchange(buffer, self.world.size, async_op=False, devices=[self.world.device])
+            exchange.start_all_gather()
+            exchange.finish()
+        return exchange.future
+
+
+class Exchange:
+    """The average of one gradient bucket over the ranks, in two steps: all-to-all and tree, then all-gather."""
+
+    def __init__(
+        self, buffer: torch.Tensor, size: int, async_op: bool = True, devices: Sequence[torch.device] = ()
+    ) -> None:
+        """Start the all-to-all."""
+        self.buffer, self.size, self.async_op = buffer, size, async_op
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=list(devices))
+        chunk = -(-len(buffer) // size)
+        self.chunks = buffer.new_zeros(size * chunk)
+        self.chunks[: len(buffer)] = buffer
+        self.received = torch.empty_like(self.chunks)
+        self.work = dist.all_to_all_single(self.received, self.chunks, async_op=async_op)
+        self.gathering = False
+
+    def start_all_gather(self) -> None:
+        """Add the received chunks and start to gather the sums, unless that has been done."""
+        if self.gathering:
+            return
+        self.gathering = True
+        if self.work is not None:
+            self.work.wait()
+        self.mean = sum_pairwise(self.received.view(self.size, -1)) / self.size
+        del self.received
+        self.work = all_gather_single(self.chunks, self.mean, async_op=self.async_op)
+
+    def finish(self) -> None:
+        """Write the average into the bucket and complete the future."""
+        if self.work is not None:
+            self.work.wait()
+        self.buffer.copy_(self.chunks[: len(self.buffer)])
+        self.future.set_result(self.buffer)

@@ -1,0 +1,17 @@
+"""Choose the strategy that `--strategy` names."""
+
+from __future__ import annotations
+
+from app.data.sampler import BatchPlan
+from app.distributed.world import World
+from app.settings import Settings
+from app.strategies.base import Strategy
+from app.strategies.ddp import DDP, Zero1
+from app.strategies.fsdp import FullyShard
+
+
+def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:
+    """Return the strategy of a run."""
+    if settings.shards_gradients:
+        return FullyShard(settings, plan, world)
+    return Zero1(settings, plan, world) if settings.strategy == "zero1" else DDP(settings, plan, world)

@@ -1,0 +1,24 @@
+"""Which part of a tensor this rank holds. FSDP2 divides the rows (the first dimension) of each parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds: all of it unless it is sharded. Shares memory with it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int | None, int]:
+    """Return the first row that this rank holds and the number of its rows; (None, 0) if the tensor is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return None, 0
+    mesh = tensor.device_mesh
+    chunk = -(-tensor.shape[0] // mesh.size())  # as torch.chunk does: the last ranks may have fewer rows, or none
+    start = min(mesh.get_local_rank() * chunk, tensor.shape[0])
+    return start, min(chunk, tensor.shape[0] - start)

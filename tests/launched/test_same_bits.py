@@ -1,0 +1,144 @@
+"""Any number of ranks, any strategy and any interruption give the same bits, in both paths; deliberate bugs do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import TrainingRun, require_success, run_many, write_subset
+
+from app.experiments.same_bits import hash_run
+
+pytestmark = pytest.mark.launched
+PATHS, STRATEGIES = ("ddp_loop", "trainer_run"), ("ddp", "zero1", "zero2", "zero3")
+# 300 reviews: 8 validation and 30 test rows, so that neither can be divided equally. With dropout and clipping.
+FLAGS = ["--csv=reviews.csv", "--logical_ranks=4", "--train_batch_size=24", "--max_steps=8", "--max_length=24"]
+FLAGS += ["--validation_size=0.03", "--eval_strategy=steps", "--eval_steps=3", "--eval_batch_size=8"]
+FLAGS += ["--save_strategy=steps", "--save_steps=5", "--dropout=0.1", "--max_grad_norm=0.5", "--warmup_steps=0"]
+VARIANTS = {
+    "": [],
+    "-bf16": ["--bf16"],
+    "-accumulation": ["--gradient_accumulation_steps=3", "--train_sampling_strategy=random"],
+    "-checkpointing": ["--activation_checkpointing"],
+    "-fp16": ["--precision=fp16", "--learning_rate=1e-2"],
+}
+BUGS = {"swapped_leaves": (1, 4), "physical_dropout": (1, 2), "fp32_norm": (1, 2)}  # and the ranks that they show at
+
+
+def run_name(path: str, ranks: int, strategy: str, variant: str = "") -> str:
+    return f"{path}-{ranks}-{strategy}{variant}"
+
+
+def undisturbed(ranks: int, variants: list[str], paths: tuple[str, ...] = PATHS) -> dict[str, TrainingRun]:
+    return {
+        run_name(path, ranks, strategy, variant): TrainingRun(
+            path, [*FLAGS, *VARIANTS[variant], f"--strategy={strategy}"]
+        )
+        for variant in variants
+        for path in paths
+        for strategy in STRATEGIES
+    }
+
+
+def resumed(source: str, path: str, strategy: str) -> TrainingRun:
+    """Resume in a new folder, after step 5, with other ranks and another strategy."""
+    checkpoint = f"--resume_from_checkpoint={source}/checkpoints/checkpoint-5"
+    return TrainingRun(path, [*FLAGS, f"--strategy={strategy}", checkpoint])
+
+
+def with_bugs(ranks: int) -> dict[str, TrainingRun]:
+    strategy = "ddp" if ranks == 1 else "zero3"
+    return {
+        f"{bug}-{ranks}": TrainingRun("ddp_loop", [*FLAGS, f"--strategy={strategy}"], mutation=bug)
+        for bug, where in BUGS.items()
+        if ranks in where
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(hotel_csv, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("same-bits")
+    write_subset(hotel_csv, folder / "reviews.csv", 300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder) -> Path:
+    runs = {
+        run_name("ddp_loop", 1, "ddp", variant): TrainingRun("ddp_loop", [*FLAGS, *flags])
+        for variant, flags in VARIANTS.items()
+    }
+    runs |= {run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"])}
+    require_success(run_many(folder, runs | with_bugs(1), ranks=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(one_rank) -> Path:
+    runs = undisturbed(2, [""]) | undisturbed(2, [*VARIANTS][1:], PATHS[:1])
+    runs |= {f"resumed-{path}-2": resumed(run_name("ddp_loop", 1, "ddp"), path, "zero3") for path in PATHS[:1]}
+    runs |= {"resumed-trainer_run-2": resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1")}
+    require_success(run_many(one_rank, runs | with_bugs(2)))
+    return one_rank
+
+
+@pytest.fixture(scope="module")
+def four_ranks(two_ranks) -> Path:
+    runs = undisturbed(4, ["", "-accumulation"])
+    runs |= {
+        f"resumed-{path}-4-from-{source}": resumed(run_name(path, 2, source), path, target)
+        for path in PATHS
+        for source, target in (("zero3", "ddp"), ("zero1", "zero2"), ("ddp", "zero1"))
+    }
+    require_success(run_many(two_ranks, runs | with_bugs(4), ranks=4))
+    return two_ranks
+
+
+def reference(folder: Path, variant: str = "") -> str:
+    return hash_run(folder / run_name("ddp_loop", 1, "ddp", variant))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("path", PATHS)
+def test_two_ranks_train_like_one(two_ranks, path, strategy):
+    assert hash_run(two_ranks / run_name(path, 2, strategy)) == reference(two_ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("variant", [*VARIANTS][1:])
+def test_precision_accumulation_and_checkpointing_do_not_depend_on_the_ranks(two_ranks, variant, strategy):
+    assert hash_run(two_ranks / run_name("ddp_loop", 2, strategy, variant)) == reference(two_ranks, variant)
+
+
+def test_activation_checkpointing_changes_no_bit(one_rank):
+    assert reference(one_rank, "-checkpointing") == reference(one_rank)
+    assert len({reference(one_rank, variant) for variant in VARIANTS}) == len(VARIANTS) - 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_resumes_with_other_ranks_and_another_strategy(two_ranks, path):
+    assert hash_run(two_ranks / f"resumed-{path}-2") == reference(two_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["", "-accumulation"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("path", PATHS)
+def test_four_ranks_train_like_one(four_ranks, path, strategy, variant):
+    assert hash_run(four_ranks / run_name(path, 4, strategy, variant)) == reference(four_ranks, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["zero3", "zero1", "ddp"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_of_two_ranks_resumes_with_four(four_ranks, path, source):
+    assert hash_run(four_ranks / f"resumed-{path}-4-from-{source}") == reference(four_ranks)
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] if 4 in where else []) for bug, where in BUGS.items()]
+)
+def test_a_deliberate_bug_is_detected(request, bug):
+    few, many = BUGS[bug]
+    folder = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[many])
+    assert hash_run(folder / f"{bug}-{few}") != hash_run(folder / f"{bug}-{many}")

@@ -1,0 +1,101 @@
+"""The gradient norm is summed in fp64, so it does not depend on how the gradients are divided."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.strategies.base import CHUNK, clip_by_norm, sum_of_squares
+
+
+def values(seed: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    draw = np.random.default_rng(seed)
+    return torch.tensor(draw.normal(size=n) * 10 ** draw.uniform(-6, 2, size=n), dtype=dtype)
+
+
+def exact_sum_of_squares(tensors: list[torch.Tensor]) -> float:
+    return math.fsum((tensor.double() ** 2).sum().item() for whole in tensors for tensor in whole.flatten().split(500))
+
+
+SEEDS, LENGTHS = st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@settings(max_examples=20)
+@given(seed=SEEDS, lengths=st.lists(LENGTHS, max_size=5))
+def test_squares_are_summed_in_fp64(dtype, seed, lengths):
+    tensors = [values(seed + i, n, dtype) for i, n in enumerate(lengths)]
+    found = sum_of_squares(tensors)
+    assert found.dtype == torch.float64
+    assert found.shape == ()
+    assert found.item() == pytest.approx(exact_sum_of_squares(tensors), rel=1e-12, abs=0)
+
+
+def test_tensors_of_any_shape_and_memory_layout_are_summed():
+    tensor = values(0, 12 * CHUNK).view(12, -1)
+    assert not tensor.t().is_contiguous()
+    for view in (tensor, tensor.t(), tensor[:, ::3], tensor[5:5], tensor[0, 0]):
+        assert sum_of_squares([view]).item() == pytest.approx(exact_sum_of_squares([view]), rel=1e-12, abs=0)
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS, cuts=st.lists(st.integers(0, 5 * CHUNK), max_size=12), ranks=st.integers(1, 8))
+def test_the_norm_does_not_depend_on_how_the_gradients_are_divided(seed, cuts, ranks):
+    """A sharded strategy sums the squares of each rank's shards first."""
+    flat = values(seed, 5 * CHUNK)
+    norm = sum_of_squares([flat]).sqrt().float()
+    parts = list(flat.tensor_split(sorted(cuts)))
+    assert sum_of_squares(parts).sqrt().float() == norm
+    by_rank = torch.stack([sum_of_squares(part.tensor_split(ranks)[rank] for part in parts) for rank in range(ranks)])
+    assert by_rank.sum().sqrt().float() == norm
+    assert by_rank.flip(0).sum().sqrt().float() == norm
+
+
+def test_an_fp32_sum_would_depend_on_it():
+    """Otherwise the test above could not fail."""
+    flat = values(0, 5 * CHUNK)
+    norms = {float(torch.stack([(part**2).sum() for part in flat.tensor_split(n)]).sum().sqrt()) for n in range(1, 30)}
+    assert len(norms) > 1
+
+
+MAX_NORMS = st.sampled_from([1e-9, 0.5, 1.0, 100.0, 1e9, float("inf")])
+
+
+@given(seed=SEEDS, max_norm=MAX_NORMS)
+def test_clipping_is_that_of_torch(seed, max_norm):
+    gradients = [values(seed, 40).view(5, 8), values(seed + 1, 9)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    expected_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = sum_of_squares(gradients).sqrt().float()
+    assert norm == pytest.approx(float(expected_norm), rel=1e-6)
+    before = [gradient.clone() for gradient in gradients]
+    clip_by_norm(gradients, norm, max_norm, torch.ones(()))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
+    if norm < 0.99 * max_norm:
+        assert all(map(torch.equal, gradients, before)), "a norm below the limit changes nothing"
+    else:
+        assert sum_of_squares(gradients).sqrt() <= max_norm * (1 + 1e-5)
+
+
+@given(seed=SEEDS, max_norm=MAX_NORMS, exponent=st.integers(-8, 24))
+def test_a_loss_scale_rounds_nothing(seed, max_norm, exponent):
+    plain = [values(seed, 40), values(seed + 1, 9)]
+    scaled = [gradient * 2.0**exponent for gradient in plain]
+    norm = sum_of_squares(plain).sqrt().float()
+    clip_by_norm(plain, norm, max_norm, torch.ones(()))
+    clip_by_norm(scaled, norm, max_norm, torch.tensor(2.0**exponent))
+    assert all(map(torch.equal, scaled, plain))
+
+
+def test_a_rank_without_gradients_takes_part():
+    """Under a sharded strategy, a rank may hold no row of any parameter that has a gradient."""
+    assert sum_of_squares([]).item() == 0.0
+    clip_by_norm([], torch.tensor(5.0), 1.0, torch.ones(()))

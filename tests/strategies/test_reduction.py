@@ -1,0 +1,192 @@
+"""Gradients are added as one binary tree over the logical ranks, at every number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from gradients import add_neighbors, flat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import ThreadNetwork, batch_plan, fake_world
+
+from app.data.sampler import BatchPlan
+from app.strategies import reduction
+from app.strategies.reduction import FixedOrderAllReduce, TreeSum, reduce_scatter_pairwise, sum_pairwise
+
+SHAPES = ((5,), (3, 4), ())  # of the parameters
+LAYOUTS = [(1 << v, 1 << w) for v in range(6) for w in range(v + 1)]  # logical ranks, processes
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def gradients(seed: int, logical_ranks: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list[torch.Tensor]]:
+    """The gradients of each logical rank, one tensor per parameter. They differ so much in size that sums round."""
+    draw = np.random.default_rng(seed)
+
+    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(draw.normal(size=shape) * 10 ** draw.uniform(-3, 3, size=shape), dtype=torch.float32)
+
+    return [[tensor(shape) for shape in shapes] for _ in range(logical_ranks)]
+
+
+def sum_of_process(leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Add the gradients of a process's logical ranks as the strategies do."""
+    sums = TreeSum()
+    for leaf in leaves[:-1]:
+        sums.add([tensor.clone() for tensor in leaf])
+    last = [tensor.clone() for tensor in leaves[-1]]
+    sums.add_to_last_leaf(last, range(len(last)))
+    return last
+
+
+def sum_contiguous(leaves: Sequence[Sequence[torch.Tensor]], plan: BatchPlan) -> torch.Tensor:
+    """Each process adds its own logical ranks first, as DDP does."""
+    processes = [sum_of_process([leaves[i] for i in plan.logical_ranks_of(rank)]) for rank in range(plan.ranks)]
+    return sum_pairwise(torch.stack([flat(one) for one in processes]))
+
+
+def sum_interleaved(leaves: Sequence[Sequence[torch.Tensor]], plan: BatchPlan) -> torch.Tensor:
+    """The processes add the n-th logical ranks of all of them first, as a sharded strategy does."""
+    logical_ranks = [plan.logical_ranks_of(rank, interleaved=True) for rank in range(plan.ranks)]
+    across = [sum_pairwise(torch.stack([flat(leaves[i]) for i in group])) for group in zip(*logical_ranks, strict=True)]
+    return flat(sum_of_process([[one] for one in across]))
+
+
+@pytest.mark.parametrize(("logical_ranks", "ranks"), LAYOUTS)
+@settings(max_examples=20)
+@given(seed=SEEDS)
+def test_the_sum_has_the_same_bits_at_every_number_of_processes(logical_ranks, ranks, seed):
+    leaves, plan = gradients(seed, logical_ranks), batch_plan(ranks, logical_ranks)
+    complete = sum_pairwise(torch.stack([flat(leaf) for leaf in leaves]))
+    assert torch.equal(complete, add_neighbors([flat(leaf) for leaf in leaves]))
+    assert torch.equal(sum_contiguous(leaves, plan), complete)
+    assert torch.equal(sum_interleaved(leaves, plan), complete)
+
+
+@pytest.mark.parametrize("logical_ranks", [4, 8, 16])
+def test_any_other_order_of_the_additions_has_other_bits(logical_ranks):
+    """Otherwise the test above could not fail."""
+    leaves = gradients(1, logical_ranks, [(200,)])
+    tree = sum_pairwise(torch.stack([flat(leaf) for leaf in leaves]))
+    sequential = leaves[0][0].clone()
+    for leaf in leaves[1:]:
+        sequential += leaf[0]
+    assert not torch.equal(sequential, tree)
+    assert torch.allclose(sequential, tree, rtol=1e-3, atol=1e-2)
+    for first, second in ((1, 2), (0, logical_ranks - 1)):
+        swapped = leaves.copy()
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        assert not torch.equal(sum_pairwise(torch.stack([flat(leaf) for leaf in swapped])), tree)
+    plan = batch_plan(2, logical_ranks)
+    processes = [sum_of_process([leaves[i] for i in plan.logical_ranks_of(rank, True)]) for rank in range(2)]
+    assert not torch.equal(sum_pairwise(torch.stack([flat(one) for one in processes])), tree), "interleaved, own first"
+
+
+@given(seed=SEEDS, n=st.integers(1, 33))
+def test_an_unpaired_last_row_is_carried_to_the_next_level(seed, n):
+    """Without --logical_ranks, the number of ranks need not be a power of two."""
+    rows = torch.stack([flat(leaf) for leaf in gradients(seed, n)])
+    expected = add_neighbors(list(rows.clone()))
+    assert torch.equal(sum_pairwise(rows.clone()), expected)
+    if n == 3:
+        assert torch.equal((rows[0] + rows[1]) + rows[2], expected)
+
+
+def test_only_the_partial_sums_of_complete_subtrees_are_held():
+    sums = TreeSum()
+    for n, leaf in enumerate(gradients(0, 32), start=1):
+        sums.add(leaf)
+        assert [level for level, _ in sums.partial_sums] == [bit for bit in range(5, -1, -1) if n >> bit & 1]
+    sums.clear()
+    last = gradients(1, 1)[0]
+    before = [tensor.clone() for tensor in last]
+    sums.add_to_last_leaf(last, range(len(last)))
+    assert all(map(torch.equal, last, before)), "something of the step before is left"
+
+
+@given(seed=SEEDS, logical_ranks=st.sampled_from([1, 2, 4, 8]), indices=st.permutations(range(4)), n=st.integers(1, 4))
+def test_partial_sums_can_be_added_to_some_of_the_parameters_at_a_time(seed, logical_ranks, indices, n):
+    """DDP hands over one bucket of parameters after another, in an order of its own."""
+    leaves = gradients(seed, logical_ranks, [(2,), (3,), (4,), (5,)])
+    sums = TreeSum()
+    for leaf in leaves[:-1]:
+        sums.add([tensor.clone() for tensor in leaf])
+    last = [tensor.clone() for tensor in leaves[-1]]
+    sums.add_to_last_leaf([last[i] for i in indices[:n]], indices[:n])
+    for i in range(4):
+        complete = add_neighbors([leaf[i] for leaf in leaves])
+        assert torch.equal(last[i], complete if i in indices[:n] else leaves[-1][i])
+
+
+# ---- across processes, which are threads here ------------------------------------------------------------------------
+
+
+class Bucket:
+    """A gradient bucket as DDP hands it to a communication hook: the gradients are views into its buffer."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[torch.Tensor], is_last: bool) -> None:
+        self.indices, self.all_parameters, self.last = indices, parameters, is_last
+        self.flat = torch.cat([parameters[i].grad.flatten() for i in indices])
+
+    def gradients(self) -> list[torch.Tensor]:
+        sizes = [self.all_parameters[i].numel() for i in self.indices]
+        parts = self.flat.split(sizes)
+        return [part.view_as(self.all_parameters[i]) for part, i in zip(parts, self.indices, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.all_parameters[i] for i in self.indices]
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+@pytest.mark.parametrize(("ranks", "logical_ranks"), [(3, None), (4, 4), (4, 16), (5, None), (8, 8)])
+@pytest.mark.parametrize("buckets", [[[3, 2, 1, 0]], [[3], [2], [1], [0]], [[0, 1], [3, 2]]])
+def test_the_communication_hook_averages_every_bucket_in_the_order_of_the_tree(
+    monkeypatch, ranks, logical_ranks, buckets
+):
+    shapes = [(7,), (2, 3), (1,), (30,)]  # most buckets do not divide evenly among 3, 4, 5 or 8 ranks
+    plan = batch_plan(ranks, logical_ranks)
+    leaves = gradients(3, plan.logical_ranks, shapes)
+    network = ThreadNetwork(ranks)
+    monkeypatch.setattr(reduction, "dist", network)
+    monkeypatch.setattr(reduction, "all_gather_single", network.all_gather_single)
+
+    def work(rank: int) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        sums = TreeSum()
+        hook = FixedOrderAllReduce(parameters, sums, fake_world(rank, ranks))
+        averages = []
+        for _ in range(2):  # steps
+            *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
+            for leaf in others:
+                sums.add(leaf)
+            for parameter, gradient in zip(parameters, last, strict=True):
+                parameter.grad = gradient
+            filled = [Bucket(indices, parameters, indices is buckets[-1]) for indices in buckets]
+            futures = [hook.average(bucket) for bucket in filled]
+            sums.clear()
+            assert all(future.done() for future in futures), "DDP waits for them after the last bucket"
+            assert all(torch.equal(future.value(), b.buffer()) for future, b in zip(futures, filled, strict=True))
+            by_index = {i: g for b in filled for i, g in zip(b.indices, b.gradients(), strict=True)}
+            averages.append(flat([by_index[i] for i in range(len(shapes))]))
+        assert torch.equal(*averages)
+        return averages
+
+    expected = add_neighbors([flat(leaf) for leaf in leaves]) / ranks
+    for averages in network.run(work):
+        assert torch.equal(averages[0], expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_each_rank_gets_its_own_row_of_the_sum(monkeypatch, ranks):
+    inputs = [gradients(rank, 1, [(ranks, 6)])[0][0] for rank in range(ranks)]
+    network = ThreadNetwork(ranks)
+    monkeypatch.setattr(reduction, "dist", network)
+    sums = network.run(lambda rank: reduce_scatter_pairwise(inputs[rank].clone()))
+    assert torch.equal(torch.stack(sums), add_neighbors(inputs))

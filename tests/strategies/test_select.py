@@ -1,0 +1,126 @@
+"""Every strategy trains to the same bits. Here with one process; tests/launched has several."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from architectures import CONFIGS
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from worlds import batch_plan, fake_world
+
+from app.checkpoint.state import TrainingState
+from app.ddp_loop import train_step
+from app.settings import Settings
+from app.strategies.base import Strategy
+from app.strategies.ddp import DDP, Zero1
+from app.strategies.fsdp import FullyShard, ShardedModel, wrapper_name
+from app.strategies.loss_scale import LossScale
+from app.strategies.select import select_strategy
+from app.training.optim import build_optimizer, build_scheduler
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STEPS = 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shards_optimizer", "logical_ranks"),
+    [
+        ("ddp", DDP, False, [2, 3]),
+        ("zero1", Zero1, True, [2, 3]),
+        ("zero2", FullyShard, True, [1, 3]),
+        ("zero3", FullyShard, True, [1, 3]),
+    ],
+)
+def test_each_name_selects_its_strategy(name, kind, shards_optimizer, logical_ranks):
+    strategy = select_strategy(Settings(strategy=name), batch_plan(2, 4), fake_world(1, 2))
+    assert type(strategy) is kind
+    assert strategy.name == name
+    assert strategy.shards_optimizer is shards_optimizer
+    assert list(strategy.logical_ranks) == logical_ranks
+
+
+@dataclass
+class Outcome:
+    """What a run of a few steps leaves behind; everything of it has to be bitwise identical."""
+
+    losses: list[torch.Tensor]
+    norms: list[torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    evaluations: list[torch.Tensor]
+
+
+def new_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    config.vocab_size, config.pad_token_id = 50, 5
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name: str, **changes) -> Outcome:
+    """Train for some steps, with an evaluation after each one."""
+    settings = Settings(
+        strategy=strategy_name, gradient_accumulation_steps=accumulation, warmup_steps=0, dropout=0.1, **changes
+    )
+    plan = batch_plan(1, logical_ranks, accumulation)
+    strategy: Strategy = select_strategy(settings, plan, world)
+    model = new_model(name)
+    wrapped = strategy.wrap(model)
+    assert type(wrapped) is (ShardedModel if settings.shards_gradients else DistributedDataParallel)
+    fsdp_class = f"FSDP{type(new_model(name)).__name__}"
+    assert wrapper_name(wrapped) == (fsdp_class if settings.shards_gradients else "DistributedDataParallel")
+    optimizer = build_optimizer(wrapped, settings, 1e-2, strategy)
+    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+    state = TrainingState(model, optimizer, scheduler, LossScale(settings, plan, world), strategy, world)
+    shape = (STEPS, plan.micro_batches_per_step, plan.micro_size)
+    labels = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(6, 50, (*shape, 7), generator=torch.Generator().manual_seed(2))
+    ids[..., -1] = 2  # BART classifies the end-of-sequence token
+    found = Outcome([], [], {}, [])
+    for step in range(STEPS):
+        batches = [{"input_ids": i, "labels": j} for i, j in zip(ids[step], labels[step], strict=True)]
+        losses, norm = train_step(step, wrapped, batches, state, settings)
+        assert losses.shape == (plan.micro_batches_per_step,)
+        assert norm.shape == ()
+        found.losses.append(losses)
+        found.norms.append(norm)
+        with torch.no_grad():
+            found.evaluations.append(model.eval()(input_ids=ids[0, 0]).logits)
+    found.weights = strategy.gather_model_state(model)
+    plain = new_model(name).eval()
+    plain.load_state_dict(found.weights)
+    assert torch.equal(plain(input_ids=ids[0, 0]).logits, found.evaluations[-1]), "the gathered state is not the model"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("logical_ranks", "accumulation", "name", "changes"),
+    [
+        (4, 1, "bert", {"max_grad_norm": 0.01}),
+        (2, 2, "gpt2", {"precision": "bf16"}),
+        (2, 1, "bert", {"precision": "fp16"}),
+        (2, 1, "bart", {}),  # with tied embeddings
+        (1, 1, "batch_norm", {}),  # with buffers
+    ],
+)
+def test_every_strategy_trains_to_the_same_bits(world, logical_ranks, accumulation, name, changes):
+    expected = train("ddp", world, logical_ranks, accumulation, name, **changes)
+    for strategy in STRATEGIES[1:]:
+        found = train(strategy, world, logical_ranks, accumulation, name, **changes)
+        for attribute in ("losses", "norms", "evaluations"):
+            pairs = zip(getattr(found, attribute), getattr(expected, attribute), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), f"{attribute} of {strategy}"
+        assert found.weights.keys() == expected.weights.keys()
+        for key, value in expected.weights.items():
+            assert found.weights[key].dtype == value.dtype
+            assert torch.equal(found.weights[key], value), f"{key} of {strategy}"
+
+
+def test_the_losses_are_those_of_the_micro_batches_of_each_logical_rank(world):
+    """With --logical_ranks, each of them has its own dropout masks, so the same rows have other losses."""
+    one, two = (train("ddp", world, logical_ranks, 2, "bert") for logical_ranks in (1, 2))
+    assert one.losses[0].tolist() == two.losses[0][:2].tolist(), "the same step, logical rank and rows"
+    assert len(set(two.losses[0].tolist())) == 4
