@@ -9,11 +9,13 @@
 #   static   ranks follow NODE_RANK, so node 0 has rank 0, which writes the run's files
 #   c10d     ranks are assigned at each start; node 0 only hosts the rendezvous. A node that failed can rejoin.
 #
+# NNODES            number of nodes; with c10d also a range such as 1:2, see docs/clusters.md
 # MASTER_ADDR       address of node 0
 # MASTER_PORT       a free port on node 0
 # NPROC_PER_NODE    processes on this node; default: one per GPU, or 2 without GPUs
 # MAX_RESTARTS      how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
 #                   checkpoint, which must be on a file system that all nodes share (--output_dir)
+# RDZV_CONF         with c10d: more of torchrun's --rdzv_conf, such as last_call_timeout=10,keep_alive_interval=2
 # LOCAL_ADDR, GLOO_SOCKET_IFNAME    this node's address and network interface, if the detected ones are wrong
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -46,7 +48,8 @@ processes=$(python -m app.distributed.launcher "${@:3}") || exit 2
 case $1 in
   static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;
   c10d) rendezvous=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
-    --local_addr="${LOCAL_ADDR:-$address}" --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)") ;;
+    --local_addr="${LOCAL_ADDR:-$address}"
+    --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)${RDZV_CONF:+,$RDZV_CONF}") ;;
 esac
 # Without this a node that rejoins waits for a key that node 0 has published only once (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import unavailable
+from jobs import Job, read_steps, unavailable
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
@@ -122,6 +123,58 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_pat
     assert "resumed from" in printed
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
+
+
+def comparable_steps(run: Path) -> list[dict[str, Any]]:
+    """The lines of steps.jsonl without the time that each step took."""
+    return [{name: value for name, value in step.items() if name != "seconds"} for step in read_steps(run)]
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_training_continues_without_a_lost_node_and_again_with_it(nodes: list[str], tmp_path: Path) -> None:
+    """Two ranks, then one, then two again: the results are those of a single process that nothing disturbs."""
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    flags = ["--csv", str(SAMPLE), "--max_steps", "200", "--train_batch_size", "16", "--max_length", "48"]
+    flags += ["--logical_ranks", "4", "--threads", "1", "--eval_strategy", "steps", "--eval_steps", "100"]
+    flags += ["--use_cpu", "--disable_tqdm", "--cache_dir", str(tmp_path / "cache")]
+    arguments = ["c10d", "app.ddp_loop", *flags, "--strategy", "zero3", "--output_dir", str(run)]
+    arguments += ["--save_strategy", "steps", "--save_steps", "5"]
+    place = {"NNODES": "1:2", "MASTER_PORT": "29510", "MAX_RESTARTS": "3"}
+    # A node is lost if it has been silent for 5 s. The others then wait up to 5 s for more nodes.
+    place["RDZV_CONF"] = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
+    logs = [tmp_path / f"{name}.log" for name in ("node0", "node1", "node1-again")]
+
+    def trains_on(ranks: int) -> bool:
+        settings = run / "settings.json"  # a job that starts or resumes writes it before its first step
+        return settings.exists() and json.loads(settings.read_text())["world_size"] == ranks
+
+    def steps() -> int:
+        return len((run / "steps.jsonl").read_bytes().splitlines()) if (run / "steps.jsonl").exists() else 0
+
+    def require(happened: Callable[[], bool], seconds: float) -> None:
+        wait_until(happened, seconds)
+        assert happened(), "\n".join(log.read_text() for log in logs if log.exists())
+
+    first, second = (start(nodes, rank, *arguments, log=logs[rank], **place) for rank in range(2))
+    require(lambda: trains_on(2) and steps() >= 10, 120)
+    subprocess.run(["kill", "-KILL", *ip("netns", "pids", nodes[1]).stdout.split()], check=True)
+    second.wait(60)
+    with Job("ddp_loop", *flags, "--save_strategy=no", f"--output_dir={undisturbed}", cwd=tmp_path, ranks=0) as single:
+        require(lambda: trains_on(1), 120)
+        before = steps()
+        require(lambda: steps() > before, 120)
+        again = start(nodes, 1, *arguments, log=logs[2], **place)
+        require(lambda: trains_on(2), 120)
+        assert single.finish().status == 0
+    require(lambda: first.poll() is not None and again.poll() is not None, 200)
+    assert [first.returncode, again.returncode] == [0, 0], "\n".join(log.read_text() for log in logs)
+
+    assert trains_on(2)
+    assert comparable_steps(run) == comparable_steps(undisturbed)
+    for name in ("predictions.csv", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    assert not [pid for name in nodes for pid in ip("netns", "pids", name).stdout.split()]
 
 
 @pytest.mark.launched
