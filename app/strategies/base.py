@@ -72,6 +72,18 @@ class Strategy(Protocol):
         """Load a complete state dict, which every rank passes. Collective."""
 
 
+class PlainAdamW:
+    """The optimizer of the strategies in which AdamW itself need not know how parameters are distributed."""
+
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        """Return AdamW for what this rank holds of all parameters."""
+        return torch.optim.AdamW(groups, **options)
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer itself."""
+        return optimizer
+
+
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements, a scalar, accumulated in fp64."""
     tensors = list(tensors)

@@ -14,11 +14,11 @@ from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.errors import RunError
 from app.settings import Settings
-from app.strategies.base import Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
 
-class DDP:
+class DDP(PlainAdamW):
     """`torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, "PyTorch Distributed"). Implements `Strategy`."""
 
     name: str = "ddp"
@@ -50,14 +50,6 @@ class DDP:
         """Add gradients in the order of the tree."""
         fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
         wrapped.register_comm_hook(fixed_order, lambda fixed_order, bucket: fixed_order.average(bucket))
-
-    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW for all parameters: the averaged gradients are equal, so every rank makes the same update."""
-        return torch.optim.AdamW(groups, **options)
-
-    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer itself."""
-        return optimizer
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.settings import Settings
-from app.strategies.base import Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
 from app.strategies.shards import local_part, rows_of
 
@@ -38,7 +38,7 @@ def wrapper_name(wrapped: torch.nn.Module) -> str:
     return type(wrapped.module if isinstance(wrapped, ShardedModel) else wrapped).__name__
 
 
-class FullyShard:
+class FullyShard(PlainAdamW):
     """`torch.distributed.fsdp.fully_shard`, as ZeRO-2 or ZeRO-3 (Rajbhandari et al. 2020). Implements `Strategy`.
 
     The parameters of one transformer block at a time are gathered before its forward pass. ZeRO-3 frees them after it
@@ -73,14 +73,6 @@ class FullyShard:
             sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return ShardedModel(model)
-
-    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW for this rank's shards of the parameters."""
-        return torch.optim.AdamW(groups, **options)
-
-    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer itself."""
-        return optimizer
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
