@@ -92,6 +92,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
+def _nearest_multiples(size: int, divisor: int) -> str:
+    below, above = size // divisor * divisor, math.ceil(size / divisor) * divisor
+    return " or ".join(str(near) for near in (below, above) if near)
+
+
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
     """Divide the global batch among logical ranks and accumulation steps.
 
@@ -115,19 +120,15 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     shares = logical_ranks * accumulation
     per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size
     if per_device is not None and size % shares:
-        below, above = per_device // share * share, math.ceil(per_device / share) * share
-        valid = " or ".join(str(near) for near in (below, above) if near)
         raise UserError(
             f"--per_device_train_batch_size {per_device} can't be divided among the {share} logical ranks of each "
-            f"rank: use {valid}"
+            f"rank: use {_nearest_multiples(per_device, share)}"
         )
     if size % shares:
-        below, above = size // shares * shares, math.ceil(size / shares) * shares
-        valid = " or ".join(str(near) for near in (below, above) if near)
         kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
             f"--train_batch_size {size} can't be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
-            f"use {valid}"
+            f"use {_nearest_multiples(size, shares)}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
