@@ -85,6 +85,9 @@ class ThreadNetwork:
     ) -> Work | None:
         return self._start("all-gather", output, input, async_op)
 
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
+        return self._start(f"broadcast from {src}", tensor, tensor, async_op)
+
     def _start(self, name: str, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Work | None:
         with self.changed:
             mine = self.started[self.current.rank]
@@ -104,7 +107,11 @@ class ThreadNetwork:
         assert len(names) == 1, f"the ranks have started different collectives: {sorted(names)}"
         inputs = torch.stack([input.flatten() for _, _, input in collectives])
         for rank, (name, output, _) in enumerate(collectives):
-            received = inputs if name == "all-gather" else inputs.view(self.size, self.size, -1)[:, rank]
+            kind, _, source = name.partition(" from ")
+            if kind == "broadcast":
+                received = inputs[int(source)]
+            else:
+                received = inputs if kind == "all-gather" else inputs.view(self.size, self.size, -1)[:, rank]
             output.copy_(received.reshape(output.shape))
 
 

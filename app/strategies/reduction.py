@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from app.distributed.collectives import all_gather_single
+from app.distributed.collectives import all_gather_in_place, all_gather_single
 from app.distributed.world import World
 
 Gradients = list[torch.Tensor]
@@ -88,7 +88,7 @@ class FixedOrderAllReduce:
 
     With one or two processes it is DDP's own all-reduce, because a + b = b + a. Otherwise it is an all-to-all of
     chunks, the tree, and an all-gather: the same number of bytes as a ring all-reduce. The exchange of a bucket
-    overlaps with the backward pass that computes the next one.
+    overlaps with the backward pass that computes the next one. At most three buckets are exchanged at a time.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
@@ -100,6 +100,7 @@ class FixedOrderAllReduce:
         self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
         self.sums, self.world = sums, world
         self.in_flight: list[Exchange] = []
+        self.free: list[torch.Tensor] = []  # buffers of exchanges that are finished
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -111,46 +112,70 @@ class FixedOrderAllReduce:
             return self._average_on(self.stream, bucket.buffer())
         # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
         # exchange makes progress here, when the next ones start, rather than in a callback.
-        exchange = Exchange(bucket.buffer(), self.world.size)
+        exchange = Exchange(bucket.buffer(), self.world, self._receive_buffer(bucket.buffer()))
         self.in_flight.append(exchange)
         if bucket.is_last():  # the backward pass has nothing left to compute, so there is nothing to overlap with
             for one in self.in_flight:
                 one.start_all_gather()
-            for one in self.in_flight:
-                one.finish()
-            self.in_flight.clear()
+            self._finish(len(self.in_flight))
         else:
             for earlier in self.in_flight[:-1]:
                 earlier.start_all_gather()
-            for finished in self.in_flight[:-2]:
-                finished.finish()
-            self.in_flight = self.in_flight[-2:]
+            self._finish(len(self.in_flight) - 2)
         return exchange.future
+
+    def _finish(self, number: int) -> None:
+        """Finish the first exchanges, and keep their buffers: the system clears new memory page by page, slowly."""
+        for exchange in self.in_flight[: max(0, number)]:
+            exchange.finish()
+            self.free.append(exchange.received)
+        del self.in_flight[: max(0, number)]
+
+    def _receive_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        for i, buffer in enumerate(self.free):
+            if len(buffer) >= len(like) and buffer.dtype == like.dtype:
+                return self.free.pop(i)
+        return torch.empty_like(like)
 
     def _average_on(self, stream: torch.cuda.Stream, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Enqueue the whole exchange on a stream of its own: neither the host nor the backward pass waits for it."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            exchange = Exchange(buffer, self.world.size, async_op=False, devices=[self.world.device])
+            exchange = Exchange(buffer, self.world, torch.empty_like(buffer))
             exchange.start_all_gather()
             exchange.finish()
         return exchange.future
 
 
 class Exchange:
-    """The average of one gradient bucket over the ranks, in two steps: all-to-all and tree, then all-gather."""
+    """The average of one gradient bucket over the ranks, in two steps: all-to-all and tree, then all-gather.
 
-    def __init__(
-        self, buffer: torch.Tensor, size: int, async_op: bool = True, devices: Sequence[torch.device] = ()
-    ) -> None:
-        """Start the all-to-all."""
-        self.buffer, self.size, self.async_op = buffer, size, async_op
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=list(devices))
-        chunk = -(-len(buffer) // size)
-        self.chunks = buffer.new_zeros(size * chunk)
-        self.chunks[: len(buffer)] = buffer
-        self.received = torch.empty_like(self.chunks)
-        self.work = dist.all_to_all_single(self.received, self.chunks, async_op=async_op)
+    The bucket is divided into one chunk per rank, and rank r adds the r-th chunks of all ranks. The elements that are
+    left, fewer than there are ranks, are sent to every rank, and each adds them itself.
+    """
+
+    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor) -> None:
+        """Start the all-to-all.
+
+        Args:
+            buffer: the bucket. The average replaces its content.
+            received: memory for the chunks of the other ranks, at least as large.
+        """
+        self.buffer, self.world, self.received = buffer, world, received
+        on_gpu = buffer.is_cuda
+        self.async_op = not on_gpu
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if on_gpu else []
+        )
+        divided = len(buffer) // world.size * world.size
+        self.chunks, self.rest = buffer[:divided].view(world.size, -1), buffer[divided:]
+        self.received_chunks = received[:divided].view(world.size, -1)
+        self.received_rests = buffer.new_empty(world.size, len(self.rest))
+        self.work = []
+        if divided:
+            self.work.append(dist.all_to_all_single(self.received_chunks, self.chunks, async_op=self.async_op))
+        if len(self.rest):
+            self.work.append(all_gather_single(self.received_rests.view(-1), self.rest, async_op=self.async_op))
         self.gathering = False
 
     def start_all_gather(self) -> None:
@@ -158,15 +183,20 @@ class Exchange:
         if self.gathering:
             return
         self.gathering = True
-        if self.work is not None:
-            self.work.wait()
-        self.mean = sum_pairwise(self.received.view(self.size, -1)) / self.size
-        del self.received
-        self.work = all_gather_single(self.chunks, self.mean, async_op=self.async_op)
+        self._wait()
+        if len(self.rest):
+            torch.div(sum_pairwise(self.received_rests), self.world.size, out=self.rest)
+        if self.chunks.numel():
+            torch.div(sum_pairwise(self.received_chunks), self.world.size, out=self.chunks[self.world.rank])
+            self.work = all_gather_in_place(self.chunks, self.world, self.async_op)
 
     def finish(self) -> None:
-        """Write the average into the bucket and complete the future."""
-        if self.work is not None:
-            self.work.wait()
-        self.buffer.copy_(self.chunks[: len(self.buffer)])
+        """Wait for the average and complete the future."""
+        self._wait()
         self.future.set_result(self.buffer)
+
+    def _wait(self) -> None:
+        for work in self.work:
+            if work is not None:  # None: not asynchronous
+                work.wait()
+        self.work = []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from worlds import ThreadNetwork, batch_plan, fake_world
 
 from app.data.sampler import BatchPlan
+from app.distributed import collectives
 from app.strategies import reduction
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum, reduce_scatter_pairwise, sum_pairwise
 
@@ -154,7 +155,8 @@ def test_the_communication_hook_averages_every_bucket_in_the_order_of_the_tree(
     plan = batch_plan(ranks, logical_ranks)
     leaves = gradients(3, plan.logical_ranks, shapes)
     network = ThreadNetwork(ranks)
-    monkeypatch.setattr(reduction, "dist", network)
+    for module in (reduction, collectives):
+        monkeypatch.setattr(module, "dist", network)
     monkeypatch.setattr(reduction, "all_gather_single", network.all_gather_single)
 
     def work(rank: int) -> list[torch.Tensor]:
