@@ -80,13 +80,13 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     settings, strategy, plan, record = prepared.settings, prepared.strategy, prepared.plan, prepared.record
     model, loader = prepared.model, prepared.train_loader
 
-    # 2. THE MODEL. Every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) first copies rank 0's
-    #    weights to all ranks. Then it registers hooks that run during backward(): as soon as the gradients of a bucket
-    #    of parameters are ready, they are averaged over the ranks, while backward() computes the next bucket. The other
-    #    strategies divide the optimizer's state, the gradients or the parameters among the ranks (strategies/fsdp.py).
+    # 2. THE MODEL. By default every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) copies rank
+    #    0's weights to all ranks first. Then it registers hooks that run during backward(): as soon as the gradients of
+    #    a bucket of parameters are ready, they are averaged over the ranks, while backward() computes the next bucket.
     wrapped = strategy.wrap(model)
     # All ranks get the same averaged gradients, so their optimizers make the same update and the copies of the model
-    # stay equal. The weights themselves are never synchronized again.
+    # stay equal. The weights themselves are never synchronized again. The other strategies divide the optimizer's state
+    # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
 
@@ -138,7 +138,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             if plan.due(settings.eval_strategy, settings.eval_steps, step):
                 evaluate_during_training(step, prepared, world)
     bar.close()
-    record.load_best(strategy, model)
+    record.load_best(model)
 
 
 # 4. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch.
@@ -164,10 +164,10 @@ def train_step(
     wrapped.train()  # an evaluation may have turned dropout off
     losses = []
     places = product(strategy.logical_ranks, range(settings.gradient_accumulation_steps))
-    for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
+    for number, (batch, (logical_rank, micro_batch)) in enumerate(zip(batches, places, strict=True)):
         # 5. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
         #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
-        seed_micro_batch(settings.seed, step, *place)
+        seed_micro_batch(settings.seed, step, logical_rank, micro_batch)
         # backward() adds to the gradients of the previous micro-batches. They stay local (DDP's no_sync) until the last
         # backward() averages the sum over the ranks, so DDP's ranks exchange gradients once per step.
         with strategy.accumulate(wrapped, number):

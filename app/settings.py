@@ -151,8 +151,8 @@ class ProcessSettings:
     use_cpu: bool = setting(False, "train on the CPU even if GPUs are available")
     strategy: Literal["ddp", "zero1", "zero2", "zero3"] = setting(
         "ddp",
-        "what is sharded over the ranks: nothing (ddp), optimizer state (zero1), also gradients (zero2), also "
-        "parameters (zero3); results are bitwise identical",
+        "what is sharded over the ranks: nothing (ddp), optimizer state (zero1), also gradients, and parameters "
+        "between steps (zero2), parameters at any time (zero3); results are bitwise identical",
     )
     cpu_offload: bool = setting(False, "zero3 on GPUs: keep parameters, gradients and optimizer state in main memory")
     activation_checkpointing: bool = setting(
@@ -269,11 +269,6 @@ class Settings(
                 for name in ("model", "output_dir", "resume_from_checkpoint")
             ),
         ]
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether each rank keeps only its shard of the summed gradients."""
-        return self.strategy in ("zero2", "zero3")
 
     @property
     def csv_path(self) -> Path:

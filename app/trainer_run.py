@@ -106,7 +106,7 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
-    prepared.record.load_best(prepared.strategy, prepared.model)
+    prepared.record.load_best(prepared.model)
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -199,7 +199,8 @@ class ReviewTrainer(Trainer):
         self.grad_norm = torch.zeros(())
         self.wrapped = prepared.strategy.wrap(prepared.model)
         self.loss_scale = LossScale(prepared.settings, prepared.plan, world)
-        # accelerate would load the optimizer's own state dict into it, which a sharded optimizer does not have.
+        # Otherwise accelerate calls optimizer.load_state_dict(optimizer.state_dict()), and ZeroRedundancyOptimizer has
+        # no state dict before it is consolidated.
         self.accelerator.device_placement = False
 
     # ---- data ------------------------------------------------------------------------------------------------------
@@ -237,9 +238,9 @@ class ReviewTrainer(Trainer):
         Trainer would use one stream of random numbers, and one all-reduce over all micro-batches of a process.
         """
         number = len(self.micro_batches)
-        logical_rank, part = divmod(number, self.prepared.plan.accumulation_steps)
+        index, micro_batch = divmod(number, self.prepared.plan.accumulation_steps)
         strategy, seed = self.prepared.strategy, self.prepared.settings.seed
-        seed_micro_batch(seed, self.state.global_step, strategy.logical_ranks[logical_rank], part)
+        seed_micro_batch(seed, self.state.global_step, strategy.logical_ranks[index], micro_batch)
         self.micro_batches.append(inputs)
         with strategy.accumulate(model, number):
             return super().training_step(model, inputs, *args, **kwargs)

@@ -44,12 +44,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.gathered = 0
-        self.loaded: list[dict[str, torch.Tensor]] = []
 
     def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         self.gathered += 1
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def load_model_state(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-        self.loaded.append(state)
-        model.load_state_dict(state)

@@ -22,8 +22,3 @@ def test_only_zero3_can_keep_parameters_in_main_memory(strategy):
     with pytest.raises(UserError, match=f"--cpu_offload needs --strategy zero3, not {strategy}"):
         Settings(strategy=strategy, cpu_offload=True)
     Settings(strategy="zero3", cpu_offload=True)
-
-
-def test_zero2_and_zero3_shard_gradients():
-    sharding = [name for name in ("ddp", "zero1", "zero2", "zero3") if Settings(strategy=name).shards_gradients]
-    assert sharding == ["zero2", "zero3"]

@@ -77,7 +77,8 @@ def distribute(
     """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
     data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
     strategy = make_strategy(settings, data.plan, world)
-    return Bench(settings, world, data, strategy, model, strategy.wrap(model), data.train_loader(settings, world))
+    loader = data.train_loader(strategy.logical_ranks, settings, world)
+    return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)
 
 
 def timed(work: Callable[[], None], world: World) -> float:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from app.checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
-from app.checkpoint.state import write_weights
-from app.distributed.collectives import broadcast_object, broadcast_tensors, first_failure
+from app.checkpoint.state import read_weights, write_weights
+from app.distributed.collectives import first_failure
 from app.distributed.world import World
 from app.errors import RunError
 from app.files import commit
 from app.runs.schema import BEST_PREFIX, MODEL, RUN_STATE
-from app.strategies.base import Strategy, Tensors
+from app.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ def save_best(
         `improved`, or `best` if the weights could not be written and the run continues regardless.
     """
     world = checkpoints.world
+    state = strategy.gather_model_state(model)
 
     def fill(folder: Path) -> None:
-        state = strategy.gather_model_state(model)
         if world.is_main_process:
             write_weights(folder, state)
 
@@ -66,8 +65,8 @@ def save_best(
     return improved
 
 
-def load_best(checkpoints: Path, best: Best, strategy: Strategy, model: torch.nn.Module, world: World) -> None:
-    """Load the best weights into the model, on every rank. Collective.
+def load_best(checkpoints: Path, best: Best, model: torch.nn.Module, world: World) -> None:
+    """Load the best weights into the model, or into the shards of it that this rank holds. Collective.
 
     Args:
         checkpoints: the folder of the checkpoints.
@@ -79,8 +78,7 @@ def load_best(checkpoints: Path, best: Best, strategy: Strategy, model: torch.nn
     problem = problem_of(folder) if world.is_main_process else None
     if (problem := first_failure(problem, world)) is not None:
         raise RunError(f"{folder}: the best weights are damaged: {problem}")
-    state = load_file(folder / MODEL) if world.is_main_process else {}
-    strategy.load_model_state(model, _broadcast_state(state, world))
+    read_weights(folder, model)
 
 
 def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
@@ -114,14 +112,3 @@ def remove_unused_best(checkpoints: Path, best: Best) -> None:
     for folder in checkpoints.glob(f"{BEST_PREFIX}*"):
         if folder.name not in used:
             remove(folder)
-
-
-def _broadcast_state(state: Tensors, world: World) -> Tensors:
-    """Return rank 0's state dict on every rank, on the rank's device."""
-    layout = broadcast_object([(name, x.shape, x.dtype) for name, x in state.items()], world)
-    if world.is_main_process:
-        state = {name: x.to(world.device) for name, x in state.items()}
-    else:
-        state = {name: torch.empty(shape, dtype=dtype, device=world.device) for name, shape, dtype in layout}
-    broadcast_tensors(state.values(), world)
-    return state

@@ -26,7 +26,7 @@ PREFIX = "checkpoint-"
 STAGING = ".writing"
 MANIFEST = "manifest.json"
 COMPLETION_MARKER = "COMPLETE"
-WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save reports a full disk as a RuntimeError
+WRITE_ERRORS = (OSError, SafetensorError)
 
 
 def step_of(folder: Path) -> int:

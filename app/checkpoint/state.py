@@ -1,8 +1,8 @@
 """Save and load the training state in files that can't contain code: safetensors and JSON.
 
 A checkpoint holds everything that the next step depends on: weights, optimizer, schedule and loss scale. Each rank
-writes the part that only it holds into a file of its own, so no rank ever needs memory for the whole. A run can resume
-under another strategy and world size, where each rank reads the rows that it needs from these files.
+writes the part that only it holds into a file of its own, so sharded state is never gathered. A run can resume under
+another strategy and world size, where each rank reads the rows that it needs from these files.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write this rank's parts of tensors, with the row at which each part begins."""
     first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
-    parts = {name: _copy_for_file(local_part(tensor)) for name, tensor in tensors.items()}
+    parts = {name: _for_file(local_part(tensor)) for name, tensor in tensors.items()}
     save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
     flush(file)
 
@@ -148,7 +148,24 @@ class ShardReader:
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write a complete state dict, parameters and buffers, as model.safetensors."""
-    save_file({name: _copy_for_file(tensor) for name, tensor in state.items()}, folder / MODEL)
+    parts, memory = {}, set()
+    for name, tensor in state.items():
+        part = _for_file(tensor)
+        parts[name] = part.clone() if part.data_ptr() in memory else part  # safetensors refuses tied weights
+        memory.add(part.data_ptr())
+    save_file(parts, folder / MODEL)
+
+
+@torch.no_grad()
+def read_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Load model.safetensors into the model, or into the shards of it that this rank holds."""
+    with safe_open(folder / MODEL, framework="pt") as weights:
+        for name, tensor in model.state_dict().items():
+            start, length = rows_of(tensor)
+            if start is None:
+                tensor.copy_(weights.get_tensor(name))
+            elif length:
+                local_part(tensor).copy_(weights.get_slice(name)[start : start + length])
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,8 +175,6 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _copy_for_file(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU with memory of its own: safetensors refuses views, such as tied weights."""
-    tensor = tensor.detach()
-    copy = tensor.cpu().contiguous()
-    return copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+def _for_file(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that safetensors can write: on the CPU and contiguous. Copies it only if necessary."""
+    return tensor.detach().cpu().contiguous()

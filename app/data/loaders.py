@@ -28,7 +28,13 @@ class Collator(DataCollatorWithPadding):
 
 
 def build_train_loader(
-    rows: Dataset, lengths: NDArray[np.int64], collator: Collator, plan: BatchPlan, world: World, settings: Settings
+    rows: Dataset,
+    lengths: NDArray[np.int64],
+    collator: Collator,
+    plan: BatchPlan,
+    logical_ranks: Sequence[int],
+    world: World,
+    settings: Settings,
 ) -> DataLoader[Any]:
     """Build the loader of this rank's micro-batches: `plan.steps_per_epoch * plan.micro_batches_per_step` per epoch.
 
@@ -37,8 +43,8 @@ def build_train_loader(
     Args:
         rows: the tokenized training rows.
         lengths: int64 (n_train,), the number of tokens of each row.
+        logical_ranks: those of this rank, in the order of `Strategy.logical_ranks`.
     """
-    logical_ranks = plan.logical_ranks_of(world.rank, settings.shards_gradients)
     sampler: FullBatchSampler
     if settings.train_sampling_strategy == "group_by_length":
         sampler = LengthGroupedSampler(lengths, plan, logical_ranks, settings.seed)
@@ -101,7 +107,7 @@ def build_eval_set(
 
 
 def _options(collator: Collator, world: World) -> dict[str, Any]:
-    # Without its own generator, each iter(loader) would draw from the global one and so change the dropout masks.
+    # With a generator of its own, iterating does not draw from the global random number generator.
     return {
         "collate_fn": collator,
         "generator": torch.Generator().manual_seed(0),

@@ -108,7 +108,8 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
     if logical_ranks != world_size and not is_power_of_two:  # fewer ranks would form another tree
         raise UserError(
-            f"--logical_ranks {logical_ranks}: must be a power of two or the number of ranks, which is {world_size}"
+            f"{logical_ranks} logical ranks, which are not a power of two, can't be divided among "
+            f"{_count(world_size, 'rank')}: start {logical_ranks} ranks, or a new run with another --logical_ranks"
         )
     if logical_ranks % world_size:
         sizes = [1 << exponent for exponent in range(logical_ranks.bit_length())]

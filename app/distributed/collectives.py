@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -169,14 +169,10 @@ def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     0's are saved.
     """
     saved = model.state_dict().keys()
-    broadcast_tensors([buffer for name, buffer in model.named_buffers() if name in saved], world)
-
-
-def broadcast_tensors(tensors: Collection[torch.Tensor], world: World) -> None:
-    """Copy rank 0's values of these tensors to every rank, in place."""
-    for tensor in tensors:
-        dist.broadcast(tensor, src=0)
-    if tensors:
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+    for buffer in buffers:
+        dist.broadcast(buffer, src=0)
+    if buffers:
         wait_for_device(world)
 
 

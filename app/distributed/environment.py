@@ -72,7 +72,9 @@ def check_accelerate_environment(settings: Settings) -> None:
         UserError: A variable contradicts the settings. The message names it, its value and the flag to use instead.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    # The precision is that of the settings in both paths, but accelerate would scale losses by itself with fp16.
+    if precision == settings.precision == "fp16":
+        remedy = "unset it: --precision fp16 scales the loss itself"
+        raise _contradiction("ACCELERATE_MIXED_PRECISION", "accelerate would scale the loss a second time", remedy)
     if precision not in ({"no", "bf16"} if settings.bf16 else {"no"}):
         remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it, and use --precision"
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)

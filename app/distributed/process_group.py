@@ -156,7 +156,7 @@ def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
         return None
     return (
         f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "
-        f"--precision fp32"
+        f"--precision fp16 or fp32"
     )
 
 

@@ -214,5 +214,7 @@ def simulate_ranks(
         collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     for rank in range(plan.ranks):
         rank_world = replace(world, rank=rank, size=plan.ranks, local_rank=rank, local_size=plan.ranks)
-        loader = build_train_loader(data.rows.select(train), data.lengths[train], collator, plan, rank_world, settings)
+        loader = build_train_loader(
+            data.rows.select(train), data.lengths[train], collator, plan, [rank], rank_world, settings
+        )
         yield SimulatedRank(rank, loader, settings.seed + variant.dropout_seed, plan, world.device)

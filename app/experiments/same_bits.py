@@ -17,12 +17,14 @@ import hashlib
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from app.checkpoint.manager import latest_valid_checkpoint, step_of
+from app.checkpoint.manager import latest_first, step_of, was_complete
 from app.cli import as_flags, settings_parser
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
@@ -118,7 +120,14 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: values.pop(name) for name in names})
     settings = Settings(**values)
-    if wrong := [n for n in options.ranks if n < 1 or (settings.logical_ranks or 0) % n]:
+    if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
+        raise UserError(
+            f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "
+            "runs are killed after a checkpoint in the first half"
+        )
+    if settings.logical_ranks is None or settings.logical_ranks & (settings.logical_ranks - 1):
+        raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
+    if wrong := [n for n in options.ranks if n < 1 or settings.logical_ranks % n]:
         raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
     check_gpus(max(options.ranks), settings.use_cpu)
     return options, settings
@@ -129,7 +138,8 @@ def build_cells(options: Any, rng: random.Random) -> list[Cell]:
     places = list(product(options.ranks, options.strategies))
     cells = []
     for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
-        elsewhere = [place for place in places if place[0] != ranks and place[1] != strategy] or places
+        others = [place for place in places if place != (ranks, strategy)] or places
+        elsewhere = [place for place in others if place[0] != ranks and place[1] != strategy] or others
         resumed = rng.choice(elsewhere) if interruption == "killed" else None
         cells.append(Cell(path_name, ranks, strategy, resumed))
     return cells
@@ -145,20 +155,21 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random)
     if cell.resumed is None:
         finish(start(cell.path_name, cell.ranks, cell.strategy, settings, run), run)
         return
-    rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, max(2, settings.max_steps // 2))
+    rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, settings.max_steps // 2)
 
     def late_enough() -> bool:
-        checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, lambda _: None)
-        return checkpoint is not None and step_of(checkpoint) >= step
+        return any(was_complete(one) and step_of(one) >= step for one in latest_first(run / CHECKPOINTS))
 
     with start(cell.path_name, cell.ranks, cell.strategy, settings, run) as job:
         # With one rank, there is no torchrun that could outlive it: plain python is the rank itself.
-        job.wait_until(late_enough, TIME_LIMIT)
+        with time_limit(run):
+            job.wait_until(late_enough, TIME_LIMIT)
         target = job.find_rank(rank)
         if target is None:
             raise RunError(f"{cell}: the job ended before it could be killed; see {log_of(run)}")
         target.kill()
-        job.wait(TIME_LIMIT)
+        with time_limit(run):
+            job.wait(TIME_LIMIT)
     ranks, strategy = cell.resumed
     finish(start(cell.path_name, ranks, strategy, replace(settings, resume_from_checkpoint=str(run)), run), run)
 
@@ -176,12 +187,21 @@ def finish(job: TorchrunJob, run: Path) -> None:
     """Run a job to its end.
 
     Raises:
-        RunError: its exit status is not 0.
+        RunError: its exit status is not 0, or it takes too long.
     """
-    with job:
+    with job, time_limit(run):
         status = job.wait(TIME_LIMIT)
     if status != 0:
         raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")
+
+
+@contextmanager
+def time_limit(run: Path) -> Iterator[None]:
+    """Turn a TimeoutError into a RunError."""
+    try:
+        yield
+    except TimeoutError:
+        raise RunError(f"{run.name}: still running after {TIME_LIMIT:.0f} s; see {run}*.log") from None
 
 
 def log_of(run: Path, suffix: str = "") -> Path:

@@ -15,7 +15,7 @@ from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
 from app.data.split import Split
 from app.distributed.world import World
-from app.hardware import git_commit
+from app.hardware import device_name, git_commit
 from app.metrics.score import Scores
 from app.runs.steps import Totals
 from app.settings import Settings
@@ -101,7 +101,8 @@ def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals,
         "samples_seen": step * plan.global_size,
         "total_steps": plan.total_steps,
         "world_size": info.world.size,
-        "device": info.world.device.type,
+        "device": device_name(info.world.device),
+        "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "fingerprint": info.split.fingerprint,
         "settings": info.settings.as_dict(),

@@ -76,7 +76,6 @@ class RunRecord:
         self.best = Best(**resume.state.get("best", {}))
         self.step = resume.step  # the last step, for error messages
         self.last_loss = float("nan")
-        self.skipped_in_a_row = 0
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
@@ -221,25 +220,18 @@ class RunRecord:
         self.last_loss = lines[-1]["loss"]
         failed = None
         for i, line in enumerate(lines):
-            if math.isfinite(line["grad_norm"]):
-                self.skipped_in_a_row = 0
-                continue
-            self.skipped_in_a_row += 1
-            if (
-                self.settings.precision != "fp16"
-                or self.skipped_in_a_row > MAX_SKIPPED
-                or not math.isfinite(line["loss"])
-            ):
-                failed = i
-                break
-            line["grad_norm"] = None  # the loss scale was too large, and has been halved
-        for line in lines[:failed]:
+            if not math.isfinite(line["grad_norm"]):
+                is_overflow = self.settings.precision == "fp16" and math.isfinite(line["loss"])
+                if not is_overflow or self.totals.skipped_in_a_row == MAX_SKIPPED:
+                    failed = i
+                    break
+                line["grad_norm"] = None  # the loss scale was too large, and has been halved
             self.totals.add(line)
         self._append(schema.STEPS.name, lines[:failed])
         if failed is not None:
             step = self.pending[failed]
             self.step = step.step - 1
-            raise nonfinite_error(step, self.rows_of_step(step.step), self.world)
+            raise nonfinite_error(step, self.rows_of_step(step.step), self.totals.skipped_in_a_row, self.world)
         self.pending.clear()
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
         if self.step % self.settings.logging_steps == 0 or self.step == self.plan.total_steps:
@@ -302,7 +294,7 @@ class RunRecord:
         if self.settings.load_best_model_at_end and self.best.is_improved_by(metrics[metric], metric):
             self.best = save_best(self.checkpoints, self.best, Best(step, metrics[metric]), strategy, model)
 
-    def load_best(self, strategy: Strategy, model: torch.nn.Module) -> None:
+    def load_best(self, model: torch.nn.Module) -> None:
         """Load the best weights into the model, if that is requested and there are any. Collective.
 
         Raises:
@@ -310,6 +302,6 @@ class RunRecord:
         """
         if not self.settings.load_best_model_at_end or not self.best.step:
             return
-        load_best(self.checkpoints.folder, self.best, strategy, model, self.world)
+        load_best(self.checkpoints.folder, self.best, model, self.world)
         metric = f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"
         self.world.print_main(f"{'best weights':>14}  of step {self.best.step}: {metric}")

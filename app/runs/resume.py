@@ -14,6 +14,7 @@ from app.distributed.collectives import all_gather_object, broadcast_object, rai
 from app.distributed.environment import launcher_id
 from app.distributed.world import World
 from app.errors import AlreadyFinished, UserError
+from app.hardware import device_name
 from app.runs.find_checkpoint import Found, find_checkpoint, folder_of_this_job
 from app.runs.schema import BEST_PREFIX, RUN_STATE, STEPS, checkpoint_files
 from app.settings import Settings
@@ -119,18 +120,20 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes_since(state, settings, world))
 
 
-def adopt_recipe(settings: Settings, resume: Resume, world: World) -> Settings:
-    """Fill in the settings that a resumed run takes over unless they are given, because they affect its bits.
+def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
+    """Fill in the settings that a resumed run takes over unless they are given. Collective.
 
-    These are the number of logical ranks and the number of threads per rank, which otherwise depend on the number of
-    processes, and the global batch size, which `--per_device_train_batch_size` would multiply by it.
+    They affect the bits of the results: the number of logical ranks and the number of threads per rank, which otherwise
+    depend on the number of processes, and the global batch size, which `--per_device_train_batch_size` would multiply
+    by it.
 
     Returns:
         Settings with `logical_ranks`. The number of threads is set for this process.
     """
     recorded = resume.recorded
-    if not settings.threads and (threads := recorded.get("threads")):
-        torch.set_num_threads(threads)
+    # The nodes may have different numbers of cores, but a micro-batch must not depend on the node that computes it.
+    default = min(all_gather_object(torch.get_num_threads(), world))
+    torch.set_num_threads(settings.threads or recorded.get("threads") or default)
     per_device = settings.per_device_train_batch_size
     if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
@@ -144,8 +147,11 @@ def changes_since(state: Mapping[str, Any], settings: Settings, world: World) ->
         state: the content of run_state.json.
     """
     recorded = state.get("settings", {})
+    offload = {"cuda": settings.cpu_offload}.get(world.device.type)
     pairs = [
-        ("device", state.get("device"), world.device.type),
+        ("device", state.get("device"), device_name(world.device)),
+        ("torch", state.get("torch"), torch.__version__),
+        ("optimizer on the CPU", recorded.get("cpu_offload") if offload is not None else None, offload),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]

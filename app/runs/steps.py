@@ -42,7 +42,8 @@ class Step:
 class Totals:
     """Sums over all steps so far and all ranks.
 
-    `padded_tokens` counts tokens and padding; `skipped` counts steps that were skipped because of an overflow in fp16.
+    `padded_tokens` counts tokens and padding; `skipped` counts steps that were skipped because of an overflow in fp16,
+    and `skipped_in_a_row` those since the last step that was not.
     """
 
     train_seconds: float = 0.0
@@ -50,6 +51,7 @@ class Totals:
     tokens: int = 0
     padded_tokens: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
 
     @property
     def examples_per_second(self) -> float:
@@ -62,6 +64,7 @@ class Totals:
         self.tokens += line["tokens"]
         self.padded_tokens += line["padded_tokens"]
         self.skipped += line["grad_norm"] is None
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["grad_norm"] is None else 0
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
@@ -125,11 +128,12 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
     )
 
 
-def nonfinite_error(step: Step, rows: Sequence[int], world: World) -> RunError:
+def nonfinite_error(step: Step, rows: Sequence[int], skipped_in_a_row: int, world: World) -> RunError:
     """Describe a step whose gradient norm is not finite. Collective.
 
     Args:
         rows: this rank's data rows of that step.
+        skipped_in_a_row: how many steps right before it were skipped because of an overflow in fp16.
 
     Returns:
         The error to raise; it names the ranks whose loss is not finite, and their rows.
@@ -138,4 +142,9 @@ def nonfinite_error(step: Step, rows: Sequence[int], world: World) -> RunError:
     ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
     norm = float(step.grad_norm)
     cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"
+    if skipped_in_a_row and not ranks:
+        return RunError(
+            f"step {step.step}: the gradients overflowed in fp16 in {skipped_in_a_row + 1} steps in a row, although "
+            "each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or fp32"
+        )
     return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")

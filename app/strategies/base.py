@@ -55,8 +55,8 @@ class Strategy(Protocol):
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Divide the gradients by the loss scale, and scale them down if their norm exceeds `max_norm`. Collective.
 
-        The squares are summed in fp64 and the norm is rounded to fp32, so it does not depend on the order of the
-        additions, and therefore not on how the gradients are sharded.
+        The squares are summed in fp64 and the norm is rounded to fp32, which removes the rounding errors of the sum. So
+        the norm does not depend on how the gradients are sharded (docs/same_bits.md names the limits).
 
         Args:
             loss_scale: what the loss was multiplied by, a scalar.
@@ -67,9 +67,6 @@ class Strategy(Protocol):
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Return the complete state dict on rank 0, and an empty one on the other ranks. Collective."""
-
-    def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
-        """Load a complete state dict, which every rank passes. Collective."""
 
 
 class PlainAdamW:

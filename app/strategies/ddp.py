@@ -81,10 +81,6 @@ class DDP(PlainAdamW):
         """Return the state dict on rank 0. Nothing has to be gathered."""
         return dict(model.state_dict()) if self.world.is_main_process else {}
 
-    def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
-        """Load the state dict on every rank."""
-        model.load_state_dict(state)
-
     def _check_gradients(self, wrapped: torch.nn.Module) -> None:
         """Check once that backward() has reached every parameter, unless DDP is set to search for unused ones.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
-from app.strategies.shards import local_part, rows_of
+from app.strategies.shards import local_part
 
 
 class ShardedModel(torch.nn.Module):
@@ -62,7 +62,9 @@ class FullyShard(PlainAdamW):
         Every rank has the same weights already, so each keeps its own shard of them.
         """
         assert isinstance(model, PreTrainedModel)
-        mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        # The default process group, with its backend and --ddp_timeout: init_device_mesh may create another one.
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self.world.device.type)
         offload = CPUOffloadPolicy() if self.cpu_offload and self.world.device.type == "cuda" else OffloadPolicy()
         for module in (*transformer_blocks(model), model):
             sharded = fully_shard(
@@ -121,13 +123,6 @@ class FullyShard(PlainAdamW):
             if self.world.is_main_process:
                 state[name] = complete.cpu()
         return state
-
-    def load_model_state(self, model: torch.nn.Module, state: Tensors) -> None:
-        """Copy this rank's shards out of the complete state dict."""
-        for name, tensor in model.state_dict().items():
-            start, length = rows_of(tensor)
-            part = state[name] if start is None else state[name][start : start + length]
-            local_part(tensor).copy_(part)
 
 
 class PairwiseReduceScatter(ReduceScatter):

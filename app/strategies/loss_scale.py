@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, whose smallest numbers are too large for many gradients."""
+"""Dynamic loss scaling for fp16, in which small gradients would underflow to zero."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LossScale:
     The algorithm is that of `torch.amp.GradScaler`: a step whose gradients overflow is skipped and halves the scale,
     and many steps in a row without an overflow double it. GradScaler looks for overflows in the gradients of one
     process; here their global norm decides, which is equal on every rank however the gradients are sharded. The host
-    does not wait for it. The scale is a power of two, so scaling rounds nothing. With other precisions it is always 1.
+    does not wait for it. The scale is a power of two, so scaling is exact. With other precisions it is always 1.
     """
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:

@@ -12,6 +12,6 @@ from app.strategies.fsdp import FullyShard
 
 def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:
     """Return the strategy of a run."""
-    if settings.shards_gradients:
+    if settings.strategy in ("zero2", "zero3"):
         return FullyShard(settings, plan, world)
     return Zero1(settings, plan, world) if settings.strategy == "zero1" else DDP(settings, plan, world)

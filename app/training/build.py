@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,12 @@ class ReviewData:
         """The collator that pads the rows of a batch."""
         return Collator(self.tokenizer)
 
-    def train_loader(self, settings: Settings, world: World) -> DataLoader[Any]:
-        """Build the loader of this rank's training micro-batches."""
+    def train_loader(self, logical_ranks: Sequence[int], settings: Settings, world: World) -> DataLoader[Any]:
+        """Build the loader of this rank's training micro-batches, those of its logical ranks."""
         part = self.split.train
-        return build_train_loader(self.rows.select(part), self.lengths[part], self.collator, self.plan, world, settings)
+        return build_train_loader(
+            self.rows.select(part), self.lengths[part], self.collator, self.plan, logical_ranks, world, settings
+        )
 
     def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
         """Build an eval set: `validation` or `test`."""

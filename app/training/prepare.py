@@ -19,7 +19,7 @@ from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
 from app.runs.open import open_run
 from app.runs.record import RunRecord
-from app.runs.resume import Resume, adopt_recipe, find_resume
+from app.runs.resume import Resume, find_resume, restore_settings
 from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
@@ -77,7 +77,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
             refuse_used(settings.output_dir)
     given = settings
-    settings = adopt_recipe(settings, resume, world)
+    settings = restore_settings(settings, resume, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -91,7 +91,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
-    train_loader = data.train_loader(settings, world)
+    strategy = select_strategy(settings, data.plan, world)
+    train_loader = data.train_loader(strategy.logical_ranks, settings, world)
 
     def rows_of_step(step: int) -> list[int]:
         positions = train_loader.sampler.rows_of_step((step - 1) % data.plan.steps_per_epoch)  # type: ignore[attr-defined]
@@ -106,7 +107,6 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    strategy = select_strategy(settings, data.plan, world)
     return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
 
 
@@ -117,7 +117,6 @@ MAY_DIFFER_BETWEEN_RANKS = {
     "cache_dir",
     "output_dir",
     "resume_from_checkpoint",
-    "threads",
     "disable_tqdm",
 }
 

@@ -1,15 +1,10 @@
-"""The best weights: what counts as better, and how they get back to every rank."""
+"""The best weights: what counts as better, and how a new run gets those of another run."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from run_records import Copies
-from torch import nn
-from worlds import fake_world
 
-from app.checkpoint import best as best_module
-from app.checkpoint.best import Best, copy_best, load_best
+from app.checkpoint.best import Best, copy_best
 from app.checkpoint.manager import commit_checkpoint, problem_of
 from app.runs.schema import CHECKPOINTS
 
@@ -28,24 +23,6 @@ from app.runs.schema import CHECKPOINTS
 )
 def test_only_a_strictly_better_value_is_an_improvement(best, value, metric, is_improved):
     assert Best(1, best).is_improved_by(value, metric) is is_improved
-
-
-def test_a_rank_that_has_not_read_the_file_loads_the_complete_state_of_rank_0(tmp_path, monkeypatch):
-    """A sharded strategy needs the complete state on every rank; only rank 0 reads the file."""
-    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
-    layout = [(name, x.shape, x.dtype) for name, x in source.state_dict().items()]
-
-    def receive(tensors, world) -> None:
-        for tensor, sent in zip(tensors, source.state_dict().values(), strict=True):
-            tensor.copy_(sent)
-
-    monkeypatch.setattr(best_module, "first_failure", lambda problem, world: problem)
-    monkeypatch.setattr(best_module, "broadcast_object", lambda value, world: layout)
-    monkeypatch.setattr(best_module, "broadcast_tensors", receive)
-    strategy = Copies()
-    load_best(tmp_path / "not visible here", Best(1, 0.5), strategy, model, fake_world(1, 2))
-    assert torch.equal(model.weight, source.weight)
-    assert list(strategy.loaded[0]) == ["weight", "bias"]
 
 
 def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):

@@ -9,6 +9,7 @@ from worlds import batch_plan, fake_world
 
 from app.data.loaders import EvalSet, build_eval_set, build_train_loader
 from app.settings import Settings
+from app.strategies.select import select_strategy
 
 
 def keep(rows: list[int]) -> list[int]:
@@ -76,9 +77,10 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
     plan, orders = batch_plan(2, 8), {}
     n = plan.steps_per_epoch * plan.global_size
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
-        settings = Settings(strategy=strategy)
-        loader = build_train_loader(list(range(n)), np.ones(n, dtype=np.int64), keep, plan, fake_world(1, 2), settings)
-        orders[strategy] = loader.sampler.logical_ranks
+        settings, world = Settings(strategy=strategy), fake_world(1, 2)
+        mine = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
+        loader = build_train_loader(list(range(n)), np.ones(n, dtype=np.int64), keep, plan, mine, world, settings)
+        assert loader.sampler.logical_ranks == mine
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4
     assert orders["ddp"] == orders["zero1"] == [4, 5, 6, 7]
     assert orders["zero2"] == orders["zero3"] == [1, 3, 5, 7]

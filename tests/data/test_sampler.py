@@ -229,8 +229,10 @@ def test_logical_ranks_that_can_t_be_divided_among_the_ranks_are_an_error_that_n
 @pytest.mark.parametrize(("logical_ranks", "ranks"), [(6, 3), (6, 2), (3, 1), (12, 4)])
 def test_several_logical_ranks_per_process_must_be_a_power_of_two(logical_ranks, ranks):
     """A run on 3 ranks has 3 logical ranks, which no other number of processes adds in the same order."""
-    message = f"--logical_ranks {logical_ranks}: must be a power of two or the number of ranks, which is {ranks}"
-    assert error_of(1_000, ranks, train_batch_size=48, logical_ranks=logical_ranks) == message
+    assert error_of(1_000, ranks, train_batch_size=48, logical_ranks=logical_ranks) == (
+        f"{logical_ranks} logical ranks, which are not a power of two, can't be divided among {ranks} "
+        f"rank{'s' * (ranks > 1)}: start {logical_ranks} ranks, or a new run with another --logical_ranks"
+    )
     plan = new_plan(1_000, 48, logical_ranks, logical_ranks)
     assert (plan.logical_ranks, plan.ranks, plan.micro_size) == (logical_ranks, logical_ranks, 48 // logical_ranks)
 

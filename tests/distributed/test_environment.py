@@ -156,6 +156,12 @@ def test_accelerate_variables_that_agree_or_have_no_effect_are_accepted(
         ("ACCELERATE_MIXED_PRECISION", "bf16", {"precision": "fp64"}, "add --precision bf16, or unset it"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "unset it, and use --precision"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", {"bf16": True}, "unset it, and use --precision"),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "fp16",
+            {"precision": "fp16"},
+            "unset it: --precision fp16 scales the loss itself",
+        ),
         ("ACCELERATE_MIXED_PRECISION", "fp8", {}, "unset it, and use --precision"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "unset it"),
         ("ACCELERATE_DYNAMO_USE_DYNAMIC", "perhaps", {}, "unset it"),

@@ -178,7 +178,7 @@ def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cuda:0 (Tesla T4)" in line
-    assert "--precision fp32" in line
+    assert "use --precision fp16 or fp32" in line
 
 
 @pytest.mark.parametrize(("supported", "use_cpu"), [(True, False), (False, True)])

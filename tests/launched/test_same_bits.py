@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import TrainingRun, require_success, run_many, write_subset
+from jobs import TrainingRun, read_steps, require_success, run_many, write_subset
 
 from app.experiments.same_bits import hash_run
 
@@ -40,10 +40,10 @@ def undisturbed(ranks: int, variants: list[str], paths: tuple[str, ...] = PATHS)
     }
 
 
-def resumed(source: str, path: str, strategy: str) -> TrainingRun:
+def resumed(source: str, path: str, strategy: str, variant: str = "") -> TrainingRun:
     """Resume in a new folder, after step 5, with other ranks and another strategy."""
     checkpoint = f"--resume_from_checkpoint={source}/checkpoints/checkpoint-5"
-    return TrainingRun(path, [*FLAGS, f"--strategy={strategy}", checkpoint])
+    return TrainingRun(path, [*FLAGS, *VARIANTS[variant], f"--strategy={strategy}", checkpoint])
 
 
 def with_bugs(ranks: int) -> dict[str, TrainingRun]:
@@ -76,8 +76,13 @@ def one_rank(folder) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(one_rank) -> Path:
     runs = undisturbed(2, [""]) | undisturbed(2, [*VARIANTS][1:], PATHS[:1])
-    runs |= {f"resumed-{path}-2": resumed(run_name("ddp_loop", 1, "ddp"), path, "zero3") for path in PATHS[:1]}
-    runs |= {"resumed-trainer_run-2": resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1")}
+    for variant in ("-fp16", "-checkpointing"):
+        runs[run_name("trainer_run", 2, "zero3", variant)] = TrainingRun(
+            "trainer_run", [*FLAGS, *VARIANTS[variant], "--strategy=zero3"]
+        )
+    runs["resumed-ddp_loop-2"] = resumed(run_name("ddp_loop", 1, "ddp"), "ddp_loop", "zero3")
+    runs["resumed-trainer_run-2"] = resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1")
+    runs["resumed-fp16"] = resumed(run_name("ddp_loop", 1, "ddp", "-fp16"), "ddp_loop", "zero2", "-fp16")
     require_success(run_many(one_rank, runs | with_bugs(2)))
     return one_rank
 
@@ -108,6 +113,17 @@ def test_two_ranks_train_like_one(two_ranks, path, strategy):
 @pytest.mark.parametrize("variant", [*VARIANTS][1:])
 def test_precision_accumulation_and_checkpointing_do_not_depend_on_the_ranks(two_ranks, variant, strategy):
     assert hash_run(two_ranks / run_name("ddp_loop", 2, strategy, variant)) == reference(two_ranks, variant)
+
+
+@pytest.mark.parametrize("variant", ["-fp16", "-checkpointing"])
+def test_the_other_path_trains_the_same_with_loss_scaling_and_with_activation_checkpointing(two_ranks, variant):
+    assert hash_run(two_ranks / run_name("trainer_run", 2, "zero3", variant)) == reference(two_ranks, variant)
+
+
+def test_the_loss_scale_is_restored_after_a_step_that_overflowed(two_ranks):
+    steps = read_steps(two_ranks / "resumed-fp16")
+    assert any(step["grad_norm"] is None for step in steps[:5]), "no step before the checkpoint has overflowed"
+    assert hash_run(two_ranks / "resumed-fp16") == reference(two_ranks, "-fp16")
 
 
 def test_activation_checkpointing_changes_no_bit(one_rank):

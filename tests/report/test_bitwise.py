@@ -57,6 +57,15 @@ def test_the_loss_of_a_step_is_named_before_its_gradient_norm(twins):
     assert difference(twins).startswith("step 3: the loss is ")
 
 
+def test_a_step_skipped_because_of_an_overflow_differs_from_one_that_was_not(twins):
+    for folder in twins:
+        edit_step(folder, 3, grad_norm=None)
+    assert difference(twins) is None
+    edit_step(twins[1], 2, grad_norm=None)
+    assert difference(twins).startswith("step 2: the gradient norm is ")
+    assert difference(twins[::-1]).startswith("step 2: the gradient norm is None ")
+
+
 def test_minus_zero_differs_from_zero(twins):
     edit_step(twins[0], 2, loss=0.0)
     edit_step(twins[1], 2, loss=-0.0)

@@ -16,14 +16,17 @@ from worlds import fake_world
 from app.checkpoint.manager import commit_checkpoint
 from app.data.sampler import plan_batches
 from app.errors import UserError
+from app.hardware import device_name
 from app.runs import find_checkpoint as search_module
+from app.runs import resume as resume_module
 from app.runs.compatibility import check_compatible
 from app.runs.find_checkpoint import find_checkpoint, folder_of_this_job
 from app.runs.folder import lock
-from app.runs.resume import Resume, adopt_recipe, changes_since, find_resume, read_run_state
+from app.runs.resume import Resume, changes_since, find_resume, read_run_state, restore_settings
 from app.runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, RUN_STATE, SCHEDULE, SETTINGS, STEPS, checkpoint_files
 from app.settings import Settings
 
+CPU = device_name(torch.device("cpu"))
 STEP, TOTAL, FINGERPRINT = 4, 9, "f" * 64
 RECORDED = {"path": "ddp_loop", "world_size": 1, "csv": "reviews.csv", "train_batch_size": 8}
 
@@ -41,7 +44,7 @@ def folder(tmp_path) -> Path:
 def make_run(folder: Path, **settings) -> Path:
     mine = Settings(learning_rate=1e-3, **settings).as_dict()
     state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "world_size": 1}
-    state |= {"device": "cpu", "threads": 3}
+    state |= {"device": CPU, "threads": 3}
     for name, files in (("checkpoint-4", {RUN_STATE: state | {"settings": mine, "best": {"step": 2}}}), ("best-2", {})):
         staging = folder / CHECKPOINTS / ".writing" / name
         staging.mkdir(parents=True)
@@ -358,15 +361,21 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def all_with_two_threads(two_threads, monkeypatch):
+    """All ranks start with 2 threads, except for one with 5."""
+    monkeypatch.setattr(resume_module, "all_gather_object", lambda mine, world: [5, *[mine] * world.size])
+
+
 def recorded(**changes: Any) -> Resume:
     """A run on 2 ranks with 3 threads each."""
     return Resume(recorded={"logical_ranks": 2, "threads": 3, "train_batch_size": 32} | changes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
-def test_a_new_run_has_one_logical_rank_per_process(two_threads, ranks):
+def test_a_new_run_has_one_logical_rank_per_process(all_with_two_threads, ranks):
     settings = Settings(train_batch_size=48)
-    adopted = adopt_recipe(settings, Resume(), fake_world(0, ranks))
+    adopted = restore_settings(settings, Resume(), fake_world(0, ranks))
     assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": ranks}
     assert torch.get_num_threads() == 2
     assert plan_batches(adopted, 1_000, ranks) == plan_batches(settings, 1_000, ranks)
@@ -374,50 +383,56 @@ def test_a_new_run_has_one_logical_rank_per_process(two_threads, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("logical_ranks", [1, 2, 8])
-def test_a_resumed_run_keeps_its_logical_ranks_and_threads_on_any_number_of_ranks(two_threads, ranks, logical_ranks):
+def test_a_resumed_run_keeps_its_logical_ranks_and_threads(all_with_two_threads, ranks, logical_ranks):
     settings = Settings(train_batch_size=48)
-    adopted = adopt_recipe(settings, recorded(logical_ranks=logical_ranks), fake_world(0, ranks))
+    adopted = restore_settings(settings, recorded(logical_ranks=logical_ranks), fake_world(0, ranks))
     assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": logical_ranks}
     assert torch.get_num_threads() == 3
 
 
-def test_a_run_on_3_ranks_can_be_resumed_on_3_ranks(two_threads):
+def test_a_run_on_3_ranks_can_be_resumed_on_3_ranks(all_with_two_threads):
     settings = Settings(train_batch_size=48)
-    adopted = adopt_recipe(settings, recorded(logical_ranks=3), fake_world(0, 3))
+    adopted = restore_settings(settings, recorded(logical_ranks=3), fake_world(0, 3))
     assert plan_batches(adopted, 1_000, 3).logical_ranks == 3
-    resumed = adopt_recipe(settings, recorded(logical_ranks=3), fake_world())
-    with pytest.raises(UserError, match="--logical_ranks 3: must be a power of two or the number of ranks"):
+    resumed = restore_settings(settings, recorded(logical_ranks=3), fake_world())
+    with pytest.raises(UserError, match=r"3 logical ranks, which are not a power of two, .*: start 3 ranks"):
         plan_batches(resumed, 1_000, 1)
 
 
-def test_requested_logical_ranks_and_threads_are_kept(two_threads):
-    adopted = adopt_recipe(Settings(logical_ranks=8, threads=2), recorded(), fake_world(0, 2))
+def test_requested_logical_ranks_and_threads_are_kept(all_with_two_threads):
+    adopted = restore_settings(Settings(logical_ranks=8, threads=2), recorded(), fake_world(0, 2))
     assert (adopted.logical_ranks, adopted.threads) == (8, 2)
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_batch_size_per_rank_does_not_change_the_global_one_when_the_number_of_ranks_changes(two_threads, ranks):
+def test_a_batch_size_per_rank_keeps_the_global_one_if_the_number_of_ranks_changes(all_with_two_threads, ranks):
     """It was 16 rows on each of 2 ranks."""
     before = recorded(per_device_train_batch_size=16, logical_ranks=4)
-    adopted = adopt_recipe(Settings(per_device_train_batch_size=16), before, fake_world(0, ranks))
+    adopted = restore_settings(Settings(per_device_train_batch_size=16), before, fake_world(0, ranks))
     plan = plan_batches(adopted, 1_000, ranks)
     assert (plan.global_size, plan.logical_ranks, plan.micro_size) == (32, 4, 8)
 
 
-def test_another_batch_size_per_rank_is_used_as_given(two_threads):
+def test_another_batch_size_per_rank_is_used_as_given(all_with_two_threads):
     before = recorded(per_device_train_batch_size=16)
-    adopted = adopt_recipe(Settings(per_device_train_batch_size=32), before, fake_world())
+    adopted = restore_settings(Settings(per_device_train_batch_size=32), before, fake_world())
     assert plan_batches(adopted, 1_000, 1).global_size == 32, "the same global batch on half as many ranks"
-    adopted = adopt_recipe(Settings(train_batch_size=64), before, fake_world())
+    adopted = restore_settings(Settings(train_batch_size=64), before, fake_world())
     assert plan_batches(adopted, 1_000, 1).global_size == 64
-    adopted = adopt_recipe(Settings(per_device_train_batch_size=16), recorded(), fake_world())
+    adopted = restore_settings(Settings(per_device_train_batch_size=16), recorded(), fake_world())
     assert plan_batches(adopted, 1_000, 1).global_size == 16, "the run so far was given a global batch size"
 
 
 # ---- what makes a resumed run differ from an undisturbed one ---------------------------------------------------------
 
-BEFORE = {"device": "cpu", "threads": 3, "world_size": 2, "settings": {"gradient_accumulation_steps": 2}}
+BEFORE = {
+    "device": CPU,
+    "torch": torch.__version__,
+    "threads": 3,
+    "world_size": 2,
+    "settings": {"gradient_accumulation_steps": 2},
+}
 SAME = {"gradient_accumulation_steps": 2}
 
 
@@ -437,16 +452,29 @@ def test_a_new_run_has_no_changes():
     [
         ({"threads": 1}, "cpu", ("threads per rank: 1, was 3",)),
         ({"gradient_accumulation_steps": 1}, "cpu", ("accumulation steps: 1, was 2",)),
-        ({}, "cuda:0", ("device: cuda, was cpu",)),
+        ({}, "cuda:0", ("device: GPU, was CPU",)),
         ({"threads": 4, "gradient_accumulation_steps": 4}, "cuda:1", None),
     ],
 )
-def test_changes_that_affect_rounding_or_dropout_are_listed(changes, device, expected):
-    found = changes_since(BEFORE, Settings(**SAME | changes), fake_world(device=device))
+def test_changes_that_affect_rounding_or_dropout_are_listed(monkeypatch, changes, device, expected):
+    monkeypatch.setattr(resume_module, "device_name", lambda device: "CPU" if device.type == "cpu" else "GPU")
+    before = BEFORE | {"device": "CPU"}
+    found = changes_since(before, Settings(**SAME | changes), fake_world(device=device))
     if expected is None:
-        expected = ("device: cuda, was cpu", "accumulation steps: 4, was 2", "threads per rank: 4, was 3")
+        expected = ("device: GPU, was CPU", "accumulation steps: 4, was 2", "threads per rank: 4, was 3")
     assert found == expected
-    assert changes_since(BEFORE | {"device": "cuda"}, Settings(**SAME), fake_world()) == ("device: cpu, was cuda",)
+    assert changes_since(before | {"device": "GPU"}, Settings(**SAME), fake_world()) == ("device: CPU, was GPU",)
+    assert changes_since(before | {"torch": "1.0"}, Settings(**SAME), fake_world()) == (
+        f"torch: {torch.__version__}, was 1.0",
+    )
+
+
+@pytest.mark.parametrize(("device", "announced"), [("cuda", ("optimizer on the CPU: True, was False",)), ("cpu", ())])
+def test_the_optimizer_s_device_changes_rounding_on_gpus(monkeypatch, device, announced):
+    monkeypatch.setattr(resume_module, "device_name", lambda device: BEFORE["device"])
+    before = BEFORE | {"settings": SAME | {"cpu_offload": False}}
+    settings = Settings(strategy="zero3", cpu_offload=True, **SAME)
+    assert changes_since(before, settings, fake_world(device=device)) == announced
 
 
 def test_the_checkpoint_determines_what_is_taken_over(folder, world, two_threads):

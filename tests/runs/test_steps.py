@@ -139,6 +139,7 @@ def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_re
     assert ["overflow (step skipped)" in line for line in lines] == [False, True]
     checkpointed = Totals(**json.loads(json.dumps(asdict(record.totals))))
     assert checkpointed == record.totals, "a resumed run does not count them"
+    assert checkpointed.skipped_in_a_row == 2
 
 
 @pytest.mark.parametrize("in_one_interval", [False, True])
@@ -153,7 +154,7 @@ def test_too_many_overflows_in_a_row_have_another_cause(new_record, in_one_inter
         record.pending = interval
         record.write_steps()
     record.pending = last
-    with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: the gradient norm is inf"):
+    with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
         record.write_steps()
     assert steps_on_disk(record) == list(range(1, 12 + MAX_SKIPPED))
     assert record.totals.skipped == 10 + MAX_SKIPPED
@@ -171,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
 def test_the_error_names_ranks_and_rows(monkeypatch):
     reports = [(True, "1, 2"), (False, "7, 9")]
     monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [reports[0], mine])
-    error = nonfinite_error(step(4, [0.5, float("nan")], float("nan")), [7, 9], fake_world())
+    error = nonfinite_error(step(4, [0.5, float("nan")], float("nan")), [7, 9], 3, fake_world())
     assert str(error) == "step 4: the loss is not finite on rank 1, rows 7, 9; the optimizer skipped this step"
-    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], fake_world())
+    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world())
     assert str(error) == "step 4: the gradient norm is inf; the optimizer skipped this step"

@@ -100,16 +100,12 @@ def test_gradients_are_checked_only_once(world):
         backward(strategy, wrapped, [True])
 
 
-def test_the_model_state_is_gathered_on_rank_0_only_and_loaded_on_every_rank():
-    torch.manual_seed(0)
-    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+def test_the_model_state_is_gathered_on_rank_0_only():
+    source = nn.Linear(2, 2)
     first, second = (DDP(Settings(), batch_plan(2), fake_world(rank, 2)) for rank in range(2))
     state = first.gather_model_state(source)
     assert state.keys() == source.state_dict().keys()
     assert second.gather_model_state(source) == {}
-    second.load_model_state(target, state)
-    assert torch.equal(target.weight, source.weight)
-    assert torch.equal(target.bias, source.bias)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

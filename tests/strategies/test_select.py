@@ -69,9 +69,10 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     strategy: Strategy = select_strategy(settings, plan, world)
     model = new_model(name)
     wrapped = strategy.wrap(model)
-    assert type(wrapped) is (ShardedModel if settings.shards_gradients else DistributedDataParallel)
+    is_sharded = strategy_name in ("zero2", "zero3")
+    assert type(wrapped) is (ShardedModel if is_sharded else DistributedDataParallel)
     fsdp_class = f"FSDP{type(new_model(name)).__name__}"
-    assert wrapper_name(wrapped) == (fsdp_class if settings.shards_gradients else "DistributedDataParallel")
+    assert wrapper_name(wrapped) == (fsdp_class if is_sharded else "DistributedDataParallel")
     optimizer = build_optimizer(wrapped, settings, 1e-2, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     state = TrainingState(model, optimizer, scheduler, LossScale(settings, plan, world), strategy, world)

@@ -43,6 +43,17 @@ def test_finite_steps_are_bitwise_identical_to_unguarded_steps(dtype):
     assert all(torch.equal(states[0][i][name], x) for i, values in states[1].items() for name, x in values.items())
 
 
+def test_an_optimizer_without_parameters_and_one_on_another_device():
+    parameter = torch.zeros(2, device="meta")
+    for groups in ([{"params": [parameter]}], [{"params": []}, {"params": [parameter]}]):
+        optimizer = torch.optim.AdamW(groups)
+        skip_step_if_nonfinite(optimizer, torch.tensor(1.0))
+        assert optimizer.found_inf.device == parameter.device
+    optimizer.param_groups = [{"params": []}]
+    skip_step_if_nonfinite(optimizer, torch.tensor(float("inf")))
+    assert optimizer.found_inf == 1
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(factor):
     model, optimizer = training()
