@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -172,6 +173,7 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
         main: Called with the settings of this rank. It joins the process group itself.
         description: The docstring of the entry point, for `--help`.
     """
+    gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
     try:
         check_environment()  # before the rank is read

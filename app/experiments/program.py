@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ def run_program(program: Callable[[], int]) -> int:
 
     Mistakes and failures are printed as one line without a traceback. SIGTERM and SIGHUP interrupt like Ctrl-C.
     """
+    gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
     try:
         with as_interrupt(signal.SIGTERM, signal.SIGHUP):
