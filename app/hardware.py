@@ -13,7 +13,7 @@ import torch
 
 from app.settings import REPOSITORY
 
-# Dense peak in FLOP/s: bf16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
+# Dense peak in FLOP/s: fp16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
 # default), by the exact name that the driver reports. From NVIDIA's data sheets, whose tensor core numbers "with
 # sparsity" are twice the dense ones:
 # - "H100 Tensor Core GPU": SXM 1,979 (with sparsity) and 67 TFLOPS, NVL 1,671 and 60; first edition, PCIe: 1,513 and 51
@@ -21,10 +21,10 @@ from app.settings import REPOSITORY
 # - "A100 Tensor Core GPU": every form factor 624 and 19.5
 # - "A10 Tensor Core GPU": 250 (125 dense) and 31.2
 # - "L4 Tensor Core GPU": 242 and 30.3
-# - "T4 Tensor Core GPU": no bf16, 8.1
-# - "V100 Tensor Core GPU": no bf16; SXM2 15.7, PCIe 14, V100S PCIe 16.4
+# - "T4 Tensor Core GPU": 65 (dense) and 8.1
+# - "V100 Tensor Core GPU": SXM2 125 (dense) and 15.7, PCIe 112 and 14, V100S PCIe 130 and 16.4
 # - "NVIDIA Ada GPU Architecture" (white paper), GeForce RTX 4090: 165.2 dense with fp32 accumulation, and 82.6
-DATA_SHEETS: dict[str, tuple[float | None, float]] = {
+DATA_SHEETS: dict[str, tuple[float, float]] = {
     "NVIDIA H200": (989.5e12, 67e12),
     "NVIDIA H200 NVL": (835.5e12, 60e12),
     "NVIDIA H100 80GB HBM3": (989.5e12, 67e12),  # SXM
@@ -37,13 +37,14 @@ DATA_SHEETS: dict[str, tuple[float | None, float]] = {
     "NVIDIA A10": (125e12, 31.2e12),
     "NVIDIA L4": (121e12, 30.3e12),
     "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
-    "Tesla T4": (None, 8.1e12),
-    "Tesla V100-SXM2-16GB": (None, 15.7e12),
-    "Tesla V100-SXM2-32GB": (None, 15.7e12),
-    "Tesla V100-PCIE-16GB": (None, 14e12),
-    "Tesla V100-PCIE-32GB": (None, 14e12),
-    "Tesla V100S-PCIE-32GB": (None, 16.4e12),
+    "Tesla T4": (65e12, 8.1e12),
+    "Tesla V100-SXM2-16GB": (125e12, 15.7e12),
+    "Tesla V100-SXM2-32GB": (125e12, 15.7e12),
+    "Tesla V100-PCIE-16GB": (112e12, 14e12),
+    "Tesla V100-PCIE-32GB": (112e12, 14e12),
+    "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
 }
+WITHOUT_BF16 = "Tesla"  # how the names of these older GPUs begin
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_PRODUCT = 8192  # rows and columns
 
@@ -61,8 +62,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     if device_name not in DATA_SHEETS:
         return None
-    bf16, fp32 = DATA_SHEETS[device_name]
-    return {"bf16": bf16, "fp16": bf16, "fp32": fp32}.get(precision)  # tensor cores are as fast in fp16 as in bf16
+    fp16, fp32 = DATA_SHEETS[device_name]
+    bf16 = None if device_name.startswith(WITHOUT_BF16) else fp16  # tensor cores are as fast in bf16 as in fp16
+    return {"bf16": bf16, "fp16": fp16, "fp32": fp32}.get(precision)
 
 
 @torch.no_grad()

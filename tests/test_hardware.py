@@ -11,25 +11,26 @@ from app.hardware import DATA_SHEETS, measure_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "fp32"),
+    ("name", "bf16", "fp16", "fp32"),
     [
-        ("NVIDIA H200", 989.5e12, 67e12),
-        ("NVIDIA H200 NVL", 835.5e12, 60e12),
-        ("NVIDIA H100 80GB HBM3", 989.5e12, 67e12),
-        ("NVIDIA H100 NVL", 835.5e12, 60e12),
-        ("NVIDIA H100 PCIe", 756.5e12, 51e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
-        ("NVIDIA A10", 125e12, 31.2e12),
-        ("NVIDIA L4", 121e12, 30.3e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
-        ("Tesla T4", None, 8.1e12),
-        ("Tesla V100-SXM2-32GB", None, 15.7e12),
-        ("Tesla V100-PCIE-16GB", None, 14e12),
+        ("NVIDIA H200", 989.5e12, 989.5e12, 67e12),
+        ("NVIDIA H200 NVL", 835.5e12, 835.5e12, 60e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 989.5e12, 67e12),
+        ("NVIDIA H100 NVL", 835.5e12, 835.5e12, 60e12),
+        ("NVIDIA H100 PCIe", 756.5e12, 756.5e12, 51e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12, 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 312e12, 19.5e12),
+        ("NVIDIA A10", 125e12, 125e12, 31.2e12),
+        ("NVIDIA L4", 121e12, 121e12, 30.3e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 165.2e12, 82.6e12),
+        ("Tesla T4", None, 65e12, 8.1e12),
+        ("Tesla V100-SXM2-32GB", None, 125e12, 15.7e12),
+        ("Tesla V100-PCIE-16GB", None, 112e12, 14e12),
     ],
 )
-def test_a_listed_gpu_has_the_dense_peak_of_its_data_sheet(name, bf16, fp32):
+def test_a_listed_gpu_has_the_dense_peak_of_its_data_sheet(name, bf16, fp16, fp32):
     assert peak_flops(name, "bf16") == bf16
+    assert peak_flops(name, "fp16") == fp16
     assert peak_flops(name, "fp32") == fp32
     assert peak_flops(name, "fp64") is None
 
