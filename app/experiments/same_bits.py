@@ -118,13 +118,15 @@ def parse() -> tuple[Any, Settings]:
     )
     values = parser.values(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions")
-    options = argparse.Namespace(**{name: values.pop(name) for name in names})
+    options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
             f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "
             "runs are killed after a checkpoint in the first half"
         )
+    if "killed" in options.interruptions and settings.save_strategy != "steps":
+        raise UserError(f"--save_strategy {settings.save_strategy}: must be steps, because runs are killed after one")
     if settings.logical_ranks is None or settings.logical_ranks & (settings.logical_ranks - 1):
         raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
     if wrong := [n for n in options.ranks if n < 1 or settings.logical_ranks % n]:

@@ -194,7 +194,8 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
 
 def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that texts end with the token whose hidden state encoder-decoders such as BART and T5 classify."""
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end = getattr(config, "eos_token_id", None)
+    ends = end if isinstance(end, list) else [end]
     if config.is_encoder_decoder and not set(ends) & set(tokenizer("a")["input_ids"]):
         raise UserError(
             f"--model {settings.model}: classifies by the end-of-sequence token, but its tokenizer does not append "
@@ -205,7 +206,14 @@ def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokeniz
 def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
     """Refuse LayerDrop, which skips random layers on each rank, unless DDP is set to expect unused parameters."""
     for name, value in config.to_dict().items():
-        if "layerdrop" in name and value and not settings.ddp_find_unused_parameters:
+        if not ("layerdrop" in name and value):
+            continue
+        if settings.strategy in ("zero2", "zero3"):  # their ranks gather the parameters of each layer together
+            raise UserError(
+                f"--model {settings.model}: its config sets {name} to {value}, so ranks skip different layers, which "
+                f"--strategy {settings.strategy} can't: use ddp or zero1"
+            )
+        if not settings.ddp_find_unused_parameters:
             raise UserError(
                 f"--model {settings.model}: its config sets {name} to {value}, so training steps skip layers: add "
                 "--ddp_find_unused_parameters"

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.errors import RunError
 from app.settings import Settings
 from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.blocks import add_gradients_per_block
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
 
@@ -33,6 +35,8 @@ class DDP(PlainAdamW):
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
+        if isinstance(model, PreTrainedModel):
+            add_gradients_per_block(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,

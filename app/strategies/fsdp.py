@@ -18,6 +18,7 @@ from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.blocks import transformer_blocks
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
 from app.strategies.shards import local_part
 
@@ -143,25 +144,6 @@ class PairwiseReduceScatter(ReduceScatter):
         """Write this rank's shard of the average of all ranks' inputs into `output_tensor`. Collective."""
         mean = reduce_scatter_pairwise(input_tensor.view(group.size(), -1), group).div_(group.size())
         output_tensor.copy_(mean)
-
-
-def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the modules whose parameters are sharded and gathered together, from the innermost to the outermost.
-
-    The model lists their classes in `_no_split_modules`. The remaining parameters are gathered together with the model.
-    """
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if len(blocks) < (getattr(model.config, "num_hidden_layers", None) or 0):
-        return []  # such as ALBERT, which runs one block several times: its gradient would be reduced after each time
-    return [block for block in reversed(blocks) if not _shares_parameters(block, model)]
-
-
-def _shares_parameters(block: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Tell whether a block has tied parameters, which other parts of the model use as well."""
-    inside = [parameter for _, parameter in block.named_parameters(remove_duplicate=False)]
-    everywhere = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return any(everywhere.count(id(parameter)) > 1 for parameter in inside)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

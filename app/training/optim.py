@@ -10,6 +10,7 @@ from transformers import get_scheduler
 
 from app.settings import Settings
 from app.strategies.base import Strategy
+from app.training.vector_tails import VectorTails
 
 FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # chosen by experiment for `tiny`
@@ -23,7 +24,7 @@ def default_learning_rate(pretrained: bool) -> float:
 def build_optimizer(
     wrapped: torch.nn.Module, settings: Settings, learning_rate: float, strategy: Strategy
 ) -> torch.optim.Optimizer:
-    """Build fused AdamW (Loshchilov and Hutter 2019).
+    """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded.
 
     Weight decay applies to matrices and embeddings, not to vectors: biases and normalization weights.
 
@@ -36,13 +37,15 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return strategy.build_optimizer(
+    optimizer = strategy.build_optimizer(
         groups,
         lr=learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
         fused=True,
     )
+    VectorTails(strategy.local_optimizer(optimizer))  # registers itself
+    return optimizer
 
 
 def warmup_steps(settings: Settings, total_steps: int) -> int:

@@ -36,6 +36,7 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
     [
         (["--save_steps=30"], "--save_steps 30: must be less than half of --max_steps 60"),
         (["--max_steps=-1"], "--save_steps 10: must be less than half of --max_steps -1"),
+        (["--save_strategy=epoch"], "--save_strategy epoch: must be steps"),
         (["--logical_ranks=6", "--ranks", "1", "2", "3"], "--logical_ranks 6: must be a power of two"),
         (["--ranks", "1", "3"], "--ranks 3: must divide --logical_ranks 4"),
         (["--ranks", "0"], "--ranks 0: must divide --logical_ranks 4"),

@@ -83,6 +83,7 @@ def resumed_two_ranks(two_ranks) -> dict[str, Outcome]:
 def three_ranks(two_ranks) -> dict[str, Outcome]:
     """The outcomes of runs of three ranks; `refused-3` would resume a run of two."""
     runs = {"ddp_loop-3": TrainingRun("ddp_loop", FULL)}
+    runs["zero3-3"] = TrainingRun("trainer_run", [*FULL, "--strategy", "zero3"])
     runs["on-ddp_loop-3"] = TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10"))
     runs["refused-3"] = TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-10"))
     return run_many(two_ranks, runs, ranks=3)
@@ -161,6 +162,13 @@ def test_the_best_weights_are_the_same_in_both_paths_and_not_the_last(two_ranks)
 def test_best_weights_without_validation_rows_are_a_mistake():
     with pytest.raises(UserError, match="--validation_size"):
         parse_settings(arguments=["--load_best_model_at_end"])
+
+
+@pytest.mark.launched
+def test_shards_that_do_not_fill_vector_registers_train_to_the_same_bits(three_ranks, shared):
+    """A third of 128 elements is 43: the last ones of each shard are updated by other instructions."""
+    assert three_ranks["zero3-3"].problem is None
+    assert_same(shared / "ddp_loop-3", shared / "zero3-3")
 
 
 @pytest.mark.launched

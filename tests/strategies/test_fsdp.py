@@ -18,7 +18,8 @@ from worlds import ThreadNetwork, batch_plan, process_group_of
 from app.checkpoint.state import read_weights, write_weights
 from app.settings import Settings
 from app.strategies import reduction
-from app.strategies.fsdp import FullyShard, PairwiseReduceScatter, ShardedModel, transformer_blocks
+from app.strategies.blocks import transformer_blocks
+from app.strategies.fsdp import FullyShard, PairwiseReduceScatter, ShardedModel
 from app.strategies.shards import local_part, rows_of
 
 ALBERT = AlbertConfig(

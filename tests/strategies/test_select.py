@@ -55,7 +55,9 @@ class Outcome:
 
 def new_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[name])
+    config = copy.deepcopy(CONFIGS["bart" if name == "deep_bart" else name])
+    if name == "deep_bart":
+        config.decoder_layers = 3
     config.vocab_size, config.pad_token_id = 50, 5
     return AutoModelForSequenceClassification.from_config(config)
 
@@ -104,6 +106,7 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
         (2, 2, "gpt2", {"precision": "bf16"}),
         (2, 1, "bert", {"precision": "fp16"}),
         (2, 1, "bart", {}),  # with tied embeddings
+        (1, 1, "deep_bart", {}),  # several blocks use the encoder's output
         (1, 1, "batch_norm", {}),  # with buffers
     ],
 )
