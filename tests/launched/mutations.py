@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+import app.strategies.loss_scale
 import app.training.build
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
@@ -114,6 +115,13 @@ def fp32_norm(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def large_loss_scale(world: World) -> Iterator[None]:
+    """The first loss scales of fp16 are too large."""
+    with patch.object(app.strategies.loss_scale, "INITIAL", 2.0**22):
+        yield
+
+
+@contextmanager
 def patch_everywhere(name: str, replacement: Any) -> Iterator[None]:
     """Replace a function in every module of the application that has imported it."""
     modules = [module for key, module in sys.modules.items() if key.startswith("app.") and hasattr(module, name)]
@@ -128,6 +136,6 @@ MUTATIONS = {
     mutation.__name__: mutation
     for mutation in (
         *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
-        *(swapped_leaves, physical_dropout, fp32_norm),
+        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale),
     )
 }

@@ -68,7 +68,8 @@ def one_rank(folder) -> Path:
         run_name("ddp_loop", 1, "ddp", variant): TrainingRun("ddp_loop", [*FLAGS, *flags])
         for variant, flags in VARIANTS.items()
     }
-    runs |= {run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"])}
+    runs[run_name("trainer_run", 1, "zero3")] = TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"])
+    runs["overflow"] = TrainingRun("ddp_loop", [*FLAGS, *VARIANTS["-fp16"]], mutation="large_loss_scale")
     require_success(run_many(folder, runs | with_bugs(1), ranks=0))
     return folder
 
@@ -82,7 +83,7 @@ def two_ranks(one_rank) -> Path:
         )
     runs["resumed-ddp_loop-2"] = resumed(run_name("ddp_loop", 1, "ddp"), "ddp_loop", "zero3")
     runs["resumed-trainer_run-2"] = resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1")
-    runs["resumed-fp16"] = resumed(run_name("ddp_loop", 1, "ddp", "-fp16"), "ddp_loop", "zero2", "-fp16")
+    runs["resumed-fp16"] = resumed("overflow", "ddp_loop", "zero2", "-fp16")
     require_success(run_many(one_rank, runs | with_bugs(2)))
     return one_rank
 
@@ -123,7 +124,8 @@ def test_the_other_path_trains_the_same_with_loss_scaling_and_with_activation_ch
 def test_the_loss_scale_is_restored_after_a_step_that_overflowed(two_ranks):
     steps = read_steps(two_ranks / "resumed-fp16")
     assert any(step["grad_norm"] is None for step in steps[:5]), "no step before the checkpoint has overflowed"
-    assert hash_run(two_ranks / "resumed-fp16") == reference(two_ranks, "-fp16")
+    assert steps[-1]["grad_norm"] is not None
+    assert hash_run(two_ranks / "resumed-fp16") == hash_run(two_ranks / "overflow")
 
 
 def test_activation_checkpointing_changes_no_bit(one_rank):
