@@ -46,6 +46,7 @@ def test_simulated_ranks_train_like_real_ones(launch, world, one_thread, tmp_pat
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp_path):
     done = launch("app.compare", "--ablate", "--seeds", 1, *FLAGS, "--max_steps", 4, "--output_dir", "out")
     assert done.status == 0, done.err

@@ -39,7 +39,8 @@ def test_both_paths_train_identically_under_plain_accelerate_launch(review_csv, 
         assert len({(folder / file).read_bytes() for folder in folders}) == 1, file
 
 
-@pytest.mark.parametrize("path", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["ddp_loop", "trainer_run"])
 def test_a_precision_that_only_accelerate_knows_is_one_error_line(review_csv, tmp_path, path):
     flags = ("--csv", review_csv(), "--max_steps", 1, "--train_batch_size", 8, "--use_cpu", "--output_dir", "run")
     launcher_flags = (*TWO_PROCESSES, "--mixed_precision=fp16")

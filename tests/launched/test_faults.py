@@ -141,12 +141,13 @@ def test_a_job_that_creates_its_folder_after_another_has_finished_there_is_refus
 # ---- disks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path_name", "then"),
     [
-        pytest.param("ddp_loop", "continue", marks=pytest.mark.slow),
+        ("ddp_loop", "continue"),
         ("trainer_run", "continue"),
-        pytest.param("ddp_loop", "stop", marks=pytest.mark.slow),
+        ("ddp_loop", "stop"),
     ],
 )
 def test_a_completely_full_disk(shared, mount, path_name, then):

@@ -37,12 +37,13 @@ def script(tmp_path) -> Path:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "unknown_flag_on", "reported"),
     [
-        pytest.param("2,0", "", "rank(s) 1 (", marks=pytest.mark.slow),
-        pytest.param("0,2", "", "rank(s) 0 (", marks=pytest.mark.slow),
-        pytest.param("2,1", "", "rank 1: --nproc_per_node=2", marks=pytest.mark.slow),
+        ("2,0", "", "rank(s) 1 ("),
+        ("0,2", "", "rank(s) 0 ("),
+        ("2,1", "", "rank 1: --nproc_per_node=2"),
         ("2,2", "1", "rank 1: unknown argument --lerning_rate"),
     ],
 )

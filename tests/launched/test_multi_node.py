@@ -91,7 +91,8 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["static", "c10d"])
 def test_two_nodes_train_together(nodes: list[str], form: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ["--csv", str(SAMPLE), "--max_steps", "3", "--output_dir", str(run)]
@@ -201,7 +202,8 @@ def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str]
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("form", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["static", "c10d"])
 def test_the_ranks_connect_over_the_cable(nodes: list[str], form: str, tmp_path: Path) -> None:
     """The ranks that each form promises, and a sum that needs both of them."""
     (tmp_path / "connect.py").write_text(

@@ -93,7 +93,11 @@ def write_mistakes(folder: Path) -> None:
 
 @pytest.mark.launched
 @pytest.mark.parametrize(
-    ("path_name", "flag"), [("ddp_loop", "--csv=one_class.csv"), ("trainer_run", "--lerning_rate=1")]
+    ("path_name", "flag"),
+    [
+        ("ddp_loop", "--csv=one_class.csv"),
+        pytest.param("trainer_run", "--lerning_rate=1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_mistake_ends_a_job_with_one_line_from_one_rank(launch, review_csv, tmp_path, path_name, flag):
     write_mistakes(tmp_path)

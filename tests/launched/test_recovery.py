@@ -117,9 +117,15 @@ def start(path_name: str, folder: Path, shared: Path, *flags, ranks: int = 2) ->
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(("run", "step"), [("ddp_loop-3", 10), ("trainer_run-2", 15)])
-def test_a_resumed_run_ends_like_one_that_never_stopped(resumed_two_ranks, three_ranks, shared, run, step):
-    outcome = (resumed_two_ranks | three_ranks)[f"on-{run}"]
+@pytest.mark.parametrize(
+    ("ranks", "run", "step"),
+    [
+        pytest.param("three_ranks", "ddp_loop-3", 10, marks=pytest.mark.slow),
+        ("resumed_two_ranks", "trainer_run-2", 15),
+    ],
+)
+def test_a_resumed_run_ends_like_one_that_never_stopped(request, shared, ranks, run, step):
+    outcome = request.getfixturevalue(ranks)[f"on-{run}"]
     assert outcome.problem is None
     assert f"(step {step})" in outcome.out
     steps = read_steps(shared / run)
@@ -165,6 +171,7 @@ def test_best_weights_without_validation_rows_are_a_mistake():
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_shards_that_do_not_fill_vector_registers_train_to_the_same_bits(three_ranks, shared):
     """A third of 128 elements is 43: the last ones of each shard are updated by other instructions."""
     assert three_ranks["zero3-3"].problem is None
@@ -172,6 +179,7 @@ def test_shards_that_do_not_fill_vector_registers_train_to_the_same_bits(three_r
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_number_of_ranks_that_does_not_divide_the_logical_ranks_is_refused(three_ranks, shared):
     problem = three_ranks["refused-3"].problem
     assert problem == "AgreedError: --logical_ranks 2 can't be divided among 3 ranks: start 1 or 2 rank(s)"
