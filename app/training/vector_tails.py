@@ -74,20 +74,24 @@ class VectorTails:
 
     def _tails(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Return the tails of a parameter, its gradient and its moments, which are zero before the first step."""
-        state = optimizer.state[parameter]
-        tensors = [
-            parameter,
-            parameter.grad,
-            *(state[key] if state else torch.zeros_like(parameter) for key in MOMENTS),
-        ]
-        return [tail for tensor in tensors if tensor is not None and (tail := tail_of(tensor)) is not None]
+        state, tail = optimizer.state[parameter], tail_of(parameter)
+        assert tail is not None
+        assert parameter.grad is not None
+        gradient = local_part(parameter.grad).reshape(-1)[-len(tail) :]
+        moments = [tail_of(state[key]) if state else torch.zeros_like(tail) for key in MOMENTS]
+        return [tail, gradient, *(moment for moment in moments if moment is not None)]
 
 
 def tail_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of the elements that do not fill a vector: None if there are none, or on a GPU."""
+    """Return a view of the elements that do not fill a vector.
+
+    Returns:
+        None if there are none, if they are on a GPU, or if they are not the last ones in memory, as in a transposed
+        tensor, which is never sharded.
+    """
     local = local_part(tensor.detach())
     n = local.numel() % (VECTOR_BYTES // local.element_size())
-    if n == 0 or local.device.type != "cpu":
+    if n == 0 or local.device.type != "cpu" or not local.is_contiguous():
         return None
     return local.view(-1)[-n:]
 

@@ -52,8 +52,9 @@ def test_elements_that_fill_vectors_are_updated_by_adamw_itself():
     assert torch.allclose(plain, corrected, rtol=1e-6)
 
 
-def test_a_tensor_on_another_device_is_left_alone():
-    parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
+@pytest.mark.parametrize("tensor", [torch.zeros(3, device="meta"), torch.zeros(3, 5).t()])
+def test_a_tensor_on_another_device_and_a_transposed_one_are_left_alone(tensor):
+    parameter = torch.nn.Parameter(tensor)
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
     tails = VectorTails(optimizer)
