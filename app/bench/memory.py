@@ -1,39 +1,49 @@
-"""Benchmark: bytes of parameters, gradients and optimizer state per rank under each strategy, next to the formula.
+"""Benchmark: the memory of each strategy, next to what app.plan predicts.
 
     torchrun --nproc_per_node=4 -m app.bench.memory --csv reviews.csv
+    torchrun --nproc_per_node=2 -m app.bench.memory --csv reviews.csv --model bert-base-chinese
 
-Trains one step of a BERT of 4 layers x 512 under each strategy, and adds up the memory behind the tensors that a rank
-holds: its parameters and optimizer state after the step, and its gradients right before the update.
+Trains a few steps of each model under each strategy. It adds up the memory behind the tensors that a rank holds: its
+parameters and optimizer state after a step, and its gradients right before an update. The activations are what the
+allocator has given out in the forward pass and not got back by its end. Without `--model`, the models are BERTs of
+three sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, set_seed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from app.bench.harness import distribute
+from app.bench.harness import Bench, distribute
 from app.cli import launch
+from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.settings import Settings
-from app.strategies.planner import training_state_bytes
+from app.model.activations import count_activations, empty_model
+from app.settings import TINY, Settings
+from app.strategies.planner import gathered_after_forward, plan_memory
 from app.strategies.shards import local_part
-from app.training.build import ReviewData, build_data
+from app.training.build import ReviewData, build_data, build_model
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
+from app.training.precision import mixed_precision
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-CONFIG = BertConfig(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
+SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 MIB = 2**20
 HEADER = """\
-| strategy | rank | parameters (MiB) | gradients | optimizer | together | formula | difference |
-|---|---|---|---|---|---|---|---|"""
+| model | strategy | rank | parameters (MiB) | gradients | optimizer | sum | predicted | | activations | predicted | |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 
 def main(settings: Settings) -> None:
@@ -41,20 +51,19 @@ def main(settings: Settings) -> None:
         quiet_libraries(world)
         data = build_data(settings, world)
         world.print_main(HEADER)
-        for strategy in STRATEGIES:
-            measure(strategy, settings, data, world)
+        for name in SIZES if settings.model == TINY else [settings.model]:
+            for strategy in STRATEGIES:
+                measure(name, replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
 
 
-def measure(strategy: str, settings: Settings, data: ReviewData, world: World) -> None:
-    """Train one step and print one line per rank. Collective."""
-    set_seed(settings.seed)
-    model: Any = BertForSequenceClassification(CONFIG).to(world.device)  # type: ignore[arg-type]
-    parameters = [torch.empty_like(parameter, device="meta") for parameter in model.parameters()]
-    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
-    predicted = training_state_bytes(groups, strategy, world.size)
-    bench = distribute(replace(settings, strategy=strategy), data, model, world)  # type: ignore[arg-type]
+def measure(name: str, settings: Settings, data: ReviewData, world: World) -> None:
+    """Train a few steps and print one line per rank. Collective."""
+    model = build(name, settings, data, world)
+    config = copy.deepcopy(model.config)
+    bench = distribute(settings, data, model, world)
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
     local = bench.strategy.local_optimizer(optimizer)
+    scheduler = build_scheduler(optimizer, settings, 3)
     gradients = 0
 
     def measure_gradients(*_: Any) -> None:
@@ -62,20 +71,79 @@ def measure(strategy: str, settings: Settings, data: ReviewData, world: World) -
         gradients = storage_bytes(p.grad for p in bench.model.parameters() if p.grad is not None)
 
     local.register_step_pre_hook(measure_gradients)
-    micro_batches = islice(iter(bench.loader), bench.data.plan.micro_batches_per_step)
-    bench.train_steps(micro_batches, optimizer, build_scheduler(optimizer, settings, 2), steps=1)
+    batches = iter(bench.loader)
+    # DDP replaces its buckets at the beginning of the second step.
+    bench.train_steps(islice(batches, 2 * bench.data.plan.micro_batches_per_step), optimizer, scheduler, steps=2)
+    activations, rows, length = measure_forward(bench, next(batches))
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
-    mine = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
-    for rank, measured in enumerate(all_gather_object(mine, world)):
-        together = sum(measured)
-        cells = [f"{part / MIB:.1f}" for part in (*measured, together, predicted[rank])]
-        world.print_main(f"| {strategy} | {rank} | {' | '.join(cells)} | {together / predicted[rank] - 1:+.1%} |")
+    state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
+
+    precision, checkpointing = settings.precision or "fp32", settings.activation_checkpointing
+    with FakeTensorMode():
+        empty = empty_model(config, precision, checkpointing)
+    predicted_state = plan_memory(empty, settings.strategy, world.size)[world.rank].state
+    counted = count_activations(config, rows, length, world.device, precision, checkpointing)
+    predicted = counted.saved + gathered_after_forward(empty, settings.strategy)
+    mine = (state, predicted_state, activations, predicted)
+    for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(mine, world)):
+        cells = [*map(mib, state), *compare(sum(state), predicted_state), *compare(activations, predicted)]
+        world.print_main(f"| {name} | {settings.strategy} | {rank} | {' | '.join(cells)} |")
+
+
+def build(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:
+    """Build a model, with the same weights on every rank."""
+    if name not in SIZES:
+        return build_model(settings, data, world).model
+    layers, hidden, heads, intermediate = SIZES[name]
+    set_seed(settings.seed)
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
+    )
+    model: PreTrainedModel = BertForSequenceClassification(config)
+    model.to(device=world.device)  # type: ignore[call-arg]
+    return model
+
+
+def measure_forward(bench: Bench, batch: Any) -> tuple[int, int, int]:
+    """Return the bytes that a forward pass leaves allocated for its backward pass, and the batch's rows and length."""
+    world = bench.world
+    batch = to_device(batch, world)
+    bench.wrapped.train()
+    with allocated(world.device) as count, mixed_precision(bench.settings, world):
+        loss = bench.wrapped(**batch).loss
+    loss.backward()
+    return count[0], *batch["input_ids"].shape
+
+
+@contextmanager
+def allocated(device: torch.device) -> Iterator[list[int]]:
+    """Yield a list that gets one number at the end of the block: the bytes allocated in it and not freed."""
+    count: list[int] = []
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        yield count
+        count.append(torch.cuda.memory_allocated(device) - before)
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield count
+    events = profiler.profiler.kineto_results.events()
+    count.append(sum(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the size of the memory behind tensors, of which several may share memory."""
     storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def compare(measured: int, predicted: int) -> list[str]:
+    """Return a measured and a predicted size in MiB, and how much the measured one differs."""
+    return [mib(measured), mib(predicted), f"{measured / predicted - 1:+.1%}"]
+
+
+def mib(size: int) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{size / MIB:.1f}"
 
 
 if __name__ == "__main__":

@@ -94,32 +94,21 @@ def load_config(settings: ModelSettings, commit: str | None = None) -> Pretraine
     return config
 
 
-def load_classifier(
+def classifier_config(
     settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
-) -> Classifier:
-    """Load the classifier in training precision, with a head for the classes of the data.
-
-    Weights that do not come with the model (the head, or all of them) are initialized from the seed, identically on
-    every rank.
+) -> PretrainedConfig:
+    """Return the model's config, with a head for the classes of the data.
 
     Args:
         settings: The settings that name the model and override its dropout.
         class_names: The label of each class id.
-        tokenizer: The model's tokenizer. Its `model_input_names` are set to the inputs that the model accepts.
+        tokenizer: The model's tokenizer.
         commit: What `resolve_commit` returned.
 
     Raises:
-        UserError: There is no such model, it cannot classify sequences, it does not match its tokenizer, or
-            `max_length` exceeds what it can process.
+        UserError: There is no such model, it does not match its tokenizer, or `max_length` exceeds what it can process.
     """
-    fetched = load_config(settings, commit)
-    if fetched is None:
-        config: PretrainedConfig = tiny_config(len(tokenizer), tokenizer.pad_token_id)
-        pretrained, origin = False, "tiny BERT (2 layers x 128), initialized from the seed"
-    else:
-        config = fetched
-        pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
-        origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
+    config = load_config(settings, commit) or tiny_config(len(tokenizer), tokenizer.pad_token_id)
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -132,7 +121,32 @@ def load_classifier(
     limit = max_input_length(config, tokenizer)
     if settings.max_length > limit:
         raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+    return config
 
+
+def load_classifier(
+    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
+) -> Classifier:
+    """Load the classifier in training precision.
+
+    Weights that do not come with the model (the head, or all of them) are initialized from the seed, identically on
+    every rank.
+
+    Args:
+        settings: The settings that name the model.
+        class_names: The label of each class id.
+        tokenizer: The model's tokenizer. Its `model_input_names` are set to the inputs that the model accepts.
+        commit: What `resolve_commit` returned.
+
+    Raises:
+        UserError: As `classifier_config`, or the model cannot classify sequences.
+    """
+    config = classifier_config(settings, class_names, tokenizer, commit)
+    if settings.model == TINY:
+        pretrained, origin = False, "tiny BERT (2 layers x 128), initialized from the seed"
+    else:
+        pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
+        origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     set_seed(settings.seed)
     if pretrained:
         verbosity = logging.get_verbosity()

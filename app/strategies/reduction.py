@@ -19,6 +19,7 @@ from app.distributed.collectives import all_gather_in_place, all_gather_single
 from app.distributed.world import World
 
 Gradients = list[torch.Tensor]
+MOST_IN_FLIGHT = 3  # gradient buckets that are exchanged at the same time
 
 
 class TreeSum:
@@ -88,7 +89,7 @@ class FixedOrderAllReduce:
 
     With one or two processes it is DDP's own all-reduce, because a + b = b + a. Otherwise it is an all-to-all of
     chunks, the tree, and an all-gather: the same number of bytes as a ring all-reduce. The exchange of a bucket
-    overlaps with the backward pass that computes the next one. At most three buckets are exchanged at a time.
+    overlaps with the backward pass that computes the next one. At most `MOST_IN_FLIGHT` are exchanged at once.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
@@ -121,7 +122,7 @@ class FixedOrderAllReduce:
         else:
             for earlier in self.in_flight[:-1]:
                 earlier.start_all_gather()
-            self._finish(len(self.in_flight) - 2)
+            self._finish(len(self.in_flight) - (MOST_IN_FLIGHT - 1))
         return exchange.future
 
     def _finish(self, number: int) -> None:

@@ -1,0 +1,69 @@
+"""The memory of activations is counted without computing them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedConfig
+
+from app.model.activations import count_activations
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+CPU = torch.device("cpu")
+
+
+def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, checkpointing: bool) -> tuple[int, int]:
+    """What the allocator has given out and not got back: at the end of the forward pass, and at most."""
+    model = BertForSequenceClassification(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0  # without padding, attention needs no mask
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(rows, dtype=torch.int64)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.profiler.record_function("forward"), torch.autocast("cpu", enabled=precision == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+    events = profiler.profiler.kineto_results.events()
+    (forward,) = (event for event in events if event.name() == "forward")
+    end = forward.start_ns() + forward.duration_ns()
+    live = peak = saved = 0
+    for time, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        peak = max(peak, live)
+        if time <= end:
+            saved = live
+    return saved, peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_counted_activations_are_those_that_the_allocator_gives_out(precision, checkpointing):
+    config = BertConfig(**SMALL)
+    counted = count_activations(config, 32, 64, CPU, precision, checkpointing)
+    saved, peak = measure(config, 32, 64, precision, checkpointing)
+    assert counted.saved == pytest.approx(saved, rel=0.02)
+    assert counted.peak == pytest.approx(peak, rel=0.02)
+
+
+def test_checkpointing_keeps_less_and_more_rows_keep_more():
+    config = BertConfig(**SMALL)
+    few, many = (count_activations(config, rows, 16, CPU) for rows in (2, 4))
+    assert 1.8 * few.saved < many.saved < 2.1 * few.saved
+    assert count_activations(config, 4, 16, CPU, activation_checkpointing=True).saved < many.saved / 4
+    assert many.saved <= many.peak
+
+
+def test_weights_of_any_size_need_no_memory():
+    large = BertConfig(hidden_size=8192, num_hidden_layers=2, num_attention_heads=64, intermediate_size=32768)
+    assert count_activations(large, 1, 8, CPU).saved > 0
