@@ -30,11 +30,10 @@ from app.model.hub import resolve_commit
 from app.model.load import classifier_config, load_tokenizer
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
-from app.settings import Settings
+from app.settings import STRATEGIES, Settings
 from app.strategies.planner import RankMemory, plan_memory
 from app.training.build import read_and_split
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 RANKS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 MIB = 2**20
 UNITS = {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

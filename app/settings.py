@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from app.errors import UserError, shorten
 
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # the values of --strategy
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
 SAMPLE_CSV = REPOSITORY / "data" / "sample_reviews.csv"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
 from app.checkpoint.state import TrainingState
 from app.data.sampler import BatchPlan, plan_batches
@@ -26,6 +27,9 @@ from app.strategies.loss_scale import LossScale
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import quiet_libraries
+
+# Layers, hidden size, attention heads, intermediate size.
+SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,20 @@ class Bench:
         """Return the state that a training step changes and a checkpoint saves."""
         loss_scale = LossScale(self.settings, self.data.plan, self.world)
         return TrainingState(self.model, optimizer, scheduler, loss_scale, self.strategy, self.world)
+
+
+def build_named(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:
+    """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
+    if name not in SIZES:
+        return build_model(settings, data, world).model
+    layers, hidden, heads, intermediate = SIZES[name]
+    set_seed(settings.seed)
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
+    )
+    model: PreTrainedModel = BertForSequenceClassification(config)
+    model.to(device=world.device)  # type: ignore[call-arg]
+    return model
 
 
 def set_up(settings: Settings, world: World) -> Bench:

@@ -21,25 +21,22 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from app.bench.harness import Bench, distribute
+from app.bench.harness import SIZES, Bench, build_named, distribute
 from app.cli import launch
 from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.model.activations import count_activations, empty_model
-from app.settings import TINY, Settings
+from app.settings import STRATEGIES, TINY, Settings
 from app.strategies.planner import gathered_after_forward, plan_memory
 from app.strategies.shards import local_part
-from app.training.build import ReviewData, build_data, build_model
+from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 MIB = 2**20
 HEADER = """\
 | model | strategy | rank | parameters (MiB) | gradients | optimizer | sum | predicted | | activations | predicted | |
@@ -58,7 +55,7 @@ def main(settings: Settings) -> None:
 
 def measure(name: str, settings: Settings, data: ReviewData, world: World) -> None:
     """Train a few steps and print one line per rank. Collective."""
-    model = build(name, settings, data, world)
+    model = build_named(name, settings, data, world)
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
@@ -88,20 +85,6 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
     for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(mine, world)):
         cells = [*map(mib, state), *compare(sum(state), predicted_state), *compare(activations, predicted)]
         world.print_main(f"| {name} | {settings.strategy} | {rank} | {' | '.join(cells)} |")
-
-
-def build(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:
-    """Build a model, with the same weights on every rank."""
-    if name not in SIZES:
-        return build_model(settings, data, world).model
-    layers, hidden, heads, intermediate = SIZES[name]
-    set_seed(settings.seed)
-    config = BertConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
-    )
-    model: PreTrainedModel = BertForSequenceClassification(config)
-    model.to(device=world.device)  # type: ignore[call-arg]
-    return model
 
 
 def measure_forward(bench: Bench, batch: Any) -> tuple[int, int, int]:

@@ -14,17 +14,15 @@ import statistics
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-from app.bench.harness import distribute, timed
+from app.bench.harness import build_named, distribute, timed
 from app.cli import launch
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.ddp import DDP
-from app.training.build import ReviewData, build_data, build_model
+from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -51,10 +49,10 @@ def main(settings: Settings) -> None:
 def benchmark(name: str, steps: int, settings: Settings, data: ReviewData, world: World) -> None:
     """Time the three kinds of steps in alternating rounds, and print the ratios."""
     variants = {
-        "plain all-reduce": distribute(settings, data, build(name, settings, data, world), world, PlainDDP),
+        "plain all-reduce": distribute(settings, data, build_named(name, settings, data, world), world, PlainDDP),
         **{
             f"{v} logical ranks": distribute(
-                replace(settings, logical_ranks=v), data, build(name, settings, data, world), world
+                replace(settings, logical_ranks=v), data, build_named(name, settings, data, world), world
             )
             for v in (world.size, 2 * world.size)
         },
@@ -75,16 +73,6 @@ def benchmark(name: str, steps: int, settings: Settings, data: ReviewData, world
             f"{name}, {world.size} rank(s), {key:>16}: median {1000 * statistics.median(times):7.1f} ms per step, "
             f"{statistics.median(ratios):+.1%} (from {ratios[0]:+.1%} to {ratios[-1]:+.1%} over {ROUNDS} rounds)"
         )
-
-
-def build(name: str, settings: Settings, data: ReviewData, world: World) -> torch.nn.Module:
-    """Build a model, with the same weights on every rank."""
-    if name == "embedded model":
-        return build_model(settings, data, world).model
-    set_seed(settings.seed)
-    config = BertConfig(num_hidden_layers=4, hidden_size=312, num_attention_heads=12, intermediate_size=1200)
-    model: torch.nn.Module = BertForSequenceClassification(config)
-    return model.to(world.device)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from app.experiments.train_pair import PATHS
 from app.files import write_text
 from app.runs.folder import create_folder
 from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import Settings
+from app.settings import STRATEGIES, Settings
 
-RANKS, STRATEGIES = (1, 2, 4), ("ddp", "zero1", "zero2", "zero3")
+RANKS = (1, 2, 4)
 INTERRUPTIONS = ("undisturbed", "killed")
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.

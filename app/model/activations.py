@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+from app.hardware import DTYPES
+from app.model.load import checkpoint_activations
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def empty_model(config: PretrainedConfig, precision: str, activation_checkpointi
     dtype = torch.float64 if precision == "fp64" else torch.float32
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
     if activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+        checkpoint_activations(model)
     model.train()
     return model
 

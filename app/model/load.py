@@ -167,6 +167,11 @@ def load_classifier(
     return Classifier(model, pretrained, origin)
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute the activations of each layer in the backward pass, with the same dropout masks."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+
+
 def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
     """Make every gradient NaN if the loss is not finite, so that all ranks detect it in the gradient norm.
 

@@ -27,7 +27,7 @@ from app.distributed.collectives import (
 from app.distributed.world import World
 from app.errors import UserError
 from app.model.hub import resolve_commit
-from app.model.load import Classifier, load_classifier, load_tokenizer
+from app.model.load import Classifier, checkpoint_activations, load_classifier, load_tokenizer
 from app.settings import Settings
 
 SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
@@ -127,8 +127,7 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
             if not classifier.model.supports_gradient_checkpointing:
                 name = type(classifier.model).__name__
                 raise UserError(f"--activation_checkpointing: {name} does not support it: remove the flag")
-            # Each layer's dropout masks are the same again when its activations are recomputed.
-            classifier.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+            checkpoint_activations(classifier.model)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     return classifier
 
