@@ -26,6 +26,7 @@ from app.training.step_breakdown import CATEGORIES, Event, StepTimes, divide_ste
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
 SKIPPED, WARM_UP = 3, 1  # steps; torch.profiler starts in the warm-up and keeps nothing of it
+FIRST = SKIPPED + WARM_UP + 1  # the first step that is profiled
 
 
 class StepProfiler:
@@ -42,15 +43,13 @@ class StepProfiler:
         """
         self.settings, self.record, self.world = settings, record, world
         self.folder = record.folder / PROFILE
-        self.step_number, self.first = first_step, first_step + SKIPPED + WARM_UP + 1
+        self.step_number, self.first = first_step, first_step + FIRST
         self.last = min(self.first + settings.profile - 1, plan.total_steps)
         self.profile: profile | None = None
 
     def __enter__(self) -> StepProfiler:
         """Start to count steps, unless there is nothing to profile."""
         if self.first <= self.last:
-            # Otherwise kineto reports on standard error that it starts and stops; no message has a level above this.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self.profile = start_profiler(self.last - self.first + 1, self.world)
         elif self.settings.profile:
             self.world.print_main(
@@ -131,6 +130,8 @@ def start_profiler(steps: int, world: World) -> profile:
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
+    # Otherwise kineto reports on standard error that it starts and stops; no message has a level above this.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = profile(
         activities=activities, schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=steps, repeat=1), acc_events=True
     )
