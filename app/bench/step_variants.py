@@ -96,35 +96,36 @@ def compare(
 ) -> Comparison:
     """Time variants of a training step of a model. Collective.
 
+    Variants whose micro-batches have the same number of rows train on the same ones.
+
     Args:
         model: as for `build_named`.
         data: the same for all variants.
         seconds: about how long to time each variant.
-        micro_batches: how many of them a call trains on.
+        micro_batches: of each logical rank, that a call trains on.
     """
     n = micro_batches or MICRO_BATCHES.get(model, MICRO_BATCHES_OF_OTHERS)
     calls: dict[str, Callable[[], object]] = {}
-    steps = {}
+    steps: dict[str, int] = {}
+    batches: dict[int, list[Any]] = {}  # by their number of rows
     for name, variant in variants.items():
         network = build_named(model, variant.settings, data, world)
         bench = distribute(variant.settings, data, network, world, variant.make_strategy)
-        calls[name], steps[name] = training_call(bench, n)
+        plan = bench.data.plan
+        steps[name] = max(1, n // plan.accumulation_steps)
+        if plan.micro_size not in batches:
+            batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
+        calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
     hide_bar = next(iter(variants.values())).settings.disable_tqdm
     taken = time_calls(calls, seconds, world, hide_bar)
     return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
 
 
-def training_call(bench: Bench, micro_batches: int) -> tuple[Callable[[], None], int]:
-    """Return a function that trains on the same batches each time, and the number of its optimizer steps.
-
-    Args:
-        micro_batches: of each logical rank.
-    """
-    steps = max(1, micro_batches // bench.settings.gradient_accumulation_steps)
+def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], None]:
+    """Return a function that trains on the same micro-batches each time."""
     optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, bench.strategy)
     scheduler = build_scheduler(optimizer, bench.settings, TOTAL_STEPS)
-    batches = list(islice(endless(bench.loader), steps * bench.data.plan.micro_batches_per_step))
-    return partial(bench.train_steps, batches, optimizer, scheduler, steps), steps
+    return partial(bench.train_steps, batches, optimizer, scheduler, steps)
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -55,7 +55,7 @@ ABOUT_BUCKETS = (
 ABOUT_NO_SYNC = (
     "DDP's no_sync() leaves out the exchange of gradients (section 5.3 of the paper). This is gradient accumulation: "
     "gradients of several micro-batches are added on each rank, and the last one averages the sum over the ranks. The "
-    "time is per micro-batch, and the micro-batches are of equal size in all lines. A step with k of them also clips "
+    "time is per micro-batch, and all lines train on the same micro-batches. A step with k of them also clips "
     "and updates only once, so not all of the difference is communication. It is another training: the batch is k "
     "times as large, with 1/k of the updates."
 )
@@ -107,18 +107,26 @@ def unused_variants(settings: Settings) -> dict[str, Variant]:
     }
 
 
+def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:
+    """Return steps of 1, 2, 4 and 8 micro-batches, as far as there are enough training rows.
+
+    Args:
+        rows: the rows of a micro-batch on all ranks.
+    """
+    settings = replace(settings, per_device_train_batch_size=None)
+    return {
+        f"every {k}" if k > 1 else "every one": Variant(
+            replace(settings, train_batch_size=k * rows, gradient_accumulation_steps=k)
+        )
+        for k in SYNC_EVERY
+        if k * rows <= n_train
+    }
+
+
 def measure_no_sync(settings: Settings, data: ReviewData, seconds: float, world: World) -> Section:
     """Time micro-batches of which only every k-th exchanges gradients. Collective."""
     rows = data.plan.global_size // data.plan.accumulation_steps  # of one micro-batch on all ranks
-    variants = {
-        f"every {k}" if k > 1 else "every one": Variant(
-            replace(
-                settings, train_batch_size=k * rows, per_device_train_batch_size=None, gradient_accumulation_steps=k
-            )
-        )
-        for k in SYNC_EVERY
-        if k * rows <= len(data.split.train)
-    }
+    variants = no_sync_variants(settings, rows, len(data.split.train))
     comparisons = []
     for model in models(settings):
         found = compare(model, variants, data, seconds, world, micro_batches=max(SYNC_EVERY))
