@@ -74,9 +74,9 @@ class StepProfiler:
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """Discard an incomplete profile."""
-        if self.profile is not None:
-            self.profile.stop()
-            self.profile = None
+        if self.profile is not None and self.world.device.type == "cpu":
+            self.profile.stop()  # on a GPU, it would wait for kernels, which may wait for a rank that has failed
+        self.profile = None
 
     def _write(self, finished: profile) -> None:
         """Write the traces of all ranks and the summary, or nothing at all. Collective.
@@ -144,17 +144,14 @@ def events_of(finished: profile) -> list[Event]:
     assert finished.profiler is not None
     assert finished.profiler.kineto_results is not None
     recorded = finished.profiler.kineto_results.events()
-    on_gpu = DeviceType.CUDA
-    # A kernel and the call that has launched it have the same correlation id.
-    launches = {e.correlation_id(): e.start_ns() for e in recorded if e.device_type() != on_gpu and e.correlation_id()}
-    events = []
+    # A kernel is linked to the operator of the host that has launched it.
+    on_host = [e for e in recorded if e.device_type() == DeviceType.CPU and not e.linked_correlation_id()]
+    started = {e.correlation_id(): e.start_ns() for e in on_host}
+    events = [Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), e.is_user_annotation()) for e in on_host]
     for e in recorded:
-        launched = None
-        if e.device_type() == on_gpu:
-            if e.is_user_annotation() or e.correlation_id() not in launches:
-                continue  # a range of the host, repeated for the GPU
-            launched = launches[e.correlation_id()]
-        events.append(Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), e.is_user_annotation(), launched))
+        if e.device_type() == DeviceType.CUDA and not e.is_user_annotation():  # those repeat ranges of the host
+            launched = started.get(e.linked_correlation_id(), e.start_ns())
+            events.append(Event(e.name(), e.start_ns(), e.end_ns(), launched=launched))
     return events
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import app.ddp_loop
 from app.cli import parse_settings
@@ -110,6 +112,28 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
     assert not [path for path in folder.iterdir() if "profile" in path.name]
     with full, pytest.raises(RunError, match="No space left on device"):
         train("stops", "--max_steps=6", "--profile=1", "--on_save_failure=stop")
+
+
+def test_a_kernel_is_launched_by_the_operator_that_it_is_linked_to():
+    class Recorded:
+        def __init__(self, name, start, device="CPU", correlation=0, linked=0, annotation=False):
+            values = {"name": name, "start_ns": start, "end_ns": start + 5, "start_thread_id": 1}
+            values |= {"device_type": getattr(DeviceType, device), "is_user_annotation": annotation}
+            values |= {"correlation_id": correlation, "linked_correlation_id": linked}
+            for method, value in values.items():
+                setattr(self, method, lambda value=value: value)
+
+    recorded = [
+        Recorded("ProfilerStep#4", 0, annotation=True),
+        Recorded("ProfilerStep#4", 3, "CUDA", annotation=True),
+        Recorded("aten::mm", 10, correlation=7),
+        Recorded("cudaLaunchKernel", 12, correlation=9, linked=7),
+        Recorded("aten::add", 20, correlation=9),
+        Recorded("gemm", 90, "CUDA", correlation=9, linked=7),
+    ]
+    results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: recorded)))
+    events = {event.name: (event.start, event.launched) for event in profiling.events_of(results)}
+    assert events == {"ProfilerStep#4": (0, None), "aten::mm": (10, None), "aten::add": (20, None), "gemm": (90, 10)}
 
 
 def test_a_trace_that_is_cut_off_is_not_kept(tmp_path):
