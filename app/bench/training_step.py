@@ -10,9 +10,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+from tqdm import tqdm
 
 from app.bench.charts import format_seconds
-from app.bench.harness import build_named, distribute
+from app.bench.harness import Bench, build_named, distribute, timed
 from app.bench.page import Figure, Part, Section, Table
 from app.bench.step_charts import breakdown_chart, ratios_chart
 from app.bench.step_variants import (
@@ -36,6 +39,7 @@ from app.training.step_breakdown import CATEGORIES, StepTimes, divide_steps, mea
 
 SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 PROFILED_STEPS = 5
+ROUNDS = 3  # for the time without the profiler
 BUCKET_SIZES = (1, 5, 25, 100)  # MiB
 SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
 
@@ -44,7 +48,7 @@ ABOUT_BREAKDOWN = (
     f"{PROFILED_STEPS} steps. A collective is in flight from its call until it has completed. Communication is hidden "
     "while the rank computes, and exposed while it only waits, which includes waiting for a slower rank. Forward, "
     "backward and optimizer are without exposed communication, so the parts add up to the step. The profiler slows the "
-    "step down: the last line of the table has its time without it."
+    "step down: the last line of the table has the time of the same steps without it."
 )
 ABOUT_BUCKETS = (
     "DDP collects gradients in buckets and averages a bucket over the ranks as soon as it is full, while the backward "
@@ -80,7 +84,7 @@ def measure_step(name: str, settings: Settings, seconds: float, world: World) ->
     """
     quiet_libraries(world)
     if name == "breakdown":
-        return measure_breakdown(settings, build_data(settings, world), seconds, world)
+        return measure_breakdown(settings, build_data(settings, world), world)
     settings = replace(settings, strategy="ddp", cpu_offload=False)
     data = build_data(settings, world)
     if name == "no_sync":
@@ -163,13 +167,19 @@ def section_of(
 # ---- the breakdown ---------------------------------------------------------------------------------------------------
 
 
-def measure_breakdown(settings: Settings, data: ReviewData, seconds: float, world: World) -> Section:
+def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Section:
     """Profile training steps with the strategy of the settings. Collective."""
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
-    for model in models(settings):
-        by_model[model] = mean([mean(steps) for steps in profile_steps(model, settings, data, world)])
-        unprofiled[model] = compare(model, {"plain": Variant(settings)}, data, seconds, world).median("plain")
+    names = models(settings)
+    for model in tqdm(names, "profiling", leave=False, disable=settings.disable_tqdm or not world.is_main_process):
+        bench = distribute(settings, data, build_named(model, settings, data, world), world)
+        optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
+        train = partial(
+            bench.train_steps, optimizer=optimizer, scheduler=build_scheduler(optimizer, settings, TOTAL_STEPS)
+        )
+        by_model[model] = mean([mean(steps) for steps in profile_steps(train, bench)])
+        unprofiled[model] = time_unprofiled(train, bench)
     title = f"Where the time of a step goes: {settings.strategy}"
     parts: list[Part] = []
     if world.is_main_process:
@@ -182,20 +192,31 @@ def measure_breakdown(settings: Settings, data: ReviewData, seconds: float, worl
     return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy} | content)
 
 
-def profile_steps(model: str, settings: Settings, data: ReviewData, world: World) -> list[list[StepTimes]]:
-    """Return the times of some training steps on each rank. Collective."""
-    bench = distribute(settings, data, build_named(model, settings, data, world), world)
-    optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
-    scheduler = build_scheduler(optimizer, settings, TOTAL_STEPS)
+def profile_steps(train: Callable[..., None], bench: Bench) -> list[list[StepTimes]]:
+    """Return the times of some training steps on each rank. Collective.
+
+    Args:
+        train: `train(micro_batches, steps=n)` trains.
+    """
     batches = endless(bench.loader)
-    profiler = start_profiler(PROFILED_STEPS, world)
+    profiler = start_profiler(PROFILED_STEPS, bench.world)
     last = FIRST + PROFILED_STEPS - 1
     for step in range(1, last + 1):
-        bench.train_steps(batches, optimizer, scheduler, steps=1)
+        train(batches, steps=1)
         if step < last:
             profiler.step()
     profiler.stop()
-    return all_gather_object(divide_steps(events_of(profiler)), world)
+    return all_gather_object(divide_steps(events_of(profiler)), bench.world)
+
+
+def time_unprofiled(train: Callable[..., None], bench: Bench) -> float:
+    """Return the seconds that one of the same steps takes without the profiler. Collective."""
+    taken = []
+    for _ in range(ROUNDS):
+        batches = endless(bench.loader)
+        train(batches, steps=FIRST - 1)
+        taken.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
+    return statistics.median(taken) / PROFILED_STEPS
 
 
 def breakdown_table(by_model: Mapping[str, StepTimes], unprofiled: Mapping[str, float]) -> Table:

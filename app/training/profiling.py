@@ -84,7 +84,9 @@ class StepProfiler:
         Raises:
             RunError: they can't be written, and `--on_save_failure` is `stop`.
         """
-        ranks = all_gather_object(divide_steps(events_of(finished)), self.world)
+        events = events_of(finished)
+        warn_without_kernels(events, self.world)
+        ranks = all_gather_object(divide_steps(events), self.world)
         staging = self.folder.with_name(f".{PROFILE}.tmp")
 
         def create() -> None:
@@ -153,6 +155,12 @@ def events_of(finished: profile) -> list[Event]:
             launched = started.get(e.linked_correlation_id(), e.start_ns())
             events.append(Event(e.name(), e.start_ns(), e.end_ns(), launched=launched))
     return events
+
+
+def warn_without_kernels(events: Sequence[Event], world: World) -> None:
+    """Warn if the GPU's activity is missing, such as in a container without the permission to read it."""
+    if world.device.type == "cuda" and not any(event.launched is not None for event in events):
+        world.print_main("warning: --profile: CUPTI has recorded no kernels, so the times are those of the host")
 
 
 def write_trace(finished: profile, path: Path) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.autograd import DeviceType
+from worlds import fake_world
 
 import app.ddp_loop
 from app.cli import parse_settings
@@ -18,7 +19,7 @@ from app.errors import RunError
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
 from app.training import profiling
-from app.training.step_breakdown import CATEGORIES, EXPOSED
+from app.training.step_breakdown import CATEGORIES, EXPOSED, Event
 
 FLAGS = ["--max_length=16", "--train_batch_size=8", "--eval_strategy=no", "--save_strategy=no", "--use_cpu"]
 
@@ -134,6 +135,17 @@ def test_a_kernel_is_launched_by_the_operator_that_it_is_linked_to():
     results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: recorded)))
     events = {event.name: (event.start, event.launched) for event in profiling.events_of(results)}
     assert events == {"ProfilerStep#4": (0, None), "aten::mm": (10, None), "aten::add": (20, None), "gemm": (90, 10)}
+
+
+def test_a_gpu_without_kernels_is_reported(capsys):
+    operator, kernel = Event("aten::mm", 0, 5), Event("gemm", 0, 5, launched=0)
+    for events, device, expected in [
+        ([operator], "cuda", True),
+        ([operator, kernel], "cuda", False),
+        ([operator], "cpu", False),
+    ]:
+        profiling.warn_without_kernels(events, fake_world(device=device))
+        assert ("no kernels" in capsys.readouterr().out) == expected
 
 
 def test_a_trace_that_is_cut_off_is_not_kept(tmp_path):
