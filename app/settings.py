@@ -182,6 +182,9 @@ class OutputSettings:
         10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
     disable_tqdm: bool = setting(False, "disable progress bars")
+    profile: int = setting(
+        0, "training steps to profile, after the first four: writes a trace and where the time goes; 0: none"
+    )
     measure_peak_flops: bool = setting(
         False, "measure the matrix multiplication speed of each device before training, to report MFU relative to it"
     )
@@ -247,6 +250,7 @@ class Settings(
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
+            number("profile", lambda n: 0 <= n <= LARGEST_COUNT, f"0 or more {at_most}"),
             number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
             number("threads", lambda n: 0 <= n <= MAX_THREADS, f"between 0 and {MAX_THREADS}"),
             (

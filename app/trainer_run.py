@@ -54,7 +54,7 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures():
+    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
     world.print_main(describe_result(scores, prepared.record))
 
@@ -163,6 +163,7 @@ class ScheduleCallback(TrainerCallback):
         incomplete (huggingface/transformers#35782).
         """
         settings, step = self.settings, state.global_step
+        self.prepared.profiler.step()
         stop_requested = self.stop.requested()
         if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
 

@@ -46,7 +46,7 @@ def test_every_setting_is_in_one_group_and_has_help():
         *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
         *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.0", "--logical_ranks=many"),
         *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
-        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
+        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
     ],
 )

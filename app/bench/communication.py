@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from app.bench import training_step
 from app.bench.collectives_section import measure_collectives
 from app.bench.page import Section, as_html, as_text
 from app.cli import SettingsParser, launch
@@ -30,8 +31,9 @@ from app.runs.folder import create_folder
 from app.runs.schema import RUNS
 from app.settings import Settings
 
-SECTIONS = ("collectives",)
+SECTIONS = ("collectives", *training_step.SECTIONS)
 TITLE = "Communication laboratory"
+STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
 
@@ -94,7 +96,7 @@ def measure(name: str, settings: Settings, world: World, largest_mib: float, sec
     """Measure one section. Collective."""
     if name == "collectives":
         return measure_collectives(settings, world, int(largest_mib * 2**20), seconds_per_point)
-    raise AssertionError(name)
+    return training_step.measure_step(name, settings, STEP_SECONDS * seconds_per_point, world)
 
 
 def describe_machine(world: World) -> dict[str, str]:

@@ -19,8 +19,9 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 from app.checkpoint.state import TrainingState
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
-from app.distributed.collectives import reduce_mean
+from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
+from app.errors import AgreedError
 from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
@@ -51,11 +52,21 @@ class Bench:
     def train_steps(
         self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int
     ) -> None:
-        """Train for a number of optimizer steps."""
+        """Train for a number of optimizer steps.
+
+        Raises:
+            AgreedError: there are fewer micro-batches.
+        """
         state = self.training_state(optimizer, scheduler)
         iterator = iter(micro_batches)
         for step in range(steps):
             batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
+            if len(batches) < self.data.plan.micro_batches_per_step:
+                raise AgreedError(
+                    f"{len(self.data.split.train)} training rows are enough for {step} steps of "
+                    f"{self.data.plan.global_size} rows, and this benchmark needs {steps}: give a larger file with "
+                    "--csv, or a smaller --train_batch_size"
+                )
             train_step(step, self.wrapped, batches, state, self.settings)
 
     def training_state(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> TrainingState:
@@ -93,7 +104,8 @@ def distribute(
     make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy,
 ) -> Bench:
     """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
-    data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
+    with raise_on_all_ranks(world):
+        data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
     strategy = make_strategy(settings, data.plan, world)
     loader = data.train_loader(strategy.logical_ranks, settings, world)
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)

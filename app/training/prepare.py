@@ -26,6 +26,7 @@ from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
 from app.training.optim import default_learning_rate
+from app.training.profiling import StepProfiler
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Preparation:
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
+        profiler: measures where the time of some steps goes (`--profile`).
     """
 
     settings: Settings
@@ -49,6 +51,7 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
+    profiler: StepProfiler
 
     @property
     def plan(self) -> BatchPlan:
@@ -107,7 +110,10 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
+    profiler = StepProfiler(settings, data.plan, resume.step, record, world)
+    return Preparation(
+        settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume, profiler
+    )
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.

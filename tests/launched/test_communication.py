@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from architectures import write_model
 
 from app.bench.collectives import COLLECTIVES, VARIANTS
+from app.bench.training_step import SECTIONS
 
 pytestmark = pytest.mark.launched
 
@@ -73,3 +75,15 @@ def test_a_used_folder_is_refused_before_anything_is_measured(launch, tmp_path):
     assert done.status == 2
     assert done.error_lines == ["error: --output_dir out: exists and is not an empty folder: name a new one"]
     assert "rank 0" not in done.out
+
+
+@pytest.mark.slow
+def test_the_laboratory_measures_training_steps_on_two_ranks(launch, review_csv, tmp_path):
+    flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]
+    flags += ["--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8]
+    flags += ["--model", write_model(tmp_path / "model", "bert")]
+    done = launch("app.bench.communication", *flags, "--sections", *SECTIONS, ranks=2)
+    assert done.status == 0, done.err
+    sections = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]
+    assert list(sections) == list(SECTIONS)
+    assert (tmp_path / "out" / "communication.html").read_text().count("<svg") == len(SECTIONS)
