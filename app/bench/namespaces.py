@@ -59,26 +59,28 @@ def network_namespaces() -> Iterator[list[str]]:
     ):
         try:
             for name in names:
-                run(["ip", "netns", "add", name])
+                run_command(["ip", "netns", "add", name])
         except subprocess.CalledProcessError as refusal:
             problem = " ".join(refusal.stderr.split())
             raise NamespacesUnavailable(f"two nodes on one machine need network namespaces: {problem}") from None
         for name in names:
-            run(["ip", "-n", name, "link", "set", "lo", "up"])
+            run_command(["ip", "-n", name, "link", "set", "lo", "up"])
         yield names
 
 
 def connect(names: Sequence[str]) -> None:
     """Connect two namespaces by a virtual cable (a veth pair)."""
-    run(["ip", "-n", names[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", names[1]])
+    run_command(
+        ["ip", "-n", names[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", names[1]]
+    )
     configure(names)
 
 
 def configure(names: Sequence[str]) -> None:
     """Give the interface of each namespace its address and switch it on."""
     for name, address in zip(names, ADDRESSES, strict=True):
-        run(["ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE])
-        run(["ip", "-n", name, "link", "set", INTERFACE, "up"])
+        run_command(["ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE])
+        run_command(["ip", "-n", name, "link", "set", INTERFACE, "up"])
 
 
 def inside(name: str, command: Sequence[str]) -> list[str]:
@@ -86,7 +88,7 @@ def inside(name: str, command: Sequence[str]) -> list[str]:
     return [str(shutil.which("ip", path=SYSTEM_PATH)), "netns", "exec", name, *command]
 
 
-def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command of the system.
 
     Raises:

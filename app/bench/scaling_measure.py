@@ -156,7 +156,10 @@ def open_jobs(plan: Plan, folder: Path) -> Iterator[Jobs]:
 def measure(plan: Plan, jobs: Jobs) -> list[Round]:
     """Measure everything once per round. Every second round has the opposite order."""
     configurations = plan.configurations(links=jobs.nodes is not None)
-    keys: list[Key] = [*sorted({one.rows for one in configurations if one.ranks > 1} | {plan.rows}), "local"]
+    rows = {one.rows for one in configurations if one.ranks > 1} | {plan.rows}
+    if len(rows) == 1:  # the computation on a cluster is a straight line through two points or more
+        rows.add(2 * plan.rows)
+    keys: list[Key] = [*sorted(rows), "local"]
     keys += ["link"] if jobs.nodes is not None else []
     keys += configurations
     rounds: list[Round] = []

@@ -32,7 +32,7 @@ from app.bench.namespaces import (
     connect,
     inside,
     network_namespaces,
-    run,
+    run_command,
 )
 from app.settings import REPOSITORY
 
@@ -100,11 +100,11 @@ def shaped_link() -> Iterator[ShapedLink]:
         try:
             link.shape(Link())
         except (OSError, subprocess.CalledProcessError):
-            run(["ip", "-n", names[0], "link", "delete", INTERFACE])
+            run_command(["ip", "-n", names[0], "link", "delete", INTERFACE])
             link = stack.enter_context(_forwarded_link(names))
         for name in names:
             for setting, value in TCP_SETTINGS.items():
-                run(inside(name, ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]))
+                run_command(inside(name, ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]))
         yield link
 
 
@@ -119,7 +119,7 @@ class NetemLink:
     def shape(self, link: Link) -> None:
         """Replace the queueing discipline at both ends."""
         for name in self.names:
-            run(["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *netem_options(link)])
+            run_command(["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *netem_options(link)])
 
     def cpu_seconds(self) -> float:
         """Return 0: the kernel does it while it sends the packets of a process."""
@@ -161,10 +161,10 @@ def _forwarded_link(names: list[str]) -> Iterator[ForwardedLink]:
             device = f"samebits{uuid.uuid4().hex[:6]}"
             devices.append(_create_tun(device))
             descriptors.callback(os.close, devices[-1])
-            run(["ip", "link", "set", device, "netns", name])
+            run_command(["ip", "link", "set", device, "netns", name])
             # The larger the packets, the less CPU time they take: most of it is per packet.
             rename = ["name", INTERFACE, "mtu", str(LARGEST_PACKET), "txqueuelen", "10000"]
-            run(["ip", "-n", name, "link", "set", device, *rename])
+            run_command(["ip", "-n", name, "link", "set", device, *rename])
         configure(names)
         process = subprocess.Popen(
             [sys.executable, "-m", "app.bench.link_forwarder", *map(str, devices)],
