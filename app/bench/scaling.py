@@ -17,11 +17,12 @@ import argparse
 import math
 import sys
 
+from app.bench.cluster_report import ClusterFlags
 from app.bench.harness import SIZES
 from app.bench.page import as_html, as_text
 from app.bench.scaling_measure import Plan, cores, measure, open_jobs
 from app.bench.scaling_predict import fit
-from app.bench.scaling_report import ClusterFlags, describe, raw_data, sections
+from app.bench.scaling_report import describe, raw_data, sections
 from app.bench.shaped_link import Link
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.program import OneLineParser, run_program

@@ -11,7 +11,7 @@ from app.bench.alpha_beta import AlphaBeta, fit_alpha_beta
 from app.bench.scaling_measure import Configuration, Key, Round
 from app.bench.step_model import Computation, Cores, LocalNetwork, Network, TwoNodes, predict_step
 
-DISTURBED = 0.1
+DISTURBED = 0.1  # share of the CPU time that other processes may use
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,6 @@ class Interval:
     middle: float
     low: float
     high: float
-
-    def scaled(self, factor: float) -> Interval:
-        """Multiply all three."""
-        return Interval(self.middle * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -124,3 +120,8 @@ def measured_interval(configuration: Configuration, rounds: Sequence[Round]) -> 
     """Return the median, the shortest and the longest step of the undisturbed rounds."""
     seconds = [one["seconds"] for one in undisturbed(rounds, configuration)]
     return Interval(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def over(base: float, one: Interval) -> Interval:
+    """Return the speedup (strong) or efficiency (weak) over one rank: T(1) / T(N) in either case."""
+    return Interval(base / one.middle, base / one.high, base / one.low)

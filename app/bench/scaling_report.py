@@ -1,41 +1,22 @@
-"""Sections of the scaling page: measured next to predicted, what the predictions are made from, and a cluster."""
+"""Sections of the scaling page: measured next to predicted, and what the predictions are made from."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 import torch
 
 from app.bench import scaling_charts as charts
-from app.bench.alpha_beta import AlphaBeta
 from app.bench.charts import format_seconds, format_size
-from app.bench.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
+from app.bench.cluster_report import ClusterFlags, cluster_section
 from app.bench.page import Figure, Section, Table
 from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Plan, Round, cores
-from app.bench.scaling_predict import DISTURBED, Fits, Interval, at_bound, measured_interval, predict
+from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict
 from app.hardware import git_commit
-
-CLUSTER_RANKS = tuple(2**n for n in range(11))  # 1 to 1,024
-
-
-@dataclass(frozen=True)
-class ClusterFlags:
-    """The cluster that the user has described.
-
-    Attributes:
-        link: Gbit/s and microseconds between nodes; None: as measured.
-        node: the same between the ranks of a node.
-        batch: rows of a step in strong scaling.
-    """
-
-    ranks_per_node: int
-    link: tuple[float | None, float | None]
-    node: tuple[float | None, float | None]
-    batch: int
 
 
 def describe(plan: Plan, method: str | None) -> dict[str, str]:
@@ -67,7 +48,7 @@ def sections(plan: Plan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlag
         for key, one in measured.items()
         if key.mode == "weak" and key.link is None and key.ranks * plan.threads <= n_cores
     }
-    return [*parts, _inputs(rounds, fits), _cluster(plan, fits, flags, own_core)]
+    return [*parts, _inputs(rounds, fits), cluster_section(plan, fits, flags, own_core)]
 
 
 def raw_data(plan: Plan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
@@ -113,7 +94,7 @@ def _one_node(
             continue
         figure = "speedup" if mode == "strong" else "efficiency"
         points, model = (
-            {key.ranks: _over(base, source[key]) for key in keys if key in source} for source in (measured, predicted)
+            {key.ranks: over(base, source[key]) for key in keys if key in source} for source in (measured, predicted)
         )
         title = f"{mode} scaling: {figure} over one rank"
         svg = charts.over_ranks(title, figure, points, model, ideal=float if mode == "strong" else lambda n: 1.0)
@@ -153,11 +134,6 @@ def _row(
 
 def _range(one: Interval) -> str:
     return f"{format_seconds(one.low)} to {format_seconds(one.high)}"
-
-
-def _over(base: float, one: Interval) -> Interval:
-    """Return the speedup (strong) or efficiency (weak) over one rank: T(1) / T(N) in either case."""
-    return Interval(base / one.middle, base / one.high, base / one.low)
 
 
 def _two_nodes(measured: Mapping[Configuration, Interval], predicted: Mapping[Configuration, Interval]) -> Section:
@@ -245,77 +221,3 @@ def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
         ],
         {"disturbed": disturbed, "measurements": len(everything)},
     )
-
-
-# ---- a cluster -------------------------------------------------------------------------------------------------------
-
-
-def _cluster(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
-    predicted = {mode: {name: _cluster_points(mode, name, plan, fits, flags) for name in ALGORITHMS} for mode in MODES}
-    within, between = _describe_hop(flags.node, fits.local), _describe_hop(flags.link, fits.link or fits.local)
-    parts: list[Table | Figure] = []
-    for mode in MODES:
-        of_mode = predicted[mode]
-        base = of_mode["ring"][1].middle
-        rows = [
-            [f"{n:,}", *(format_seconds(of_mode[name][n].middle) for name in ALGORITHMS)]
-            + [f"{base / of_mode[name][n].middle / (n if mode == 'strong' else 1):.0%}" for name in ALGORITHMS]
-            for n in CLUSTER_RANKS
-            if n in of_mode["ring"]
-        ]
-        per = f"{flags.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
-        header = ["ranks", *ALGORITHMS, *(f"efficiency, {name}" for name in ALGORITHMS)]
-        parts.append(Table(f"{mode} scaling, {per}: time of a step", header, rows))
-        # Strong scaling on a cluster has more rows than what is measured.
-        points = dict(measured) if mode == "weak" else {}
-        title = f"{mode} scaling on a cluster: time of a step"
-        parts.append(Figure(title, charts.by_algorithm(title, "time of a step", of_mode, points, seconds=True)))
-        label = "speedup over one rank" if mode == "strong" else "efficiency"
-        title = f"{mode} scaling on a cluster: {label}"
-        scaled = {name: {n: _over(base, one) for n, one in of_mode[name].items()} for name in ALGORITHMS}
-        points = {n: _over(points[1].middle, one) for n, one in points.items()} if 1 in points else {}
-        parts.append(Figure(title, charts.by_algorithm(title, label, scaled, points, seconds=False)))
-    return Section(
-        "cluster",
-        "A cluster",
-        [
-            f"Predicted, not measured: nodes of {flags.ranks_per_node} ranks, each with a core of its own. Within a "
-            f"node: {within}. Between nodes, whose ranks share one link: {between}.",
-        ],
-        parts,
-        {
-            mode: {name: {str(n): asdict(one) for n, one in values.items()} for name, values in of_mode.items()}
-            for mode, of_mode in predicted.items()
-        },
-    )
-
-
-def _cluster_points(mode: str, algorithm: str, plan: Plan, fits: Fits, flags: ClusterFlags) -> dict[int, Interval]:
-    points = {}
-    for ranks in CLUSTER_RANKS:
-        rows = flags.batch / ranks if mode == "strong" else float(plan.rows)
-        if rows < 1:
-            continue
-        computation = computation_of_rows(rows, fits.computation)
-        times = []
-        for end, spread in ((None, 1.0), (0, fits.spread[0]), (1, fits.spread[1])):
-            within = _hop(flags.node, at_bound(fits.local, computation.size, end))
-            between = _hop(flags.link, at_bound(fits.link or fits.local, computation.size, end))
-            cluster = Cluster(flags.ranks_per_node, within, between)
-            times.append(predict_cluster_step(computation.scaled(spread), cluster, algorithm, ranks))
-        points[ranks] = Interval(*times)
-    return points
-
-
-def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:
-    """Return a message's cost: as given, or from an all-reduce among two ranks: two messages of half a tensor."""
-    gbit, microseconds = given
-    if gbit is None or microseconds is None:
-        return Hop(measured.alpha / 2, measured.beta)
-    return Hop(microseconds / 1e6, 8 / (gbit * 1e9))
-
-
-def _describe_hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> str:
-    hop = _hop(given, measured)
-    source = "measured on this machine" if given[0] is None else "as given"
-    return f"{format_seconds(hop.alpha)} per message and {1 / hop.beta / 1e9:.3g} GB/s ({source})"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from app.bench import scaling
+from app.bench.cluster_report import ClusterFlags
 from app.bench.gloo_ring import Path as LinkPath
 from app.bench.gloo_ring import simulate_ring
 from app.bench.page import as_html, as_text
 from app.bench.scaling_measure import ALL_REDUCE_SIZES, Configuration, Measurement, Plan, Round
 from app.bench.scaling_predict import fit, measured_interval, predict, undisturbed
-from app.bench.scaling_report import ClusterFlags, raw_data, sections
+from app.bench.scaling_report import raw_data, sections
 from app.bench.shaped_link import Link
 
 MIB = 2**20
