@@ -105,7 +105,8 @@ def side_by_side(
 
 def _draw(axes: Axes, points: Points, color: str, marker: str, name: str, filled: bool) -> None:
     ranks = sorted(points)
-    axes.vlines(ranks, [points[n].low for n in ranks], [points[n].high for n in ranks], color=color, linewidth=2)
+    beside = [n * (0.98 if filled else 1.02) for n in ranks]  # so that two intervals do not cover each other
+    axes.vlines(beside, [points[n].low for n in ranks], [points[n].high for n in ranks], color=color, linewidth=2)
     axes.plot(
         ranks,
         [points[n].middle for n in ranks],
@@ -113,8 +114,8 @@ def _draw(axes: Axes, points: Points, color: str, marker: str, name: str, filled
         color=color,
         linestyle="-" if filled else (0, (4, 3)),
         linewidth=1.6,
-        markersize=8 if filled else 6.5,
-        markerfacecolor=color if filled else PAPER,
+        markersize=6 if filled else 10,  # a hollow marker around a filled one: both are visible
+        markerfacecolor=color if filled else "none",
         label=name,
     )
 

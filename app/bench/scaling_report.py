@@ -73,7 +73,7 @@ def _name(key: object) -> str:
 def _one_node(
     plan: Plan, measured: Mapping[Configuration, Interval], predicted: Mapping[Configuration, Interval], n_cores: int
 ) -> Section:
-    parts: list[Table | Figure] = []
+    tables, figures = [], []
     for mode in MODES:
         keys = [key for key in measured if key.mode == mode and key.link is None]
         rows = f"{plan.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
@@ -89,7 +89,7 @@ def _one_node(
             "speedup",
             "efficiency",
         ]
-        parts.append(Table(f"{mode} scaling: {rows}", header, [_row(key, measured, predicted, base) for key in keys]))
+        tables.append(Table(f"{mode} scaling: {rows}", header, [_row(key, measured, predicted, base) for key in keys]))
         if base is None:
             continue
         figure = "speedup" if mode == "strong" else "efficiency"
@@ -98,7 +98,7 @@ def _one_node(
         )
         title = f"{mode} scaling: {figure} over one rank"
         svg = charts.over_ranks(title, figure, points, model, ideal=float if mode == "strong" else lambda n: 1.0)
-        parts.append(Figure(title, svg, "Vertical lines: intervals."))
+        figures.append(Figure(title, svg, "Vertical lines: intervals."))
     return Section(
         "one_node",
         "Strong and weak scaling on this machine",
@@ -108,7 +108,7 @@ def _one_node(
             "Measured: the median of the rounds and their range. Predicted: the model's time, and its interval from "
             "the fastest and slowest computation and the 95% prediction interval of the exchanges.",
         ],
-        parts,
+        [*tables, *figures],
         _comparison(measured, predicted, with_link=False),
     )
 

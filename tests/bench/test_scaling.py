@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.bench import scaling
+from app.bench import scaling, scaling_measure
 from app.bench.cluster_report import ClusterFlags
 from app.bench.gloo_ring import Path as LinkPath
 from app.bench.gloo_ring import simulate_ring
+from app.bench.namespaces import NamespacesUnavailable
 from app.bench.page import as_html, as_text
-from app.bench.scaling_measure import ALL_REDUCE_SIZES, Configuration, Measurement, Plan, Round
+from app.bench.scaling_measure import ALL_REDUCE_SIZES, Configuration, Measurement, Plan, Round, measure, open_jobs
 from app.bench.scaling_predict import fit, measured_interval, predict, undisturbed
 from app.bench.scaling_report import raw_data, sections
 from app.bench.shaped_link import Link
@@ -106,6 +109,67 @@ def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     kept |= {key: whole[key] for key in plan.configurations(False)}
     report = sections(plan, [kept], fit([kept]), CLUSTER, n_cores=2)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
+
+
+class FakeJob:
+    """A job whose steps take one second per row, and 2 s more if gradients are exchanged."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.open = ranks, True
+
+    def connect(self) -> None:
+        pass
+
+    def perform(self, **task: Any) -> Any:
+        assert self.open
+        if "sizes" in task:
+            return [{"bytes": n, "seconds": 1.0, "cpu_seconds": 1.0} for n in task["sizes"]]
+        return {"seconds": task["rows"] + 2.0 * task["exchange"], "ranks": self.ranks}
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        self.open = False
+
+    def wait(self) -> None:
+        assert not self.open
+
+
+@pytest.fixture
+def no_namespaces(monkeypatch):
+    """Jobs are fakes, and there are no network namespaces."""
+
+    @contextmanager
+    def task_job(size, ranks, *_):
+        yield FakeJob(ranks)
+
+    @contextmanager
+    def shaped_link():
+        raise NamespacesUnavailable("not root")
+        yield
+
+    monkeypatch.setattr(scaling_measure, "task_job", task_job)
+    monkeypatch.setattr(scaling_measure, "shaped_link", shaped_link)
+
+
+def test_without_root_two_nodes_are_left_out_with_a_line(no_namespaces, tmp_path, capsys):
+    with open_jobs(PLAN, tmp_path) as jobs:
+        rounds = measure(PLAN, jobs)
+    assert capsys.readouterr().out == "not measured: two nodes: not root\n"
+    assert len(rounds) == PLAN.rounds
+    for one in rounds:
+        assert set(one) == {8, 16, "local", *PLAN.configurations(links=False)}
+        for key in PLAN.configurations(links=False):
+            assert one[key].result == {"seconds": key.rows + 2.0, "ranks": key.ranks}
+        assert one[16].result == {"seconds": 16.0, "ranks": 2}
+    assert list(rounds[1]) == list(reversed(rounds[0])), "every second round has the opposite order"
+
+
+def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
+    plan = replace(PLAN, ranks=[1, 2], links=[], rows=16)
+    with open_jobs(plan, tmp_path) as jobs:
+        assert {16, 32} <= set(measure(plan, jobs)[0])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import socket
 
 import pytest
 
-from app.bench import link_forwarder
+from app.bench import link_forwarder, namespaces
 from app.bench.link_forwarder import Direction
+from app.bench.namespaces import NamespacesUnavailable, network_namespaces
 from app.bench.shaped_link import Link, netem_options
 
 
@@ -29,6 +30,12 @@ def test_a_link_is_described_by_rate_and_delay():
     assert str(Link(10, 0.1)) == "10 Gbit/s, 0.1 ms"
     assert Link(8, 5).bytes_per_second == 1e9
     assert Link(8, 5).delay == 0.005
+
+
+def test_without_iproute2_it_says_so(monkeypatch):
+    monkeypatch.setattr(namespaces, "SYSTEM_PATH", "/nowhere")
+    with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
+        pass
 
 
 class Clock:
