@@ -79,7 +79,16 @@ def build_named(name: str, settings: Settings, data: ReviewData, world: World) -
     """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
     if name not in SIZES:
         return build_model(settings, data, world).model
-    layers, hidden, heads, intermediate = SIZES[name]
+    return build_bert(SIZES[name], settings, world)
+
+
+def build_bert(size: tuple[int, int, int, int], settings: Settings, world: World) -> PreTrainedModel:
+    """Build an untrained BERT with the same weights on every rank.
+
+    Args:
+        size: layers, hidden size, attention heads, intermediate size.
+    """
+    layers, hidden, heads, intermediate = size
     set_seed(settings.seed)
     config = BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate

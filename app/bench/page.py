@@ -94,14 +94,19 @@ class Section:
 # ---- a page ----------------------------------------------------------------------------------------------------------
 
 
-def as_html(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
+def as_html(
+    title: str, facts: Mapping[str, str], sections: Sequence[Section], json_name: str = "communication.json"
+) -> str:
     """Render a self-contained page, without scripts and without requests. All text is escaped.
 
     Args:
         facts: what to say about the machine, by name.
+        json_name: the file that contains all numbers.
     """
     template = html_environment().get_template("laboratory.html.j2")
-    return template.render(title=title, facts=facts, sections=sections, kind=_kind, background=_background)
+    return template.render(
+        title=title, facts=facts, sections=sections, json_name=json_name, kind=_kind, background=_background
+    )
 
 
 def _kind(part: Part) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from app.errors import RunError, UserError, escape_unencodable_output
 from app.interrupts import as_interrupt
@@ -30,3 +32,10 @@ def run_program(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted: every job that was started has ended", file=sys.stderr)
         return 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
