@@ -154,6 +154,19 @@ def parse_settings(description: str | None = None, arguments: Sequence[str] | No
     return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
 
 
+def refuse_deepspeed(settings: Settings) -> None:
+    """Refuse `--deepspeed` in programs that train with other engines.
+
+    Raises:
+        UserError: the flag is given.
+    """
+    if settings.deepspeed is not None:
+        raise UserError(
+            f"--deepspeed {settings.deepspeed}: only app.trainer_run trains with DeepSpeed: remove the flag here; "
+            "python -m app.compare RUN RUN compares finished runs"
+        )
+
+
 def as_flags(settings: Settings) -> list[str]:
     """Return the command line that parses into these settings. It contains only values that are not defaults."""
     defaults = Settings().as_dict()

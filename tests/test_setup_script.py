@@ -279,7 +279,7 @@ def test_every_requirement_is_pinned() -> None:
     requirements = [
         *project["build-system"]["requires"],
         *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["dev"],
+        *(requirement for extra in project["project"]["optional-dependencies"].values() for requirement in extra),
     ]
     lines = (PROJECT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))

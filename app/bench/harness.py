@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
 from app.checkpoint.state import TrainingState
+from app.cli import refuse_deepspeed
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
-from app.distributed.collectives import reduce_mean
+from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import Strategy
@@ -81,6 +82,8 @@ def build_named(name: str, settings: Settings, data: ReviewData, world: World) -
 def set_up(settings: Settings, world: World) -> Bench:
     """Build the data and the model, without a run folder. Collective."""
     quiet_libraries(world)
+    with raise_on_all_ranks(world):
+        refuse_deepspeed(settings)
     data = build_data(settings, world)
     return distribute(settings, data, build_model(settings, data, world).model, world)
 

@@ -25,6 +25,7 @@ from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
+from app.training.deepspeed_config import Config, complete_config, read_config
 from app.training.optim import default_learning_rate
 
 
@@ -38,6 +39,7 @@ class Preparation:
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
+        deepspeed_config: the complete configuration of DeepSpeed; None without `--deepspeed`.
     """
 
     settings: Settings
@@ -49,6 +51,7 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
+    deepspeed_config: Config | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -72,6 +75,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """
     quiet_libraries(world)
     check_settings(settings, world)
+    deepspeed_config = read_config(path_name, settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
@@ -89,6 +93,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     )
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
+        if deepspeed_config is not None:
+            deepspeed_config = complete_config(deepspeed_config, settings, data.plan)
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
@@ -102,12 +108,17 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
         peak = measure_peak_flops(world.device, settings.precision or "fp32")
-    record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak)
+    record = open_run(
+        path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak, deepspeed_config
+    )
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
+    model = classifier.model
+    return Preparation(
+        settings, data, model, strategy, train_loader, eval_set, test_set, record, resume, deepspeed_config
+    )
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.

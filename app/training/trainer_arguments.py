@@ -30,4 +30,5 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
         disable_tqdm=settings.disable_tqdm,
         label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
+        deepspeed=prepared.deepspeed_config,
     )
