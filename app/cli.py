@@ -154,17 +154,18 @@ def parse_settings(description: str | None = None, arguments: Sequence[str] | No
     return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
 
 
-def refuse_deepspeed(settings: Settings) -> None:
-    """Refuse `--deepspeed` in programs that train with other engines.
+def refuse_trainer_engines(settings: Settings) -> None:
+    """Refuse `--deepspeed` and `--fsdp` in programs that do not train with Trainer alone.
 
     Raises:
-        UserError: the flag is given.
+        UserError: a flag is given.
     """
-    if settings.deepspeed is not None:
-        raise UserError(
-            f"--deepspeed {settings.deepspeed}: only app.trainer_run trains with DeepSpeed: remove the flag here; "
-            "python -m app.compare RUN RUN compares finished runs"
-        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(settings, name):
+            raise UserError(
+                f"--{name}: only app.trainer_run has it: remove it, and compare finished runs with python -m "
+                "app.compare RUN RUN"
+            )
 
 
 def as_flags(settings: Settings) -> list[str]:

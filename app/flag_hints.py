@@ -110,8 +110,8 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("ddp_backend", "backend"): "NCCL is used on GPUs and gloo on CPUs",
     ("ddp_broadcast_buffers", "ddp_static_graph"): "not supported; DDP's defaults are used",
     # strategies
-    ("fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
-        "use --strategy zero2 or --strategy zero3, which are FSDP2"
+    ("fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
+        "use --strategy zero2 or --strategy zero3, which are FSDP2, or --fsdp"
     ),
     ("zero_stage", "zero", "zero1", "zero2", "zero3", "sharded_ddp"): "use --strategy zero1, zero2 or zero3",
     ("deepspeed_config", "use_deepspeed", "deepspeed_config_file", "zero3_init_flag"): (

@@ -160,6 +160,9 @@ class ProcessSettings:
         "trainer_run: train with DeepSpeed's ZeRO as this JSON configuration says; what the settings determine is "
         'filled in where it is missing or "auto"',
     )
+    fsdp: bool = setting(
+        False, "trainer_run on GPUs: shard parameters with Trainer's own FSDP2; --strategy zero3 does so in both paths"
+    )
     cpu_offload: bool = setting(False, "zero3 on GPUs: keep parameters, gradients and optimizer state in main memory")
     activation_checkpointing: bool = setting(
         False, "recompute the activations of each layer in the backward pass to save memory"
@@ -266,6 +269,11 @@ class Settings(
                 self.deepspeed is None or self.precision in (None, "fp32", "bf16"),
                 f"--deepspeed trains in fp32 or bf16: remove --precision {self.precision}",
             ),
+            (
+                not self.fsdp or (self.strategy == "ddp" and self.deepspeed is None),
+                "--fsdp, --deepspeed and --strategy exclude each other: give only one of them",
+            ),
+            (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
             (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must each name a column"),
@@ -291,6 +299,13 @@ class Settings(
         if self.csv is not None:
             return Path(self.csv)
         return DOWNLOADED_CSV if DOWNLOADED_CSV.exists() else SAMPLE_CSV
+
+    @property
+    def trainer_engine(self) -> str | None:
+        """The engine that Trainer uses instead of a strategy of this project, or None."""
+        if self.deepspeed is not None:
+            return "DeepSpeed"
+        return "Trainer's FSDP2" if self.fsdp else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""

@@ -32,7 +32,7 @@ from app.checkpoint.state import TrainingState, load_weights
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows
-from app.distributed.environment import forget_deepspeed
+from app.distributed.environment import forget_trainer_engine
 from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -76,7 +76,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
     )
-    forget_deepspeed()
+    forget_trainer_engine()
     trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
@@ -100,15 +100,15 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         RunError: a loss or gradient norm is not finite.
     """
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
-    if checkpoint is not None and prepared.deepspeed_config is not None:
+    all_steps_are_done = prepared.resume.step == total_steps
+    if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
         load_weights(prepared.model, checkpoint)  # DeepSpeed's engine copies them when it is created
-    if prepared.resume.step < total_steps:
+    if not all_steps_are_done:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step)
-    elif checkpoint is not None:  # only evaluations are left, but Trainer would train one more step
-        load_weights(prepared.model, checkpoint)
+    else:  # only evaluations are left, but Trainer would train one more step
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
@@ -267,13 +267,12 @@ class ReviewTrainer(Trainer):
         return self.wrapped if training else model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Load no checkpoint: Trainer and DeepSpeed expect other files. ScheduleCallback loads it.
-
-        DeepSpeed's engine is created here.
-        """
+        """Load no checkpoint: Trainer and DeepSpeed expect other files. ScheduleCallback loads it."""
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if self.prepared.deepspeed_config is not None:
-            assert type(model).__name__ == "DeepSpeedEngine", f"Trainer has wrapped the model in {type(model).__name__}"
+        settings = self.prepared.settings
+        if settings.deepspeed is not None or settings.fsdp:  # Trainer has wrapped the model, and might choose plain DDP
+            wrapper = "FSDPModule" if settings.fsdp else "DeepSpeedEngine"
+            assert wrapper in [base.__name__ for base in type(model).__mro__], f"a {type(model)} is no {wrapper}"
             self.wrapped = model
         return model, loader
 

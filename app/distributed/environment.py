@@ -121,9 +121,10 @@ def select_deepspeed_accelerator(device_type: str) -> None:
     os.environ["DS_ACCELERATOR"] = device_type
 
 
-def forget_deepspeed() -> None:
-    """Remove the variable by which accelerate makes every later Trainer of this process use DeepSpeed."""
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+def forget_trainer_engine() -> None:
+    """Remove the variables by which accelerate would make later Trainers of this process use DeepSpeed or FSDP."""
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
 
 
 def started_by_torchrun() -> bool:

@@ -71,7 +71,7 @@ def describe_run(
         (
             "machine",
             f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
-            f"{settings.strategy if settings.deepspeed is None else 'DeepSpeed'}",
+            f"{settings.trainer_engine or settings.strategy}",
         ),
         ("files", f"{folder}/"),
     ]

@@ -45,24 +45,35 @@ FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
 MISSING = object()
 
 
-def read_config(path_name: str, settings: Settings, world: World) -> Config | None:
-    """Read the file that `--deepspeed` names, the same on every rank. Collective.
-
-    Returns:
-        Its content; None without `--deepspeed`.
+def check_engine(path_name: str, settings: Settings, world: World) -> None:
+    """Check that the run can use `--deepspeed` or `--fsdp`.
 
     Raises:
-        AgreedError: the path is not trainer_run, DeepSpeed is not installed, or rank 0 can't read the file.
+        UserError: the path is not trainer_run, DeepSpeed is not installed, or `--fsdp` has no GPUs.
+    """
+    if settings.trainer_engine is not None and path_name != "trainer_run":
+        flag = "--fsdp" if settings.fsdp else "--deepspeed"
+        raise UserError(f"{flag}: only the Trainer path has it: start app.trainer_run, or use --strategy")
+    if settings.fsdp and world.device.type == "cpu":
+        raise UserError("--fsdp needs GPUs: on CPUs Trainer would train with plain DDP; use --strategy zero3")
+    if settings.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(f"--deepspeed: DeepSpeed is not installed: run {INSTALLATION}")
+
+
+def read_config(settings: Settings, world: World) -> Config | None:
+    """Read the file that `--deepspeed` names. Collective.
+
+    Returns:
+        Its content, the same on every rank; None without `--deepspeed`.
+
+    Raises:
+        AgreedError: rank 0 can't read the file.
     """
     select_deepspeed_accelerator(world.device.type)  # also without the flag: accelerate imports an installed DeepSpeed
     if settings.deepspeed is None:
         return None
     config: Config = {}
     with raise_on_all_ranks(world):
-        if path_name != "trainer_run":
-            raise UserError("--deepspeed: only the Trainer path has it: start app.trainer_run, or use --strategy")
-        if importlib.util.find_spec("deepspeed") is None:
-            raise UserError(f"--deepspeed: DeepSpeed is not installed: run {INSTALLATION}")
         if world.is_main_process:
             config = parse(Path(settings.deepspeed))
     return broadcast_object(config, world)
@@ -78,7 +89,7 @@ def parse(path: Path) -> Config:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as problem:
         raise UserError(f"--deepspeed {path}: {problem.strerror}") from None
-    except ValueError as problem:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as problem:
         raise UserError(f"--deepspeed {path}: not valid JSON: {problem}") from None
     if not isinstance(config, dict):
         raise UserError(f"--deepspeed {path}: must be a JSON object, as in docs/deepspeed.md")

@@ -25,7 +25,7 @@ from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
-from app.training.deepspeed_config import Config, complete_config, read_config
+from app.training.deepspeed_config import Config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
 
 
@@ -75,7 +75,9 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """
     quiet_libraries(world)
     check_settings(settings, world)
-    deepspeed_config = read_config(path_name, settings, world)
+    with raise_on_all_ranks(world):
+        check_engine(path_name, settings, world)
+    deepspeed_config = read_config(settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing

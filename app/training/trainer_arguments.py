@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import TrainingArguments
 
 from app.distributed.world import World
+from app.strategies.trainer_fsdp import fsdp_config
 from app.training.prepare import Preparation
 
 
@@ -31,4 +32,6 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
         label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
         deepspeed=prepared.deepspeed_config,
+        fsdp=True if settings.fsdp else None,  # type: ignore[arg-type]
+        fsdp_config=fsdp_config(prepared.model) if settings.fsdp else None,
     )
