@@ -1,6 +1,6 @@
 """Trainer's own FSDP2 (`--fsdp`): like `--strategy zero3`, but the model is sharded by accelerate.
 
-This was written from the documentation and the sources. It has not been run on GPUs.
+It has not been run on GPUs. The tests run it on CPUs that accelerate takes for GPUs.
 """
 
 from __future__ import annotations
