@@ -32,7 +32,6 @@ from app.checkpoint.state import TrainingState, load_weights
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows
-from app.distributed.environment import forget_trainer_engine
 from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -46,7 +45,7 @@ from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
-from app.training.trainer_arguments import training_arguments
+from app.training.trainer_arguments import forget_engine, training_arguments
 
 
 def main(settings: Settings) -> None:
@@ -76,7 +75,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
     )
-    forget_trainer_engine()
+    forget_engine()
     trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.

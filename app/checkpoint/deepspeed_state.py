@@ -65,7 +65,8 @@ class DeepSpeedState(TrainingState):
         parts = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
         for part in parts:
             moments = {key: torch.zeros_like(part, requires_grad=False) for key in MOMENTS}
-            self.optimizer.state[part] = {"step": steps.to(part.device)} | moments
+            # AdamW increments the number of steps in place, so each part needs its own.
+            self.optimizer.state[part] = {"step": steps.clone().to(part.device)} | moments
         self._link_moments()
 
     def _link_moments(self) -> None:

@@ -33,13 +33,13 @@ FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=16", "--dro
 # 4 steps, two micro-batches for each of 2 logical ranks, and gradients that are clipped.
 SHORT = [*FLAGS, "--max_steps=4", "--logical_ranks=2", "--gradient_accumulation_steps=2", "--max_grad_norm=0.3"]
 SHORT += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--eval_strategy=steps", "--eval_steps=2"]
-BEST = ["--validation_size=0.2", "--load_best_model_at_end", "--metric_for_best_model=loss"]
+BEST = ["--validation_size=0.2", "--load_best_model_at_end"]
 BF16 = ["--bf16", "--max_steps=2"]
 
 
-def write_configs(folder: Path) -> None:
+def write_configs(folder: Path, **more: bool) -> None:
     for name, zero in CONFIGS.items():
-        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero}))
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero | more}))
     (folder / "other-batch.json").write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 1}}))
 
 
@@ -53,7 +53,8 @@ def folder(hotel_csv, tmp_path_factory) -> Path:
     require_deepspeed()
     folder = tmp_path_factory.mktemp("deepspeed")
     write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
-    write_configs(folder)
+    # Otherwise stage 3 replaces torch.nn.functional.linear, also for the runs that follow it in the same process.
+    write_configs(folder, memory_efficient_linear=False)
     halfway = {name: f"--resume_from_checkpoint={name}/checkpoints/checkpoint-2" for name in CONFIGS}
     runs = {
         "ddp": TrainingRun("trainer_run", SHORT),
@@ -106,7 +107,7 @@ def test_losses_and_gradient_norms_are_those_of_ddp(folder, name):
 def test_the_engine_is_deepspeeds_and_recorded(folder, name):
     settings = json.loads((folder / name / "settings.json").read_text())
     assert settings["wrapper"] == "DeepSpeedEngine"
-    assert settings["deepspeed_config"]["zero_optimization"] == CONFIGS[name]
+    assert settings["deepspeed_config"]["zero_optimization"] == CONFIGS[name] | {"memory_efficient_linear": False}
     assert settings["deepspeed_config"]["gradient_accumulation_steps"] == 2
     assert json.loads((folder / "ddp" / "settings.json").read_text())["deepspeed_config"] is None
 
@@ -140,7 +141,9 @@ def test_the_best_weights_are_loaded_into_shards(folder):
     a, b = (read_run(folder / f"best-{name}") for name in ("stage-3", "ddp"))
     assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], abs=TOLERANCE)
     for name in ("stage-3", "ddp"):
-        best = next((folder / f"best-{name}" / "checkpoints").glob("best-*"))
+        # The accuracy after step 2 is not exceeded by that after step 4, because the model has hardly been trained.
+        best, last = (folder / f"best-{name}/checkpoints/{kept}" for kept in ("best-2", "best-4"))
+        assert not last.exists()
         kept, final = load_file(best / "model.safetensors"), load_file(folder / f"best-{name}/model/model.safetensors")
         assert all((kept[key] == final[key]).all() for key in final)
 
