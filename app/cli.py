@@ -182,6 +182,20 @@ def parse_flags(
     return Settings(**values), own_flags
 
 
+def refuse_trainer_engines(settings: Settings) -> None:
+    """Refuse `--deepspeed` and `--fsdp` in programs that do not train with Trainer alone.
+
+    Raises:
+        UserError: a flag is given.
+    """
+    for name in ("deepspeed", "fsdp"):
+        if getattr(settings, name):
+            raise UserError(
+                f"--{name}: only app.trainer_run has it: remove it, and compare finished runs with python -m "
+                "app.compare RUN RUN"
+            )
+
+
 def as_flags(settings: Settings) -> list[str]:
     """Return the command line that parses into these settings. It contains only values that are not defaults."""
     defaults = Settings().as_dict()

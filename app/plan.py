@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from app.cli import settings_parser
+from app.cli import refuse_trainer_engines, settings_parser
 from app.distributed.launcher import default_nproc_per_node
 from app.errors import UserError, shorten
 from app.experiments.program import run_program
@@ -93,6 +93,7 @@ def _main() -> int:
     ranks, device_memory = values.pop("ranks"), values.pop("device_memory")
     budget = None if device_memory is None else parse_size(device_memory)
     settings = Settings(**values)
+    refuse_trainer_engines(settings)
     plan = build_plan(settings, default_nproc_per_node(settings.use_cpu) if ranks is None else ranks)
     text = describe(plan, budget)
     folder = create_folder(settings.output_dir, RUNS / "plans")

@@ -113,7 +113,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     [
         ("--per_device_eval_batch_size=8", "--eval_batch_size"),
         ("--report_to=none", "steps.jsonl"),
-        ("--fsdp=full_shard", "--strategy zero3"),
+        ("--fsdp_config=fsdp.json", "--strategy zero3"),
         ("--do_eval", "--eval_strategy"),
         ("--train_file=a.csv", "--csv"),
         ("--model_name_or_path=bert-base-chinese", "--model"),
