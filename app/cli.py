@@ -163,15 +163,17 @@ def as_flags(settings: Settings) -> list[str]:
     return [f"--{name}={value}" for name, value in changed.items()]
 
 
-def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
+def launch(main: Callable[..., None], description: str | None, **flags: dict[str, Any]) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
     Exit statuses: 0 finished (also if a restarted job finds its run already finished), 1 the run failed, 2 invalid
     input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before or after training.
 
     Args:
-        main: Called with the settings of this rank. It joins the process group itself.
+        main: Called with the settings of this rank, and with the values of `flags` as keyword arguments. It joins the
+            process group itself.
         description: The docstring of the entry point, for `--help`.
+        flags: Further flags of the entry point, by name: the keyword arguments of `add_argument`.
     """
     gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
@@ -185,12 +187,17 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
-            settings = parse_settings(description)
+            parser = settings_parser(description)
+            for name, options in flags.items():
+                parser.add_argument(f"--{name}", **options)
+            values = parser.values(sys.argv[1:])
+            own = {name: values.pop(name) for name in flags}
+            settings = Settings(**values)
             check_accelerate_environment(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem
-        main(settings)
+        main(settings, **own)
     except KeyboardInterrupt:
         if rank == 0:
             print("interrupted", file=sys.stderr)

@@ -182,6 +182,9 @@ class OutputSettings:
         10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
     disable_tqdm: bool = setting(False, "disable progress bars")
+    dry_run: bool = setting(
+        False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
+    )
     measure_peak_flops: bool = setting(
         False, "measure the matrix multiplication speed of each device before training, to report MFU relative to it"
     )

@@ -70,14 +70,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
-    quiet_libraries(world)
-    check_settings(settings, world)
-    resume = find_resume(path_name, settings, world)
-    with raise_on_all_ranks(world):
-        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
-            refuse_used(settings.output_dir)
     given = settings
-    settings = restore_settings(settings, resume, world)
+    settings, resume = resolve_settings(path_name, settings, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -108,6 +102,21 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
     return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
+
+
+def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
+    """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
+
+    Raises:
+        AgreedError: the ranks have different flags, the checkpoint can't be used, or the output folder is not empty.
+    """
+    quiet_libraries(world)
+    check_settings(settings, world)
+    resume = find_resume(path_name, settings, world)
+    with raise_on_all_ranks(world):
+        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
+            refuse_used(settings.output_dir)
+    return restore_settings(settings, resume, world), resume
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.
