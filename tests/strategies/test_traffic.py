@@ -21,15 +21,15 @@ from app.strategies.traffic import Collective, gradient_buckets, plan_traffic
 
 FAST = ("bart", "xlnet", "frozen")  # tied weights, parameters without a gradient, and one that is not trained
 
+ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
+
 
 def check(step: Step) -> None:
     with process_group_of(step.ranks - 1, step.ranks) as world:
         assert step.count(world) == step.predict(), step
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", ALL)
 def test_any_architecture(name):
     for strategy in STRATEGIES:
         check(Step(name, strategy, ranks=4))
