@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from app.model.activations import Activations
 from app.settings import STRATEGIES, Settings
 from app.sizes import parse_size
 from app.training.plan import Plan, build_plan
-from app.training.plan_tables import RANKS, largest_that_fits
+from app.training.plan_tables import RANKS, describe_plan, largest_that_fits
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,29 @@ def numbers(cells: Sequence[str]) -> list[float]:
     return [float(cell.replace(",", "")) for cell in cells]
 
 
-def test_the_plan_is_printed_and_written(monkeypatch, tmp_path, review_csv, capsys):
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Plan:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "reviews.csv").write_text("label,review\n" + "".join(f"{i % 2},第{i}次好\n" for i in range(90)))
+    settings = Settings(csv=str(folder / "reviews.csv"), use_cpu=True, max_length=16, train_batch_size=8)
+    return build_plan(replace(settings, gradient_accumulation_steps=2), ranks=2)
+
+
+def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "build_plan", lambda *_: planned)
     assert run(monkeypatch, tmp_path, review_csv, "--output_dir=plan", "--device_memory=16MiB") == 0
     text = Path("plan/plan.md").read_text()
     assert text.partition("![Memory]")[0].strip() in capsys.readouterr().out
     for chart in ("memory.png", "traffic.png"):
         assert Path("plan", chart).read_bytes().startswith(b"\x89PNG")
         assert f"({chart})" in text
-    assert "8 rows per step = 2 ranks x 4 rows x 1 micro-batch; 16 tokens per row, fp32" in text
+    assert "8 rows per step = 2 ranks x 2 rows x 2 micro-batches; 16 tokens per row, fp32" in text
     fits = [int(row[2]) for row in table(text, "## What fits into 16.0 MiB")]
     assert min(fits) > 4, "more than the micro-batch of the plan"
 
 
-def test_the_memory_tables_agree(monkeypatch, tmp_path, review_csv, capsys):
-    assert run(monkeypatch, tmp_path, review_csv, "--gradient_accumulation_steps=2") == 0
-    text = capsys.readouterr().out
+def test_the_memory_tables_agree(planned):
+    text = describe_plan(planned)
     parts = {row[0]: numbers(row[1:]) for row in table(text, "## Memory of the rank that needs")}
     assert list(parts) == [*STRATEGIES, "zero3 --cpu_offload"]
     for *kinds, on_device, in_main_memory in parts.values():
@@ -83,9 +92,8 @@ def test_the_memory_tables_agree(monkeypatch, tmp_path, review_csv, capsys):
     assert {row[0]: float(row[4]) for row in by_ranks[:5]} == {name: row[-2] for name, row in parts.items()}
 
 
-def test_the_traffic_tables_agree(monkeypatch, tmp_path, review_csv, capsys):
-    assert run(monkeypatch, tmp_path, review_csv) == 0
-    text = capsys.readouterr().out
+def test_the_traffic_tables_agree(planned):
+    text = describe_plan(planned)
     totals = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic: what a rank sends")}
     by_ranks = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic by the number of ranks")}
     collectives = table(text, "## Collectives of a step")
@@ -131,6 +139,7 @@ def test_measuring_needs_enough_memory(monkeypatch, tmp_path, review_csv, capsys
 
 def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(module, "describe_plan", lambda *_: "the plan")
     started = []
     monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)
     assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 0
@@ -138,7 +147,7 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
     for _, settings, ranks in started:
         assert (settings.threads, settings.max_length, ranks) == (1, 16, 2)
     monkeypatch.setattr(module, "run_job", lambda *_: 1)
-    assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 1
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 1
     assert "error: app.bench.memory failed with exit status 1" in capsys.readouterr().err
 
 

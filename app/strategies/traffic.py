@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from app.sizes import MIB
 from app.strategies.blocks import sharded_groups
 from app.strategies.planner import BUCKET_CAP, assign_to_ranks, bytes_of
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
 BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
 NORM_BYTES = 8  # a sum of squares in fp64
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def plan_traffic(
     collectives = _buffers(model)
     buckets = gradient_buckets(model, order, bucket_cap_mb, find_unused_parameters)
     for number, bucket in enumerate(buckets, start=1):
-        fixed_order = ranks > 2 or logical_ranks_per_rank > 1
-        collectives += _average(f"bucket {number}", bucket, ranks, fixed_order and ranks > 2, on_gpus)
+        collectives += _average(f"bucket {number}", bucket, ranks, on_gpus)
     if find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
@@ -106,12 +105,10 @@ def gradient_buckets(
     return in_order[::-1] if find_unused_parameters else in_order
 
 
-def _average(
-    what: str, bucket: Sequence[torch.Tensor], ranks: int, fixed_order: bool, on_gpus: bool
-) -> list[Collective]:
+def _average(what: str, bucket: Sequence[torch.Tensor], ranks: int, on_gpus: bool) -> list[Collective]:
     """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce)."""
     size, element = sum(map(bytes_of, bucket)), bucket[0].element_size()
-    if not fixed_order:
+    if ranks <= 2:
         return [Collective("gradients", what, "all-reduce", size)]
     rest = size // element % ranks * element
     divided = size - rest
