@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import as_flags, parse_settings
+from app.cli import as_flags, launch, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -258,3 +259,11 @@ def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_pat
     (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
     with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
+
+
+def test_an_entry_point_can_have_flags_of_its_own(monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["bench", "--sizes", "--seed=3"])
+    with pytest.raises(SystemExit) as end:
+        launch(lambda settings, sizes: given.append((settings.seed, sizes)), None, sizes={"action": "store_true"})
+    assert (end.value.code, given) == (0, [(3, True)])

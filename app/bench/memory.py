@@ -15,7 +15,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
         gradients = storage_bytes(p.grad for p in bench.model.parameters() if p.grad is not None)
 
     local.register_step_pre_hook(measure_gradients)
-    batches = iter(bench.loader)
+    batches = cycle(bench.loader)  # the data may have fewer steps
     # DDP replaces its buckets at the beginning of the second step.
     bench.train_steps(islice(batches, 2 * bench.data.plan.micro_batches_per_step), optimizer, scheduler, steps=2)
     activations = measure_forward(bench, next(batches))
@@ -86,9 +86,9 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
 
 def measure_forward(bench: Bench, batch: dict[str, torch.Tensor]) -> int:
     """Return the bytes that a forward pass leaves allocated for its backward pass."""
-    world, labels = bench.world, batch.pop("labels")
+    world, labels = bench.world, batch["labels"]
     length = bench.settings.max_length
-    rows = BatchEncoding(batch)
+    rows = BatchEncoding({name: tensor for name, tensor in batch.items() if name != "labels"})
     padded = bench.data.tokenizer.pad(rows, padding="max_length", max_length=length, return_tensors="pt")
     on_device = to_device({**padded, "labels": labels}, world)
     bench.wrapped.train()

@@ -13,7 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def count_third_step(bench: Bench) -> Counts:
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
     scheduler = build_scheduler(optimizer, bench.settings, 3)
     per_step = bench.data.plan.micro_batches_per_step
-    batches = iter(bench.loader)
+    batches = cycle(bench.loader)  # the data may have fewer steps
     bench.train_steps(islice(batches, 2 * per_step), optimizer, scheduler, steps=2)
     with CountCollectives() as mode:
         bench.train_steps(islice(batches, per_step), optimizer, scheduler, steps=1)
