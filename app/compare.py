@@ -29,7 +29,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from app.cli import as_flags, settings_parser
+from app.cli import as_flags, refuse_trainer_engines, settings_parser
 from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.program import refuse_dry_run, run_program
@@ -108,6 +108,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)
     refuse_dry_run(settings)
+    refuse_trainer_engines(settings)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     unused = as_flags(replace(settings, output_dir=None))

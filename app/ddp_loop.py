@@ -65,7 +65,7 @@ def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures():
+    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         train(prepared, world, stop)
 
         # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.
@@ -127,6 +127,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             #    the device until its end, where one collective gathers them from the ranks. A collective in every step
             #    would delay training for a number that is only displayed.
             record.add_step(step, step / plan.steps_per_epoch, losses, norm, learning_rate, batches)
+            prepared.profiler.step()
             if step % settings.logging_steps == 0 or step == plan.total_steps:
                 record.write_steps()
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)

@@ -110,12 +110,12 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("ddp_backend", "backend"): "NCCL is used on GPUs and gloo on CPUs",
     ("ddp_broadcast_buffers", "ddp_static_graph"): "not supported; DDP's defaults are used",
     # strategies
-    ("fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
-        "use --strategy zero2 or --strategy zero3, which are FSDP2"
+    ("fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
+        "use --strategy zero2 or --strategy zero3, which are FSDP2, or --fsdp"
     ),
     ("zero_stage", "zero", "zero1", "zero2", "zero3", "sharded_ddp"): "use --strategy zero1, zero2 or zero3",
-    ("deepspeed", "deepspeed_config", "use_deepspeed", "zero3_init_flag"): (
-        "DeepSpeed is not supported yet; use --strategy zero1, zero2 or zero3"
+    ("deepspeed_config", "use_deepspeed", "deepspeed_config_file", "zero3_init_flag"): (
+        "use --deepspeed with app.trainer_run, or --strategy zero1, zero2 or zero3"
     ),
     ("offload", "fsdp_offload_params", "offload_optimizer", "offload_optimizer_device", "offload_param_device"): (
         "use --strategy zero3 --cpu_offload"

@@ -15,7 +15,7 @@ import sys
 
 import psutil
 
-from app.cli import settings_parser
+from app.cli import refuse_trainer_engines, settings_parser
 from app.distributed.launcher import check_gpus, default_nproc_per_node
 from app.errors import RunError, UserError
 from app.experiments.program import run_job, run_program
@@ -45,6 +45,7 @@ def _main() -> int:
     ranks, device_memory, measure = (values.pop(name) for name in ("ranks", "device_memory", "measure"))
     budget = None if device_memory is None else parse_size("device_memory", device_memory)
     settings = Settings(**values)
+    refuse_trainer_engines(settings)
     ranks = default_nproc_per_node(settings.use_cpu) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")

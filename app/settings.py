@@ -155,6 +155,14 @@ class ProcessSettings:
         "what is sharded over the ranks: nothing (ddp), optimizer state (zero1), also gradients, and parameters "
         "between steps (zero2), parameters at any time (zero3); results are bitwise identical",
     )
+    deepspeed: str | None = setting(
+        None,
+        "trainer_run: train with DeepSpeed's ZeRO as this JSON configuration says; what the settings determine is "
+        'filled in where it is missing or "auto"',
+    )
+    fsdp: bool = setting(
+        False, "trainer_run on GPUs: shard parameters with Trainer's own FSDP2; --strategy zero3 does so in both paths"
+    )
     cpu_offload: bool = setting(False, "zero3 on GPUs: keep parameters, gradients and optimizer state in main memory")
     activation_checkpointing: bool = setting(
         False, "recompute the activations of each layer in the backward pass to save memory"
@@ -184,6 +192,9 @@ class OutputSettings:
     disable_tqdm: bool = setting(False, "disable progress bars")
     dry_run: bool = setting(
         False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
+    )
+    profile: int = setting(
+        0, "training steps to profile, after the first four: writes a trace and where the time goes; 0: none"
     )
     measure_peak_flops: bool = setting(
         False, "measure the matrix multiplication speed of each device before training, to report MFU relative to it"
@@ -250,12 +261,27 @@ class Settings(
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
+            number("profile", lambda n: 0 <= n <= LARGEST_COUNT, f"0 or more {at_most}"),
             number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
             number("threads", lambda n: 0 <= n <= MAX_THREADS, f"between 0 and {MAX_THREADS}"),
             (
                 not self.cpu_offload or self.strategy == "zero3",
                 f"--cpu_offload needs --strategy zero3, not {self.strategy}",
             ),
+            (
+                self.deepspeed is None or self.strategy == "ddp",
+                f"--deepspeed shards by its own configuration: remove --strategy {self.strategy}",
+            ),
+            (
+                self.deepspeed is None or self.precision in (None, "fp32", "bf16"),
+                f"--deepspeed trains in fp32 or bf16: remove --precision {self.precision}",
+            ),
+            (
+                not self.fsdp or (self.strategy == "ddp" and self.deepspeed is None),
+                "--fsdp, --deepspeed and --strategy exclude each other: give only one of them",
+            ),
+            (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
+            (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must each name a column"),
             (
@@ -270,7 +296,7 @@ class Settings(
                     _is_utf8(getattr(self, name)),
                     f"--{name} {getattr(self, name)}: must be valid UTF-8, which safetensors requires",
                 )
-                for name in ("model", "output_dir", "resume_from_checkpoint")
+                for name in ("model", "output_dir", "resume_from_checkpoint", "deepspeed")
             ),
         ]
 
@@ -280,6 +306,13 @@ class Settings(
         if self.csv is not None:
             return Path(self.csv)
         return DOWNLOADED_CSV if DOWNLOADED_CSV.exists() else SAMPLE_CSV
+
+    @property
+    def trainer_engine(self) -> str | None:
+        """The engine that Trainer uses instead of a strategy of this project, or None."""
+        if self.deepspeed is not None:
+            return "DeepSpeed"
+        return "Trainer's FSDP2" if self.fsdp else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
+from app.checkpoint.deepspeed_state import DeepSpeedState
 from app.checkpoint.state import TrainingState, load_weights
 from app.cli import launch
 from app.data.loaders import EvalSet
@@ -36,6 +37,7 @@ from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.settings import Settings
+from app.strategies.deepspeed_engine import complete
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
@@ -44,7 +46,7 @@ from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
-from app.training.trainer_arguments import training_arguments
+from app.training.trainer_arguments import forget_engine, training_arguments
 
 
 def main(settings: Settings) -> None:
@@ -58,7 +60,7 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures():
+    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
     world.print_main(describe_result(scores, prepared.record))
 
@@ -77,6 +79,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
     )
+    forget_engine()
     trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
@@ -100,17 +103,20 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         RunError: a loss or gradient norm is not finite.
     """
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
-    if prepared.resume.step < total_steps:
+    all_steps_are_done = prepared.resume.step == total_steps
+    if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
+        load_weights(prepared.model, checkpoint)  # DeepSpeed's engine copies them when it is created
+    if not all_steps_are_done:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step)
-    elif checkpoint is not None:  # only evaluations are left, but Trainer would train one more step
-        load_weights(prepared.model, checkpoint)
+    else:  # only evaluations are left, but Trainer would train one more step
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
-    prepared.record.load_best(prepared.model)
+    with complete(prepared.model.parameters(), write=True):
+        prepared.record.load_best(prepared.model)
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -167,6 +173,7 @@ class ScheduleCallback(TrainerCallback):
         incomplete (huggingface/transformers#35782).
         """
         settings, step = self.settings, state.global_step
+        self.prepared.profiler.step()
         stop_requested = self.stop.requested()
         if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
 
@@ -182,14 +189,10 @@ class ScheduleCallback(TrainerCallback):
 
     def _training_state(self) -> TrainingState:
         trainer, strategy = self.trainer, self.prepared.strategy
-        return TrainingState(
-            self.prepared.model,
-            trainer.shared_optimizer,
-            trainer.shared_scheduler,
-            trainer.loss_scale,
-            strategy,
-            self.world,
-        )
+        state = (self.prepared.model, trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale, strategy)
+        if self.prepared.deepspeed_config is not None:
+            return DeepSpeedState(*state, self.world, trainer.wrapped)
+        return TrainingState(*state, self.world)
 
 
 class ReviewTrainer(Trainer):
@@ -225,6 +228,8 @@ class ReviewTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):  # with DeepSpeed, Trainer calls this twice
+            return self.optimizer
         settings, strategy = self.prepared.settings, self.prepared.strategy
         self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy)
         self.optimizer = self.shared_optimizer
@@ -264,6 +269,16 @@ class ReviewTrainer(Trainer):
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions."""
         return self.wrapped if training else model
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Load no checkpoint: Trainer and DeepSpeed expect other files. ScheduleCallback loads it."""
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        settings = self.prepared.settings
+        if settings.deepspeed is not None or settings.fsdp:  # Trainer has wrapped the model, and might choose plain DDP
+            wrapper = "FSDPModule" if settings.fsdp else "DeepSpeedEngine"
+            assert wrapper in [base.__name__ for base in type(model).__mro__], f"a {type(model)} is no {wrapper}"
+            self.wrapped = model
+        return model, loader
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load nothing: Trainer expects the complete weights in one file. ScheduleCallback loads them."""

@@ -2,6 +2,7 @@
 # Create .venv with the pinned packages of constraints.txt and this project as an editable install.
 #
 #   bash run_scripts/setup.sh                              the first call downloads PyTorch, later ones return at once
+#   bash run_scripts/setup.sh --deepspeed                  also install DeepSpeed, and update it in later calls
 #   PYTHON=/path/to/python3.12 bash run_scripts/setup.sh   use this Python
 #
 # .venv/.setup-stamp records where .venv was created (a virtual environment can't be moved) and what was installed.
@@ -30,7 +31,16 @@ find_python() {
     "(Debian, Ubuntu: apt install python3-venv) or set PYTHON=/path/to/python3.11"
 }
 
-requested_state() { echo "$root" && .venv/bin/python --version && cat pyproject.toml constraints.txt; }
+case ${1:-} in
+  --deepspeed) extras=dev,deepspeed ;;
+  '') extras=dev ;;
+  *) fail "unknown argument $1: only --deepspeed is possible" ;;
+esac
+while read -r line; do
+  if [ "$line" = dev,deepspeed ]; then extras=dev,deepspeed; fi # installed by an earlier call
+done < <(cat "$stamp" 2>/dev/null)
+
+requested_state() { echo "$root" && .venv/bin/python --version && cat pyproject.toml constraints.txt && echo "$extras"; }
 up_to_date() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(requested_state 2>/dev/null)" ]; }
 
 # Run a command in its own process group, so that an interruption ends its children too.
@@ -87,6 +97,11 @@ fi
 pip_install=(.venv/bin/python -m pip install --quiet --quiet --constraint constraints.txt) # prints errors only
 run "${pip_install[@]}" setuptools
 run "${pip_install[@]}" --no-build-isolation --editable '.[dev]'
+if [ "$extras" != dev ]; then
+  # DeepSpeed is built here, and its build needs PyTorch. Its C++ operations are not built: training uses none of them.
+  export DS_BUILD_OPS=0
+  run "${pip_install[@]}" --no-build-isolation --editable ".[$extras]"
+fi
 
 requested_state >"$stamp"
 new=''

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -37,6 +38,12 @@ def unavailable(reason: str) -> NoReturn:
     if in_ci():
         pytest.fail(f"{reason} (in CI a proof is never skipped)", pytrace=False)
     pytest.skip(reason)
+
+
+def require_deepspeed() -> None:
+    """Skip a test that needs DeepSpeed if it is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        unavailable("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
 
 
 def find_real_csv() -> Path | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import as_flags, launch, parse_settings
+from app.cli import SettingsParser, as_flags, parse_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -47,7 +46,7 @@ def test_every_setting_is_in_one_group_and_has_help():
         *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
         *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.0", "--logical_ranks=many"),
         *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
-        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
+        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
     ],
 )
@@ -114,7 +113,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     [
         ("--per_device_eval_batch_size=8", "--eval_batch_size"),
         ("--report_to=none", "steps.jsonl"),
-        ("--fsdp=full_shard", "--strategy zero3"),
+        ("--fsdp_config=fsdp.json", "--strategy zero3"),
         ("--do_eval", "--eval_strategy"),
         ("--train_file=a.csv", "--csv"),
         ("--model_name_or_path=bert-base-chinese", "--model"),
@@ -261,9 +260,25 @@ def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_pat
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
 
 
-def test_an_entry_point_can_have_flags_of_its_own(monkeypatch):
-    given = []
-    monkeypatch.setattr(sys, "argv", ["bench", "--sizes", "--seed=3"])
-    with pytest.raises(SystemExit) as end:
-        launch(lambda settings, sizes: given.append((settings.seed, sizes)), None, sizes={"action": "store_true"})
-    assert (end.value.code, given) == (0, [(3, True)])
+def add_sizes(parser: SettingsParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
+    parser.add_argument("--label", default="none")
+
+
+def test_a_program_gets_its_own_flags_beside_the_settings():
+    settings, own = parse_flags("The description.", ["--sizes", "1", "2", "--max_steps=3"], add_sizes)
+    assert settings == Settings(max_steps=3)
+    assert own == {"sizes": [1, 2], "label": "none"}
+    assert parse_flags(None, ["--max_steps=3"]) == (settings, {})
+    with pytest.raises(UserError, match=r"^argument --sizes: invalid int value: 'x' \(--help lists all flags\)$"):
+        parse_flags(None, ["--sizes", "x"], add_sizes)
+    with pytest.raises(UserError, match="unknown argument --sizes"):
+        parse_flags(None, ["--sizes", "1"])
+
+
+def test_the_help_lists_the_flags_of_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags("The description.", ["--help"], add_sizes)
+    text = capsys.readouterr().out
+    assert re.search(r"--sizes N +how large", text)
+    assert "--learning_rate" in text

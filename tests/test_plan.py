@@ -156,6 +156,8 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
     [
         (["--ranks=0"], "error: --ranks 0: must be 1 or more"),
         (["--ranks=3"], "error: --train_batch_size 8 can't be divided among 3 rank(s)"),
+        (["--deepspeed=ds.json"], "error: --deepspeed: only app.trainer_run has it: "),
+        (["--fsdp"], "error: --fsdp: only app.trainer_run has it: "),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
         (["--model=missing"], "error: "),
     ],

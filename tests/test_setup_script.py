@@ -75,9 +75,9 @@ class Checkout:
         (self.venv / "bin").mkdir(parents=True)
         shutil.copy(python, self.venv / "bin" / "python")
 
-    def start(self, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            ["bash", "run_scripts/setup.sh"],
+            ["bash", "run_scripts/setup.sh", *arguments],
             cwd=self.folder,
             env={"PATH": str(self.path)} | environment,
             stdout=subprocess.PIPE,
@@ -85,8 +85,8 @@ class Checkout:
             text=True,
         )
 
-    def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(**environment)
+    def set_up(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environment)
         out, err = process.communicate(timeout=30)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -134,6 +134,30 @@ def test_a_second_setup_does_nothing(checkout: Checkout) -> None:
     again = checkout.set_up()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert checkout.calls == INSTALLED_ONCE
+
+
+def test_deepspeed_is_installed_on_request_and_kept_up_to_date_afterwards(checkout: Checkout) -> None:
+    checkout.add_python()
+    checkout.set_up()
+    assert checkout.set_up("--deepspeed").returncode == 0
+    with_deepspeed = ["pip setuptools", "pip .[dev]", "pip .[dev,deepspeed]"]
+    assert checkout.calls == [*INSTALLED_ONCE, *with_deepspeed]
+
+    for arguments in ((), ("--deepspeed",)):
+        assert checkout.set_up(*arguments).returncode == 0
+    assert checkout.calls == [*INSTALLED_ONCE, *with_deepspeed], "nothing to do"
+    with (checkout.folder / "constraints.txt").open("a") as file:
+        file.write("# another line\n")
+    assert checkout.set_up().returncode == 0
+    assert checkout.calls == [*INSTALLED_ONCE, *with_deepspeed, *with_deepspeed]
+
+
+def test_an_unknown_argument_is_refused_before_anything_is_installed(checkout: Checkout) -> None:
+    checkout.add_python()
+    refused = checkout.set_up("--deepsped")
+    assert refused.returncode == 1
+    assert refused.stderr == "setup.sh: unknown argument --deepsped: only --deepspeed is possible\n"
+    assert checkout.calls == []
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
@@ -279,7 +303,7 @@ def test_every_requirement_is_pinned() -> None:
     requirements = [
         *project["build-system"]["requires"],
         *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["dev"],
+        *(requirement for extra in project["project"]["optional-dependencies"].values() for requirement in extra),
     ]
     lines = (PROJECT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))

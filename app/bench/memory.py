@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
 from app.bench.harness import SIZES, Bench, build_named, distribute
-from app.cli import launch
+from app.cli import SettingsParser, launch
 from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
@@ -40,6 +40,10 @@ from app.training.plan import plan_step
 from app.training.precision import mixed_precision
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
+
+
+def add_arguments(parser: SettingsParser) -> None:
+    parser.add_argument("--sizes", action="store_true", help="measure BERTs of three sizes instead of --model")
 
 
 def main(settings: Settings, sizes: bool) -> None:
@@ -125,4 +129,4 @@ def compare(measured: int, predicted: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, sizes={"action": "store_true", "help": "measure BERTs of three sizes instead of --model"})
+    launch(main, __doc__, add_arguments)

@@ -43,16 +43,7 @@ class TrainingState:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of the state into a folder that all ranks share. Collective."""
-        tensors = {}
-        for name, tensor in _weights(self.model):
-            if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
-                tensors[f"model.{name}"] = tensor
-        if self.world.is_main_process or self.strategy.shards_optimizer:
-            state = self.strategy.local_optimizer(self.optimizer).state
-            for name, parameter in self.model.named_parameters():
-                tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
-        file = folder / SHARDS.format(rank=self.world.rank, size=self.world.size)
-        write_shards(file, tensors)
+        write_shards(folder / SHARDS.format(rank=self.world.rank, size=self.world.size), self._tensors())
         if self.world.is_main_process:
             # lr_lambdas are functions, which follow from the settings.
             schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
@@ -62,14 +53,8 @@ class TrainingState:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore the state from a folder that `save` has written under any strategy and world size. Collective."""
-        load_weights(self.model, folder)
         with ShardReader(folder) as shards:
-            optimizer = self.strategy.local_optimizer(self.optimizer)
-            mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            optimizer.state.clear()
-            for name, parameter in self.model.named_parameters():
-                if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
-                    optimizer.state[parameter] = self._read_moments(name, parameter, shards)
+            self._restore(shards)
         self.optimizer.zero_grad()
         lambdas = self.scheduler.state_dict().get("lr_lambdas")
         content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
@@ -77,6 +62,28 @@ class TrainingState:
         self.loss_scale.load_state_dict(content["loss_scale"])
         for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = learning_rate
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that this rank writes: weights, and AdamW's state."""
+        tensors = {}
+        for name, tensor in _weights(self.model):
+            if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
+                tensors[f"model.{name}"] = tensor
+        if self.world.is_main_process or self.strategy.shards_optimizer:
+            state = self.strategy.local_optimizer(self.optimizer).state
+            for name, parameter in self.model.named_parameters():
+                tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
+        return tensors
+
+    def _restore(self, shards: ShardReader) -> None:
+        """Restore the weights, and AdamW's state."""
+        _copy_weights(shards, self.model)
+        optimizer = self.strategy.local_optimizer(self.optimizer)
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
+                optimizer.state[parameter] = self._read_moments(name, parameter, shards)
 
     def _read_moments(self, name: str, parameter: torch.Tensor, shards: ShardReader) -> dict[str, Any]:
         moments: dict[str, Any] = {key: torch.zeros_like(parameter) for key in MOMENTS}
@@ -90,8 +97,7 @@ class TrainingState:
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Restore only the weights of a checkpoint. Collective. `model` may be sharded."""
     with ShardReader(folder) as shards:
-        for name, tensor in _weights(model):
-            local_part(tensor).copy_(shards.read(f"model.{name}", tensor))
+        _copy_weights(shards, model)
 
 
 def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -166,6 +172,11 @@ def read_weights(folder: Path, model: torch.nn.Module) -> None:
                 tensor.copy_(weights.get_tensor(name))
             elif length:
                 local_part(tensor).copy_(weights.get_slice(name)[start : start + length])
+
+
+def _copy_weights(shards: ShardReader, model: torch.nn.Module) -> None:
+    for name, tensor in _weights(model):
+        local_part(tensor).copy_(shards.read(f"model.{name}", tensor))
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

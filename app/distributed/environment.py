@@ -54,7 +54,10 @@ UNSUPPORTED_BACKENDS = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate's parallelism config",
     "ACCELERATE_USE_SAGEMAKER": "SageMaker's data parallelism",
 }
-SHARDING = ("DeepSpeed", "FSDP")  # have an equivalent here
+INSTEAD = {
+    "DeepSpeed": "unset it, and use app.trainer_run --deepspeed",
+    "FSDP": "unset it, and use --strategy zero2 or zero3",
+}
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 
 
@@ -80,8 +83,7 @@ def check_accelerate_environment(settings: Settings) -> None:
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():
         if _is_true(name):
-            instead = "unset it, and use --strategy zero1, zero2 or zero3" if backend in SHARDING else "unset it"
-            raise _contradiction(name, f"{backend} is not supported", instead)
+            raise _contradiction(name, "the settings select the engine", INSTEAD.get(backend, "unset it"))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
@@ -108,6 +110,21 @@ def _is_true(name: str) -> bool:
 
 def _uses_gpu(settings: Settings) -> bool:
     return not settings.use_cpu and torch.cuda.is_available()
+
+
+def select_deepspeed_accelerator(device_type: str) -> None:
+    """Make DeepSpeed use the device that the ranks have agreed on. Call it before the first import of DeepSpeed.
+
+    Args:
+        device_type: `cpu` or `cuda`. DeepSpeed itself would choose the GPU wherever there is one.
+    """
+    os.environ["DS_ACCELERATOR"] = device_type
+
+
+def forget_trainer_engine() -> None:
+    """Remove the variables by which accelerate would make later Trainers of this process use DeepSpeed or FSDP."""
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
 
 
 def started_by_torchrun() -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from app.cli import settings_parser
+from app.cli import refuse_trainer_engines, settings_parser
 from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
 from app.experiments.program import refuse_dry_run, run_program
@@ -104,6 +104,7 @@ def parse() -> tuple[list[Cell], Settings]:
             raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
     settings = Settings(**values)
     refuse_dry_run(settings)
+    refuse_trainer_engines(settings)
     check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
     return [cells[name] for name in names], settings
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.manager import latest_first, step_of, was_complete
-from app.cli import as_flags, settings_parser
+from app.cli import as_flags, refuse_trainer_engines, settings_parser
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
 from app.experiments.fault_injection import hash_results
@@ -121,6 +121,7 @@ def parse() -> tuple[Any, Settings]:
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
     refuse_dry_run(settings)
+    refuse_trainer_engines(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
             f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "

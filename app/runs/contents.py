@@ -44,6 +44,7 @@ class RunInfo:
         model_commit: the commit on the Hub that the model was loaded from; None for any other model.
         peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
             unknown.
+        deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
     """
 
     path_name: str
@@ -55,10 +56,12 @@ class RunInfo:
     launchers: Collection[str]
     model_commit: str | None
     peak_flops: float | None
+    deepspeed_config: dict[str, Any] | None = None
 
 
 def settings_content(info: RunInfo) -> dict[str, Any]:
     """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
+    packages = PACKAGES if info.deepspeed_config is None else (*PACKAGES, "deepspeed")
     return info.settings.as_dict() | {
         "path": info.path_name,
         "model_commit": info.model_commit,
@@ -67,8 +70,9 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
         "devices": list(info.devices),
         "launchers": list(info.launchers),
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "git_commit": git_commit(),
+        "deepspeed_config": info.deepspeed_config,
     }
 
 

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from app.data.csv_table import ReviewTable
 from app.data.split import Split
@@ -31,6 +32,7 @@ def open_run(
     rows_of_step: Callable[[int], Sequence[int]],
     model_commit: str | None = None,
     measured_peak_flops: float | None = None,
+    deepspeed_config: dict[str, Any] | None = None,
 ) -> RunRecord:
     """Claim the run's folder, and return the record that writes to it. Collective.
 
@@ -40,6 +42,7 @@ def open_run(
         rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
         model_commit: the commit on the Hub that the model was loaded from; None for any other model.
         measured_peak_flops: the peak of this rank's device in FLOP/s; None: the one in the manufacturer's data sheet.
+        deepspeed_config: the configuration of DeepSpeed, which is recorded; None without it.
 
     Raises:
         AgreedError: the folder can't be created or written, another job uses it, or not all ranks see it.
@@ -53,7 +56,7 @@ def open_run(
             folder, lock = claim_folder(settings.output_dir, RUNS / path_name)
     folder = broadcast_object(folder, world)
     assert folder is not None
-    if settings.save_strategy != "no" or settings.load_best_model_at_end:
+    if settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile:
         _refuse_unshared_folder(folder, is_new=resume.folder is None, world=world)
     info = RunInfo(
         path_name=path_name,
@@ -65,6 +68,7 @@ def open_run(
         launchers=resume.launchers,
         model_commit=model_commit,
         peak_flops=None if None in peaks else sum(peaks),
+        deepspeed_config=deepspeed_config,
     )
     return RunRecord(info, resume, rows_of_step, folder, lock)
 
@@ -89,5 +93,5 @@ def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
             ranks = ", ".join(str(rank) for rank, sees_it in enumerate(ranks_that_see_it) if not sees_it)
             raise UserError(
                 f"--output_dir {folder}: rank(s) {ranks} can't see it: name a folder on a file system that all nodes "
-                "share, or turn checkpoints off with --save_strategy no"
+                "share, or turn checkpoints off with --save_strategy no, and do not use --profile"
             )

@@ -147,12 +147,17 @@ def changes_since(state: Mapping[str, Any], settings: Settings, world: World) ->
         state: the content of run_state.json.
     """
     recorded = state.get("settings", {})
+    # Trainer's engines add gradients in an order that depends on the number of ranks.
+    earlier = Settings(deepspeed=recorded.get("deepspeed"), fsdp=bool(recorded.get("fsdp")))
+    engines = [earlier.trainer_engine, settings.trainer_engine]
     offload = {"cuda": settings.cpu_offload}.get(world.device.type)
     pairs = [
         ("device", state.get("device"), device_name(world.device)),
         ("torch", state.get("torch"), torch.__version__),
         ("optimizer on the CPU", recorded.get("cpu_offload") if offload is not None else None, offload),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
+        ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),
+        ("ranks", state.get("world_size") if any(engines) else None, world.size),
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.errors import RunError
 from app.settings import Settings
-from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.blocks import add_gradients_per_block
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
@@ -62,18 +63,24 @@ class DDP(PlainAdamW):
         number += 1
         is_last = number == self.plan.micro_batches_per_step
         context: AbstractContextManager[Any] = nullcontext() if is_last else wrapped.no_sync()
-        with context:
-            yield
-        if is_last:
-            self._check_gradients(wrapped)
-            self.sums.clear()
-        elif number % self.plan.accumulation_steps == 0:  # the last micro-batch of one of this process's logical ranks
-            self.sums.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-            for parameter in self.parameters:
-                # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
-                keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
-                parameter.grad = torch.zeros_like(parameter) if keep else None
+        with record_function(MICRO_BATCH):
+            with context:
+                yield
+            if is_last:
+                self._check_gradients(wrapped)
+                self.sums.clear()
+            elif number % self.plan.accumulation_steps == 0:  # the last one of one of this process's logical ranks
+                self._keep_gradients()
 
+    def _keep_gradients(self) -> None:
+        """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
+        self.sums.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        for parameter in self.parameters:
+            # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
+            keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
+            parameter.grad = torch.zeros_like(parameter) if keep else None
+
+    @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Clip by the norm of the averaged gradients, which is equal on every rank."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

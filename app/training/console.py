@@ -70,7 +70,8 @@ def describe_run(
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (
             "machine",
-            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, {settings.strategy}",
+            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
+            f"{settings.trainer_engine or settings.strategy}",
         ),
         ("files", f"{folder}/"),
     ]

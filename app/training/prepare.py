@@ -25,7 +25,9 @@ from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
+from app.training.deepspeed_config import Config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
+from app.training.profiling import StepProfiler
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Preparation:
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
+        profiler: measures where the time of some steps goes (`--profile`).
+        deepspeed_config: the complete configuration of DeepSpeed; None without `--deepspeed`.
     """
 
     settings: Settings
@@ -49,6 +53,8 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
+    profiler: StepProfiler
+    deepspeed_config: Config | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -72,6 +78,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """
     given = settings
     settings, resume = resolve_settings(path_name, settings, world)
+    deepspeed_config = read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -83,6 +90,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     )
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
+        if deepspeed_config is not None:
+            deepspeed_config = complete_config(deepspeed_config, settings, data.plan)
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
@@ -96,12 +105,26 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
         peak = measure_peak_flops(world.device, settings.precision or "fp32")
-    record = open_run(path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak)
+    record = open_run(
+        path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak, deepspeed_config
+    )
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    return Preparation(settings, data, classifier.model, strategy, train_loader, eval_set, test_set, record, resume)
+    return Preparation(
+        settings=settings,
+        data=data,
+        model=classifier.model,
+        strategy=strategy,
+        train_loader=train_loader,
+        eval_set=eval_set,
+        test_set=test_set,
+        record=record,
+        resume=resume,
+        profiler=StepProfiler(settings, data.plan, resume.step, record, world),
+        deepspeed_config=deepspeed_config,
+    )
 
 
 def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
@@ -112,6 +135,8 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
     """
     quiet_libraries(world)
     check_settings(settings, world)
+    with raise_on_all_ranks(world):
+        check_engine(path_name, settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from app.distributed.environment import forget_trainer_engine
 from app.distributed.world import World
+from app.strategies.trainer_fsdp import fsdp_config
 from app.training.prepare import Preparation
 
 
@@ -30,4 +33,16 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
         disable_tqdm=settings.disable_tqdm,
         label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
+        deepspeed=prepared.deepspeed_config,
+        fsdp=True if settings.fsdp else None,  # type: ignore[arg-type]
+        fsdp_config=fsdp_config(prepared.model) if settings.fsdp else None,
     )
+
+
+def forget_engine() -> None:
+    """Remove what the arguments leave in this process: later models and Trainers would use DeepSpeed or FSDP too.
+
+    Call it when Trainer has been created.
+    """
+    unset_hf_deepspeed_config()  # with stage 3, from_pretrained would shard the next model
+    forget_trainer_engine()

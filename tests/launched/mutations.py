@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import DistributedType, PartialState
 
 import app.strategies.loss_scale
 import app.training.build
@@ -122,6 +123,19 @@ def large_loss_scale(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def cpus_as_gpus(world: World) -> Iterator[None]:
+    """accelerate takes the ranks on CPUs for ranks on GPUs: only then does it shard the model for `--fsdp`."""
+    start = PartialState.__init__
+
+    def start_as_gpus(state: PartialState, *arguments: Any, **options: Any) -> None:
+        start(state, *arguments, **options)
+        state.distributed_type = DistributedType.MULTI_GPU
+
+    with patch.object(PartialState, "__init__", start_as_gpus), patch_everywhere("check_engine", lambda *_: None):
+        yield
+
+
+@contextmanager
 def patch_everywhere(name: str, replacement: Any) -> Iterator[None]:
     """Replace a function in every module of the application that has imported it."""
     modules = [module for key, module in sys.modules.items() if key.startswith("app.") and hasattr(module, name)]
@@ -136,6 +150,6 @@ MUTATIONS = {
     mutation.__name__: mutation
     for mutation in (
         *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
-        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale),
+        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale, cpus_as_gpus),
     )
 }

@@ -1,0 +1,79 @@
+"""DeepSpeed's ZeRO (Rajbhandari et al. 2020) as the engine of the Trainer path.
+
+Trainer creates the engine itself, through accelerate. The engine averages and clips the gradients and runs the
+optimizer as part of the last backward pass of a step, so there is little to do here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from app.data.sampler import BatchPlan
+from app.distributed.world import World
+from app.strategies.base import PlainAdamW, Tensors
+
+
+class DeepSpeed(PlainAdamW):
+    """A `deepspeed.DeepSpeedEngine`. Implements `Strategy`.
+
+    DeepSpeed flattens the parameters of a group into one tensor and gives each rank an equal part of it, so gradients
+    are added in another order than with the other strategies, and results differ by rounding.
+    """
+
+    name: str = "deepspeed"
+    shards_optimizer = False  # checkpoints are gathered, because no other strategy could read flattened parts
+
+    def __init__(self, plan: BatchPlan, world: World) -> None:
+        self.world = world
+        self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model itself: Trainer creates the engine when training begins."""
+        import deepspeed.ops
+
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)
+        # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
+        deepspeed.ops.__compatible_ops__ = {}
+        return model
+
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
+        """Return an empty context: Trainer tells the engine which micro-batch is the last one of a step."""
+        return nullcontext()
+
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        """Return the norm by which the engine has clipped the gradients of this step.
+
+        It is infinite if it was not finite, and the engine has skipped the step in that case.
+        """
+        norm = wrapped.get_global_grad_norm()  # type: ignore[operator]
+        return torch.as_tensor(norm, dtype=torch.float32)
+
+    def gather_model_state(self, model: torch.nn.Module) -> Tensors:
+        """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
+        state: Tensors = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            with complete([tensor]):
+                if self.world.is_main_process:
+                    state[name] = tensor.detach().cpu().clone()
+        return state
+
+
+def complete(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which parameters that ZeRO-3 has sharded are complete on every rank. Collective.
+
+    Args:
+        write: whether to keep what rank 0 has written into them.
+    """
+    sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    modifier_rank = 0 if write else None
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
+    return context

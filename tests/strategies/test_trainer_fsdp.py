@@ -1,0 +1,45 @@
+"""Trainer's FSDP2: which modules accelerate is told to shard. tests/launched/test_trainer_engines.py trains with it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from architectures import CONFIGS
+from transformers import AlbertConfig, AutoModelForSequenceClassification
+from worlds import batch_plan, fake_world
+
+from app.settings import Settings
+from app.strategies.deepspeed_engine import DeepSpeed
+from app.strategies.select import select_strategy
+from app.strategies.trainer_fsdp import TrainerFSDP, fsdp_config
+
+ALBERT = AlbertConfig(
+    embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("bert", ["BertLayer"]), ("gpt2", ["GPT2Block"]), ("bart", ["BartDecoderLayer", "BartEncoderLayer"])],
+)
+def test_accelerate_shards_the_layers_but_not_embeddings_that_it_shards_itself(name, blocks):
+    config = copy.deepcopy(CONFIGS[name])
+    config.vocab_size = 50
+    config = fsdp_config(AutoModelForSequenceClassification.from_config(config))
+    assert config["transformer_layer_cls_to_wrap"] == blocks
+    assert (config["version"], config["reshard_after_forward"]) == (2, True)
+
+
+def test_a_model_without_blocks_is_sharded_as_a_whole():
+    config = fsdp_config(AutoModelForSequenceClassification.from_config(ALBERT))
+    assert config["auto_wrap_policy"] == "NO_WRAP"
+    assert "transformer_layer_cls_to_wrap" not in config
+
+
+@pytest.mark.parametrize(("flags", "kind"), [({"deepspeed": "ds.json"}, DeepSpeed), ({"fsdp": True}, TrainerFSDP)])
+def test_the_flags_of_trainers_engines_select_them(flags, kind):
+    plan = batch_plan(2, 4)
+    strategy = select_strategy(Settings(**flags), plan, fake_world(1, 2))
+    assert type(strategy) is kind
+    assert sorted(strategy.logical_ranks) == ([2, 3] if kind is DeepSpeed else [1, 3])
