@@ -40,6 +40,7 @@ from app.settings import Settings
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
+from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
@@ -54,7 +55,10 @@ def main(settings: Settings) -> None:
     # 1. THE PROCESS GROUP connects the ranks, over NCCL if they use GPUs and over gloo if they use CPUs. Inside this
     #    block they communicate by collectives such as all-reduce, which every rank has to call in the same order.
     with join(settings) as world:
-        fine_tune(settings, world)
+        if settings.dry_run:
+            print_plan("ddp_loop", settings, world)
+        else:
+            fine_tune(settings, world)
 
 
 def fine_tune(settings: Settings, world: World) -> None:

@@ -190,6 +190,9 @@ class OutputSettings:
         10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
     disable_tqdm: bool = setting(False, "disable progress bars")
+    dry_run: bool = setting(
+        False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
+    )
     profile: int = setting(
         0, "training steps to profile, after the first four: writes a trace and where the time goes; 0: none"
     )

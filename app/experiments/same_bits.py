@@ -29,7 +29,7 @@ from app.cli import as_flags, refuse_trainer_engines, settings_parser
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
 from app.experiments.fault_injection import hash_results
-from app.experiments.program import run_program
+from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import PATHS
 from app.files import write_text
 from app.runs.folder import create_folder
@@ -120,6 +120,7 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
+    refuse_dry_run(settings)
     refuse_trainer_engines(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(

@@ -76,17 +76,9 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
-    quiet_libraries(world)
-    check_settings(settings, world)
-    with raise_on_all_ranks(world):
-        check_engine(path_name, settings, world)
-    deepspeed_config = read_config(settings, world)
-    resume = find_resume(path_name, settings, world)
-    with raise_on_all_ranks(world):
-        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
-            refuse_used(settings.output_dir)
     given = settings
-    settings = restore_settings(settings, resume, world)
+    settings, resume = resolve_settings(path_name, settings, world)
+    deepspeed_config = read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -133,6 +125,23 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         profiler=StepProfiler(settings, data.plan, resume.step, record, world),
         deepspeed_config=deepspeed_config,
     )
+
+
+def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
+    """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
+
+    Raises:
+        AgreedError: the ranks have different flags, the checkpoint can't be used, or the output folder is not empty.
+    """
+    quiet_libraries(world)
+    check_settings(settings, world)
+    with raise_on_all_ranks(world):
+        check_engine(path_name, settings, world)
+    resume = find_resume(path_name, settings, world)
+    with raise_on_all_ranks(world):
+        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
+            refuse_used(settings.output_dir)
+    return restore_settings(settings, resume, world), resume
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.
