@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from app.distributed.world import World
 from app.files import flush
 from app.runs.schema import MODEL, SCHEDULE, SHARDS
-from app.strategies.base import Strategy
+from app.strategies.base import Strategy, Tensors
 from app.strategies.loss_scale import LossScale
 from app.strategies.shards import local_part, rows_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
+POWER_SGD = "power_sgd.{rank}."  # followed by the name of a tensor of the rank's `PowerSGD.state_dict()`
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
 
@@ -51,6 +52,9 @@ class TrainingState:
             state = self.strategy.local_optimizer(self.optimizer).state
             for name, parameter in self.model.named_parameters():
                 tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
+        if self.strategy.power_sgd is not None:
+            prefix = POWER_SGD.format(rank=self.world.rank)
+            tensors |= {prefix + name: value for name, value in self.strategy.power_sgd.state_dict().items()}
         file = folder / SHARDS.format(rank=self.world.rank, size=self.world.size)
         write_shards(file, tensors)
         if self.world.is_main_process:
@@ -70,6 +74,8 @@ class TrainingState:
             for name, parameter in self.model.named_parameters():
                 if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
                     optimizer.state[parameter] = self._read_moments(name, parameter, shards)
+            if self.strategy.power_sgd is not None:
+                self.strategy.power_sgd.load_state_dict(shards.read_prefix(POWER_SGD.format(rank=self.world.rank)))
         self.optimizer.zero_grad()
         lambdas = self.scheduler.state_dict().get("lr_lambdas")
         content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
@@ -144,6 +150,11 @@ class ShardReader:
         _, file = self.parts[name][0]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
+
+    def read_prefix(self, prefix: str) -> Tensors:
+        """Return the tensors whose names begin with a prefix, which are not sharded, by the rest of their names."""
+        names = [name for name in self.parts if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.read_replicated(name) for name in names}
 
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

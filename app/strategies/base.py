@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from app.strategies.compression import PowerSGD
+
 Tensors = dict[str, torch.Tensor]
 CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which fits into a core's cache
 
@@ -22,11 +24,13 @@ class Strategy(Protocol):
         name: the value of `--strategy`.
         logical_ranks: the logical ranks of this process, in the order in which it trains on their micro-batches.
         shards_optimizer: whether each rank holds a different part of the optimizer's state.
+        power_sgd: this rank's state of `--ddp_comm_hook power_sgd`, if it is set and the model is wrapped.
     """
 
     name: str
     logical_ranks: Sequence[int]
     shards_optimizer: bool
+    power_sgd: PowerSGD | None
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective."""

@@ -19,6 +19,7 @@ from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.blocks import transformer_blocks
+from app.strategies.compression import PowerSGD
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
 from app.strategies.shards import local_part
 
@@ -47,6 +48,7 @@ class FullyShard(PlainAdamW):
     """
 
     shards_optimizer = True
+    power_sgd: PowerSGD | None = None
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
         self.name: str = settings.strategy

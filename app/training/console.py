@@ -50,6 +50,7 @@ def describe_run(
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     threads = torch.get_num_threads()
+    compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
     lines = [
         ("path", path_name),
         ("reviews", f"{table.path}{sample}"),
@@ -70,7 +71,8 @@ def describe_run(
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (
             "machine",
-            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, {settings.strategy}",
+            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, {settings.strategy}"
+            f"{compression}",
         ),
         ("files", f"{folder}/"),
     ]
