@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import as_flags, parse_settings
+from app.cli import SettingsParser, as_flags, parse_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -259,3 +259,27 @@ def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_pat
     (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
     with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
+
+
+def add_sizes(parser: SettingsParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
+    parser.add_argument("--label", default="none")
+
+
+def test_a_program_gets_its_own_flags_beside_the_settings():
+    settings, own = parse_flags("The description.", ["--sizes", "1", "2", "--max_steps=3"], add_sizes)
+    assert settings == Settings(max_steps=3)
+    assert own == {"sizes": [1, 2], "label": "none"}
+    assert parse_flags(None, ["--max_steps=3"]) == (settings, {})
+    with pytest.raises(UserError, match=r"^argument --sizes: invalid int value: 'x' \(--help lists all flags\)$"):
+        parse_flags(None, ["--sizes", "x"], add_sizes)
+    with pytest.raises(UserError, match="unknown argument --sizes"):
+        parse_flags(None, ["--sizes", "1"])
+
+
+def test_the_help_lists_the_flags_of_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags("The description.", ["--help"], add_sizes)
+    text = capsys.readouterr().out
+    assert re.search(r"--sizes N +how large", text)
+    assert "--learning_rate" in text
