@@ -11,13 +11,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from app.distributed.world import World
-from app.strategies.reduction import FixedOrderAllReduce, Gradients, TreeSum
+from app.strategies.reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used", and "we suggest to start with
-# 10% of total training steps".
-MATRIX_RANK = 2
-UNCOMPRESSED_SHARE = 0.1
+# PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch
+# orthogonalizes by QR. Its Gram-Schmidt process, for 1 and 2, would divide by zero if a gradient is a matrix of zeros,
+# and overestimate one of a lower rank.
+MATRIX_RANK = 4
+UNCOMPRESSED_SHARE = 0.1  # the same documentation: "we suggest to start with 10% of total training steps"
 
 
 class RoundedAllReduce(FixedOrderAllReduce):
@@ -53,11 +54,9 @@ class RoundedAllReduce(FixedOrderAllReduce):
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
-        buffer, gradients = bucket.buffer(), bucket.gradients()
+        buffer = bucket.buffer()
         compressed = self.compress(buffer)
-        parts = compressed.split([gradient.numel() for gradient in gradients])
-        views = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
-        self.sums.add_to_last_leaf(views, self.indices_of(bucket))
+        self.sums.add_to_last_leaf(gradients_in(bucket, compressed), self.indices_of(bucket))
         total: torch.futures.Future[Any]
         if self.world.size <= 2:
             total = dist.all_reduce(compressed, async_op=True).get_future()
@@ -65,7 +64,12 @@ class RoundedAllReduce(FixedOrderAllReduce):
             if self.stream is not None:
                 compressed.record_stream(self.stream)  # its memory was allocated on another stream
             total = self.exchange(compressed, bucket.is_last(), divisor=1)
-        return total.then(lambda done: buffer.copy_(compressed).mul_(self.factor))
+
+        def decompress(_: Any) -> torch.Tensor:
+            buffer.copy_(compressed)
+            return buffer if self.factor == 1 else buffer.mul_(self.factor)
+
+        return total.then(decompress)
 
 
 class PowerSGD:
@@ -101,7 +105,7 @@ class PowerSGD:
             devices=[self.world.device] if self.world.device.type == "cuda" else []
         )
         self.waiting.append((bucket.buffer(), future))
-        self.gradients |= zip(bucket.parameters(), bucket.gradients(), strict=True)
+        self.gradients |= zip(bucket.parameters(), gradients_in(bucket, bucket.buffer()), strict=True)
         if bucket.is_last():
             gradients = [self.gradients[parameter] for parameter in self.parameters]
             complete = CompleteGradient(gradients)

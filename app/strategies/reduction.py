@@ -84,6 +84,22 @@ def reduce_scatter_pairwise(chunks: torch.Tensor, group: dist.ProcessGroup | Non
     return sum_pairwise(received)
 
 
+def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
+    """Return views of the gradients of a bucket's parameters in its buffer, or in a copy of it in another dtype.
+
+    DDP lays a gradient out like its parameter. `bucket.gradients()` takes each of them for contiguous, which mixes up
+    the elements of a parameter that is not, such as a transposed one.
+    """
+    views, start = [], 0
+    for parameter in bucket.parameters():
+        # DDP does the same: a parameter whose memory has gaps gets a contiguous gradient.
+        is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        flat = buffer[start : start + parameter.numel()]
+        views.append(flat.as_strided(parameter.shape, parameter.stride()) if is_dense else flat.view(parameter.shape))
+        start += parameter.numel()
+    return views
+
+
 class FixedOrderAllReduce:
     """A DDP communication hook that averages gradients over all logical ranks, in the order of the tree.
 
@@ -110,7 +126,7 @@ class FixedOrderAllReduce:
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
-        self.sums.add_to_last_leaf(bucket.gradients(), self.indices_of(bucket))
+        self.sums.add_to_last_leaf(gradients_in(bucket, bucket.buffer()), self.indices_of(bucket))
         if self.world.size <= 2:
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default process group
         return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.world.size)

@@ -143,6 +143,28 @@ def test_one_logical_rank_per_process_is_rounded_as_by_the_hook_of_pytorch(world
     assert torch.equal(flat(ours), flat_gradients(list(theirs.parameters())))
 
 
+@pytest.mark.parametrize(("hook", "dtype"), [("no", torch.float32), *DTYPES.items()])
+def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(world, hook, dtype):
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.randn(3, 2).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight + self.bias).square().sum()
+
+    torch.manual_seed(0)
+    model, inputs = Transposed(), torch.randn(2, 4, 2)
+    strategy = DDP(Settings(ddp_comm_hook=hook), batch_plan(1, 2), world)
+    leaves = [torch.autograd.grad(model(x) / 2, [model.bias, model.weight]) for x in inputs]
+    wrapped = strategy.wrap(model)
+    for number, x in enumerate(inputs):
+        with strategy.accumulate(wrapped, number):
+            (wrapped(x) / 2).backward()
+    for parameter, first, second in zip([model.bias, model.weight], *leaves, strict=True):
+        assert torch.equal(parameter.grad, (first.to(dtype) + second.to(dtype)).float())
+
+
 def test_a_gradient_that_fp16_cannot_represent_becomes_infinite(world):
     parameters = [nn.Parameter(torch.zeros(3))]
     parameters[0].grad = torch.tensor([65504.0, 70000.0, 1e-9])
@@ -230,3 +252,16 @@ def test_all_gradients_are_averaged_at_once_in_the_order_of_the_parameters(world
     averages = [step(buckets) for buckets in ([[0, 1, 2, 3]], [[3], [2], [1], [0]], [[2, 0], [3, 1]])]
     assert torch.equal(averages[0], averages[1])
     assert torch.equal(averages[0], averages[2])
+
+
+def test_a_matrix_of_zeros_or_of_rank_one_is_approximated_exactly(world):
+    """With a lower MATRIX_RANK, one of zeros would become NaN, and one of rank 1 up to twice as large."""
+    parameters = [nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))]
+    hook = PowerSGD(parameters, world, total_steps=0, seed=3)
+    for step in range(2, 5):
+        parameters[0].grad = torch.full((40, 30), float(step == 3))  # zeros do not end its training
+        parameters[1].grad = torch.arange(40.0).outer(torch.arange(30.0))
+        hook.hook_state.iter = step
+        first, second = hook.average(Bucket([0, 1], parameters, True)).wait().chunk(2)
+        assert torch.allclose(first, parameters[0].grad.flatten(), atol=1e-5)
+        assert torch.allclose(second, parameters[1].grad.flatten(), rtol=1e-5, atol=1e-3)
