@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from app.bench.alpha_beta import AlphaBeta
-from app.report.plots import NEUTRAL, SERIES_COLORS, render_svg
+from app.report.plots import SERIES_COLORS, render_svg
 
 KIB = 2**10
 DASHES = ("-", (0, (4, 2)))
@@ -19,41 +20,59 @@ MARKERS = "osD^vPXd"
 
 
 def format_size(size: float) -> str:
-    """Return a number of bytes with a binary unit, such as 64 KiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
+    """Return a number of bytes with three digits and a binary unit, such as 64 KiB."""
+    for unit in ("bytes", "KiB", "MiB"):
         if size < KIB:
-            break
+            return f"{_round(size):g} {unit}"
         size /= KIB
-        last = unit
-    else:
-        unit = last
-    return f"{size:.3g} {unit}"
+    return f"{_round(size):g} GiB"
 
 
 def format_seconds(seconds: float) -> str:
     """Return a time with three digits and a unit, such as 52.1 µs."""
-    for limit, unit in ((1e-3, "µs"), (1, "ms")):
-        if seconds < limit:
-            return f"{seconds / limit * 1000:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    rounded = _round(seconds)
+    if rounded < 1e-3:
+        return f"{1e6 * rounded:g} µs"
+    return f"{1e3 * rounded:g} ms" if rounded < 1 else f"{rounded:g} s"
 
 
-def time_by_size(name: str, sizes: Sequence[float], seconds: Sequence[float], fit: AlphaBeta) -> Markup:
-    """Plot measured times over sizes, the fitted line and its 95% prediction interval, on logarithmic axes."""
-    grid = np.geomspace(min(sizes), max(sizes), 60)
-    low, high = zip(*(fit.prediction_interval(size) for size in grid), strict=True)
+def _round(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Measured times, in seconds, of tensors of several sizes, in bytes, and the line that fits them."""
+
+    name: str
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+    fit: AlphaBeta
+
+
+def time_by_size(lines: Sequence[Line], limits: tuple[float, float]) -> Markup:
+    """Plot measured times over sizes, the fitted lines and their 95% prediction intervals, on logarithmic axes.
+
+    Args:
+        lines: at most one per color.
+        limits: of the y axis, in seconds, so that several charts can be compared.
+    """
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="size of the complete tensor", ylabel="time")
-        bottom = 0.5 * min(seconds)
-        axes.fill_between(grid, np.maximum(low, bottom), high, color=NEUTRAL, alpha=0.2, linewidth=0)
-        axes.plot(grid, [fit.seconds(size) for size in grid], color=NEUTRAL, linewidth=1.6)
-        axes.plot(sizes, seconds, "o", color=SERIES_COLORS[0], markersize=6)
-        use_logarithmic_axes(axes)
-        axes.set_ylim(bottom=bottom)
+        for line, color, marker in zip(lines, SERIES_COLORS, MARKERS, strict=False):
+            grid = np.geomspace(min(line.sizes), max(line.sizes), 60)
+            low, high = zip(*(line.fit.prediction_interval(size) for size in grid), strict=True)
+            # An interval may begin at zero, which a logarithmic axis does not have.
+            axes.fill_between(grid, np.maximum(low, limits[0]), high, color=color, alpha=0.14, linewidth=0)
+            axes.plot(grid, [line.fit.seconds(size) for size in grid], color=color, linewidth=1.4)
+            axes.plot(line.sizes, line.seconds, marker, color=color, markersize=6, label=line.name)
+        use_logarithmic_axes(axes, limits)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+        if len(lines) > 1:
+            axes.legend(loc="upper left", fontsize=11)
 
-    return render_svg(300, f"Time of {name} over the size of the tensor", draw)
+    return render_svg(300, f"Time of {lines[0].name} over the size of the tensor", draw)
 
 
 def bandwidth_by_size(bandwidths: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
@@ -74,19 +93,27 @@ def bandwidth_by_size(bandwidths: Mapping[str, Sequence[tuple[float, float]]]) -
                 linewidth=1.6,
                 label=name,
             )
-        use_logarithmic_axes(axes)
+        all_values = [value / 1e9 for points in bandwidths.values() for _, value in points]
+        use_logarithmic_axes(axes, limits_of(all_values))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         figure.legend(loc="outside lower center", ncols=2, fontsize=11)
 
     return render_svg(330 + 10 * len(bandwidths), "Bus bandwidth over the size of the tensor", draw)
 
 
-def use_logarithmic_axes(axes: Axes) -> None:
-    """Make both axes logarithmic, with powers of 16 as sizes on the x axis."""
+def limits_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return limits of a logarithmic axis that leave some room around values."""
+    return 0.6 * min(values), 1.6 * max(values)
+
+
+def use_logarithmic_axes(axes: Axes, limits: tuple[float, float]) -> None:
+    """Make both axes logarithmic: sizes in steps of a factor of 16 on the x axis, and `limits` on the y axis."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=16, numticks=12))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_size(value)))
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(*limits)
+    few_decades = limits[1] < 100 * limits[0]
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,), numticks=8))
+    axes.yaxis.set_minor_locator(NullLocator())

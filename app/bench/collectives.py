@@ -103,11 +103,8 @@ COLLECTIVES = (
     ),
 )
 
-# What the strategies call instead of the collective of the same name, and why.
-VARIANTS = {
-    "all-gather, in place": "one broadcast per rank on CPUs, because gloo's all-gather receives elsewhere and copies",
-    "reduce-scatter, pairwise": "an all-to-all and a sum in a fixed order, as zero2 and zero3 use it",
-}
+# What the strategies here call instead of the collective that is named up to the comma.
+VARIANTS = ("reduce-scatter, pairwise", "all-gather, in place")
 
 
 def prepare(
@@ -116,7 +113,7 @@ def prepare(
     """Return a function that runs a collective. Every rank has to call it.
 
     Args:
-        name: of a member of `COLLECTIVES`, or a key of `VARIANTS`.
+        name: of a member of `COLLECTIVES`, or one of `VARIANTS`.
         complete: shape (number of ranks, n): the tensor of all chunks. An all-to-all reads it, and writes into `other`.
         other: the same shape. Its first row is this rank's chunk, if the collective reads or writes a single one.
         group: the ranks that take part, with the same numbers; None: all.

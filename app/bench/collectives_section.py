@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,10 +10,10 @@ from dataclasses import asdict
 import psutil
 import torch
 
-from app.bench.alpha_beta import AlphaBeta, bus_bandwidth_factor, fit_alpha_beta
-from app.bench.charts import bandwidth_by_size, format_seconds, format_size, time_by_size
+from app.bench.alpha_beta import bus_bandwidth_factor, fit_alpha_beta
+from app.bench.charts import Line, bandwidth_by_size, format_seconds, format_size, limits_of, time_by_size
 from app.bench.collectives import COLLECTIVES, VARIANTS, prepare, take_pictures
-from app.bench.page import Figure, Part, Section, Table
+from app.bench.page import Chunk, Figure, Part, Picture, Section, Table
 from app.bench.timing import time_calls
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
@@ -39,6 +40,13 @@ ABOUT_TIMES = (
     "comparable across collectives and numbers of ranks."
 )
 
+ABOUT_VARIANTS = (
+    "Two collectives are also timed as the strategies here call them. “all-gather, in place” is one broadcast per "
+    "rank on CPUs, because gloo's all-gather receives elsewhere and copies. “reduce-scatter, pairwise” is an "
+    "all-to-all and a sum in a fixed order; gloo's reduce-scatter is an all-reduce of which each rank keeps one "
+    "chunk."
+)
+
 Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seconds in each round)
 
 
@@ -50,41 +58,49 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
         seconds_per_point: about how long to time each collective with each size.
     """
     pictures = take_pictures(world)
-    fitting = min(largest, largest_that_fits(world))
-    sizes = sizes_up_to(fitting, world.size)
-    points = time_collectives(sizes, seconds_per_point, settings, world)
-    medians = {name: [(n, statistics.median(taken)) for n, taken in found] for name, found in points.items()}
-    fits = {name: fit_alpha_beta(*zip(*found, strict=True)) for name, found in medians.items()}
+    sizes = sizes_up_to(largest, world.size)
+    limit = largest_that_fits(world)
+    points = time_collectives([size for size in sizes if size <= limit], seconds_per_point, settings, world)
+    lines = {name: fit_line(name, found) for name, found in points.items()}
+    limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
     parts: list[Part] = []
     for picture in pictures:
         parts.append(picture)
-        if world.is_main_process:  # only it writes the page
-            parts.append(time_figure(picture.title, medians[picture.title], fits[picture.title]))
+        if world.is_main_process:  # the other ranks do not write the page
+            # A variant is called like its collective up to a comma.
+            shown = [line for name, line in lines.items() if name.partition(",")[0] == picture.title]
+            parts.append(Figure(f"{picture.title}: time", time_by_size(shown, limits), describe_fits(shown)))
     if world.is_main_process and world.size > 1:
-        bandwidths = {name: bus_bandwidths(name, found, world) for name, found in medians.items()}
-        parts.append(Figure("Bus bandwidth", bandwidth_by_size(bandwidths)))
-    parts += [fit_table(medians, fits, world), time_table(medians)]
-    paragraphs = [ABOUT_PICTURES, ABOUT_TIMES]
-    paragraphs += [f"{name}: {reason}." for name, reason in VARIANTS.items()]
-    if fitting < largest:
+        parts.append(
+            Figure("Bus bandwidth", bandwidth_by_size({n: bus_bandwidths(x, world) for n, x in lines.items()}))
+        )
+    parts += [fit_table(lines, world), time_table(lines)]
+    paragraphs = [ABOUT_PICTURES, ABOUT_TIMES, ABOUT_VARIANTS]
+    if sizes[-1] > limit:
+        skipped = ", ".join(format_size(size) for size in sizes if size > limit)
         paragraphs.append(
-            f"Tensors of more than {format_size(fitting)} were skipped: each rank holds up to {TENSORS_PER_RANK} of "
-            f"them at once, which do not fit into the free memory."
+            f"Skipped: {skipped}. A rank holds up to {TENSORS_PER_RANK} tensors of this size at once, for which the "
+            f"free memory is not enough."
         )
     if world.size == 1:
         paragraphs.append("With one rank nothing is sent: the times are those of the calls and of local copies.")
-    return Section("collectives", "Collectives", paragraphs, parts, as_data(points, fits, world))
+    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, world))
 
 
-def as_data(points: Points, fits: Mapping[str, AlphaBeta], world: World) -> dict[str, object]:
+def as_data(
+    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], world: World
+) -> dict[str, dict[str, object]]:
     """Return all numbers for JSON."""
     return {
-        name: {
-            "fit": asdict(fits[name]),
-            "bus_bandwidth_factor": bus_bandwidth_factor(name.partition(",")[0], world.size),
-            "points": [{"bytes": size, "seconds": taken} for size, taken in found],
-        }
-        for name, found in points.items()
+        "pictures": {one.title: {"before": values(one.before), "after": values(one.after)} for one in pictures},
+        "times": {
+            name: {
+                "fit": asdict(lines[name].fit),
+                "bus_bandwidth_factor": bus_factor(name, world),
+                "points": [{"bytes": size, "seconds": taken} for size, taken in found],
+            }
+            for name, found in points.items()
+        },
     }
 
 
@@ -101,14 +117,14 @@ def largest_that_fits(world: World) -> int:
 
 
 def sizes_up_to(largest: int, ranks: int) -> list[int]:
-    """Return sizes in bytes, from `SMALLEST` up to `largest`, each a multiple of one element per rank."""
-    sizes = []
+    """Return sizes in bytes, from `SMALLEST` to `largest`, each rounded up to the same number of elements per rank."""
+    sizes = [largest]
     size = SMALLEST
     while size < largest:
         sizes.append(size)
         size *= STEP
-    chunk = ranks * ELEMENT
-    return [max(chunk, size // chunk * chunk) for size in (*sizes, largest)]
+    one_each = ranks * ELEMENT
+    return sorted({math.ceil(size / one_each) * one_each for size in sizes})
 
 
 def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, world: World) -> Points:
@@ -116,8 +132,7 @@ def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: S
     complete, other = (_allocate(sizes[-1], world) for _ in range(2))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
-        views = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
-        rows, received = views
+        rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
         for name in (*(collective.name for collective in COLLECTIVES), *VARIANTS):
             calls[name, size] = prepare(name, rows, received, world)
     taken = time_calls(calls, seconds_per_point, world, settings.disable_tqdm)
@@ -136,41 +151,64 @@ def _allocate(size: int, world: World) -> torch.Tensor:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def bus_bandwidths(name: str, medians: Sequence[tuple[int, float]], world: World) -> list[tuple[float, float]]:
-    """Return (size, bytes per second) of a collective or of a variant, which is called like it up to a comma."""
-    factor = bus_bandwidth_factor(name.partition(",")[0], world.size)
-    return [(size, factor * size / seconds) for size, seconds in medians]
+def fit_line(name: str, points: Sequence[tuple[int, list[float]]]) -> Line:
+    """Fit the medians over the rounds."""
+    sizes = [float(size) for size, _ in points]
+    medians = [statistics.median(taken) for _, taken in points]
+    return Line(name, sizes, medians, fit_alpha_beta(sizes, medians))
 
 
-def time_figure(name: str, medians: Sequence[tuple[int, float]], fit: AlphaBeta) -> Figure:
-    """Return the chart of one collective."""
-    sizes, seconds = zip(*medians, strict=True)
-    line = f"α = {format_seconds(fit.alpha)}, 1/β = {gigabytes(1 / fit.beta) if fit.beta else 'unlimited'} GB/s"
-    note = f"{line}; the line is off by {fit.relative_error:.0%} in the median."
-    return Figure(f"{name}: time", time_by_size(name, sizes, seconds, fit), note)
+def bus_factor(name: str, world: World) -> float:
+    """Return the factor of a collective, or of a variant, which is called like it up to a comma."""
+    return bus_bandwidth_factor(name.partition(",")[0], world.size)
 
 
-def fit_table(medians: Mapping[str, Sequence[tuple[int, float]]], fits: Mapping[str, AlphaBeta], world: World) -> Table:
+def bus_bandwidths(line: Line, world: World) -> list[tuple[float, float]]:
+    """Return (size, bytes per second) of each measured point."""
+    factor = bus_factor(line.name, world)
+    return [(size, factor * size / seconds) for size, seconds in zip(line.sizes, line.seconds, strict=True)]
+
+
+def describe_fits(lines: Sequence[Line]) -> str:
+    """Return α, β and the error of each line."""
+    texts = []
+    for line in lines:
+        fit = line.fit
+        name = f"{line.name}: " if len(lines) > 1 else ""
+        bandwidth = f"1/β = {gigabytes(1 / fit.beta)} GB/s" if fit.beta else "β = 0"
+        texts.append(
+            f"{name}α = {format_seconds(fit.alpha)}, {bandwidth}, off by {fit.relative_error:.0%} in the median."
+        )
+    return " ".join(texts)
+
+
+def values(rows: Sequence[Sequence[Chunk | None]]) -> list[list[int | None]]:
+    """Return the numbers in a picture."""
+    return [[None if cell is None else int(cell.text) for cell in row] for row in rows]
+
+
+def fit_table(lines: Mapping[str, Line], world: World) -> Table:
     """Return a table with the line that fits each collective, and its bandwidths with the largest tensor."""
-    largest = next(iter(medians.values()))[-1][0]
-    header = ("collective", "α, µs", "1/β, GB/s", "line is off by", f"algorithm, {format_size(largest)}", "bus, GB/s")
     rows = []
-    for name, found in medians.items():
-        fit, (size, seconds) = fits[name], found[-1]
+    for name, line in lines.items():
+        fit, size, seconds = line.fit, line.sizes[-1], line.seconds[-1]
         # The error of 1/β to first order.
         inverse = f"{gigabytes(1 / fit.beta)} ± {gigabytes(fit.beta_error / fit.beta**2)}" if fit.beta else "–"
         alpha = f"{1e6 * fit.alpha:.1f} ± {1e6 * fit.alpha_error:.1f}"
-        algorithm, bus = size / seconds, bus_bandwidths(name, found, world)[-1][1]
-        rows.append((name, alpha, inverse, f"{fit.relative_error:.0%}", gigabytes(algorithm), gigabytes(bus)))
-    note = "± is the standard error. The bandwidths are those of the largest tensor, in GB/s (1e9 bytes per second)."
-    return Table("α-β fits and bandwidths", header, rows, note)
+        bus = gigabytes(bus_bandwidths(line, world)[-1][1])
+        rows.append((name, alpha, inverse, f"{fit.relative_error:.0%}", gigabytes(size / seconds), bus))
+    largest = format_size(next(iter(lines.values())).sizes[-1])
+    note = (
+        f"± is the standard error. The last two columns are algorithm and bus bandwidth with {largest} (1 GB = 1e9 B)."
+    )
+    return Table("α-β fits and bandwidths", ("", "α, µs", "1/β, GB/s", "off by", "GB/s", "bus GB/s"), rows, note)
 
 
-def time_table(medians: Mapping[str, Sequence[tuple[int, float]]]) -> Table:
+def time_table(lines: Mapping[str, Line]) -> Table:
     """Return a table with one line per collective and one column per size."""
-    sizes = [size for size, _ in next(iter(medians.values()))]
-    rows = [(name, *(f"{1e3 * seconds:.3g}" for _, seconds in found)) for name, found in medians.items()]
-    return Table("Median times, ms", ("collective", *map(format_size, sizes)), rows)
+    sizes = next(iter(lines.values())).sizes
+    rows = [(name, *(f"{1e3 * seconds:.3g}" for seconds in line.seconds)) for name, line in lines.items()]
+    return Table("Median times, ms", ("", *map(format_size, sizes)), rows)
 
 
 def gigabytes(value: float) -> str:
