@@ -93,7 +93,7 @@ class PowerSGD:
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self.hook_state = PowerSGDState(
-            dist.group.WORLD if world.device.type == "cuda" else BlockingGroup(),
+            None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
             matrix_approximation_rank=MATRIX_RANK,
             start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),  # PyTorch requires at least 2
             random_seed=seed,
