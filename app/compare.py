@@ -124,8 +124,12 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     seeds = options.seeds or (3 if options.ablate else 1)
     if settings.seed + seeds - 1 > LARGEST_COUNT:
         raise UserError(f"--seeds {shorten(str(seeds))}: the last seed must be at most {LARGEST_COUNT}")
-    if options.ablate and (settings.precision == "fp16" or settings.logical_ranks is not None):
-        raise UserError("--ablate simulates plain ranks: remove --logical_ranks, and use --precision fp32 or bf16")
+    plain = settings.logical_ranks is None and settings.ddp_comm_hook == "no"
+    if options.ablate and (settings.precision == "fp16" or not plain):
+        raise UserError(
+            "--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook, and use --precision fp32 or "
+            "bf16"
+        )
     if options.ablate and (options.runs or options.assert_equal):
         raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
     # The ablation simulates its ranks in one process, so its results do not depend on the number of GPUs.

@@ -105,6 +105,11 @@ class TrainingSettings:
         "default: fp32",
     )
     bf16: bool = setting(False, "same as --precision bf16")
+    ddp_comm_hook: Literal["no", "fp16", "bf16", "power_sgd"] = setting(
+        "no",
+        "ddp and zero1: compress the gradients that the ranks exchange, by rounding them to fp16 or bf16, or with "
+        "PowerSGD, whose results depend on the number of ranks",
+    )
     deterministic: bool = setting(
         False, "GPU: use only deterministic algorithms (slower; fails for operations that have none). CPU: no effect"
     )
@@ -282,6 +287,24 @@ class Settings(
             ),
             (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
             (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
+            (
+                self.ddp_comm_hook == "no" or self.trainer_engine is None,
+                f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.trainer_engine}",
+            ),
+            (
+                self.ddp_comm_hook == "no" or self.strategy in ("ddp", "zero1"),
+                f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.strategy}",
+            ),
+            (
+                self.ddp_comm_hook != "power_sgd" or self.precision != "fp16",
+                "--ddp_comm_hook power_sgd: an overflow in fp16 would stay in its compression errors: use --precision "
+                "bf16 or fp32",
+            ),
+            (
+                self.ddp_comm_hook != "power_sgd" or not self.ddp_find_unused_parameters,
+                "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it can't be combined "
+                "with --ddp_find_unused_parameters",
+            ),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must each name a column"),
             (

@@ -121,6 +121,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
         ("-lr", "--learning_rate"),
         ("--local-rank=0", "torchrun"),
         ("--local_rank=0", "torchrun"),
+        ("--comm_hook=fp16", "--ddp_comm_hook"),
         ("--evaluation_strategy=epoch", "--eval_strategy"),
         ("--fp16", "--precision fp16"),
         ("--overwrite_output_dir", "--output_dir"),

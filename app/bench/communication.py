@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from app.bench import training_step
 from app.bench.collectives_section import measure_collectives
+from app.bench.compression_section import measure_compression
 from app.bench.page import Section, as_html, as_text
 from app.cli import SettingsParser, launch
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
@@ -31,7 +32,7 @@ from app.runs.folder import create_folder
 from app.runs.schema import RUNS
 from app.settings import Settings
 
-SECTIONS = ("collectives", *training_step.SECTIONS)
+SECTIONS = ("collectives", *training_step.SECTIONS, "compression")
 TITLE = "Communication laboratory"
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
@@ -48,6 +49,9 @@ def add_arguments(parser: SettingsParser) -> None:
     parser.add_argument(
         "--seconds_per_point", type=positive, default=1.0, metavar="X", help="time to spend on each collective and size"
     )
+    parser.add_argument(
+        "--seeds", type=whole_number, default=3, metavar="N", help="trainings with each kind of compressed gradients"
+    )
 
 
 def size_in_mib(text: str) -> float:
@@ -56,6 +60,13 @@ def size_in_mib(text: str) -> float:
     if not SMALLEST_LIMIT <= value <= 2**20:
         raise argparse.ArgumentTypeError(f"{text}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
     return value
+
+
+def whole_number(text: str) -> int:
+    """Parse `--seeds`."""
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 1000:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 999")
+    return int(text)
 
 
 def positive(text: str) -> float:
@@ -69,7 +80,9 @@ def positive(text: str) -> float:
     return value
 
 
-def main(settings: Settings, sections: list[str] | None, largest_mib: float, seconds_per_point: float) -> None:
+def main(
+    settings: Settings, sections: list[str] | None, largest_mib: float, seconds_per_point: float, seeds: int
+) -> None:
     with join(settings) as world:
         folder = None
         with raise_on_all_ranks(world):
@@ -80,7 +93,7 @@ def main(settings: Settings, sections: list[str] | None, largest_mib: float, sec
         measured = []
         for name in SECTIONS:
             if sections is None or name in sections:
-                section = measure(name, settings, world, largest_mib, seconds_per_point)
+                section = measure(name, settings, world, largest_mib, seconds_per_point, seeds)
                 world.print_main(as_text(section))
                 measured.append(section)
         with raise_on_all_ranks(world):
@@ -92,10 +105,14 @@ def main(settings: Settings, sections: list[str] | None, largest_mib: float, sec
                 print(escape_control_characters(f"written to {folder}/: communication.html, .json, .txt"))
 
 
-def measure(name: str, settings: Settings, world: World, largest_mib: float, seconds_per_point: float) -> Section:
+def measure(
+    name: str, settings: Settings, world: World, largest_mib: float, seconds_per_point: float, seeds: int
+) -> Section:
     """Measure one section. Collective."""
     if name == "collectives":
         return measure_collectives(settings, world, int(largest_mib * 2**20), seconds_per_point)
+    if name == "compression":
+        return measure_compression(settings, world, seeds)
     return training_step.measure_step(name, settings, STEP_SECONDS * seconds_per_point, world)
 
 

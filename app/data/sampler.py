@@ -117,6 +117,11 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
             f"--logical_ranks {logical_ranks} can't be divided among {_count(world_size, 'rank')}: start "
             f"{' or '.join(map(str, sizes))} rank(s)"
         )
+    if settings.ddp_comm_hook == "power_sgd" and logical_ranks != world_size:
+        raise UserError(
+            f"--ddp_comm_hook power_sgd keeps compression errors of each rank, so its results depend on the number of "
+            f"ranks: {logical_ranks} logical ranks need {_count(logical_ranks, 'rank')}, not {world_size}"
+        )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = logical_ranks * accumulation
     per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size

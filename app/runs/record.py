@@ -234,7 +234,8 @@ class RunRecord:
         if failed is not None:
             step = self.pending[failed]
             self.step = step.step - 1
-            raise nonfinite_error(step, self.rows_of_step(step.step), self.totals.skipped_in_a_row, self.world)
+            rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
+            raise nonfinite_error(step, rows, skipped, self.world, self.settings.ddp_comm_hook)
         self.pending.clear()
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
         if self.step % self.settings.logging_steps == 0 or self.step == self.plan.total_steps:

@@ -18,6 +18,8 @@ from app.errors import RunError
 from app.settings import Settings
 from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.blocks import add_gradients_per_block
+from app.strategies.compression import DTYPES, PowerSGD, RoundedAllReduce
+from app.strategies.loss_scale import loss_factor
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
 
@@ -32,6 +34,8 @@ class DDP(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
+        self.fixed_order: FixedOrderAllReduce | None = None
+        self.power_sgd: PowerSGD | None = None
         self.gradients_checked = False
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -47,14 +51,27 @@ class DDP(PlainAdamW):
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # With one or two processes and one logical rank each, DDP's own all-reduce is the tree, because a + b = b + a.
-        if self.world.size > 2 or self.plan.logical_ranks_per_rank > 1:
+        own_all_reduce = self.world.size <= 2 and self.plan.logical_ranks_per_rank == 1
+        if self.settings.ddp_comm_hook != "no":
+            self.compress(wrapped)
+        elif not own_all_reduce:
             self.fix_order(wrapped)
         return wrapped
 
     def fix_order(self, wrapped: DistributedDataParallel) -> None:
         """Add gradients in the order of the tree."""
-        fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
-        wrapped.register_comm_hook(fixed_order, lambda fixed_order, bucket: fixed_order.average(bucket))
+        self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
+        wrapped.register_comm_hook(self.fixed_order, lambda hook, bucket: hook.average(bucket))
+
+    def compress(self, wrapped: DistributedDataParallel) -> None:
+        """Compress gradients before they are exchanged, also with one process, so that the results are the same."""
+        settings, plan = self.settings, self.plan
+        if settings.ddp_comm_hook == "power_sgd":
+            self.power_sgd = PowerSGD(self.parameters, self.world, plan.total_steps, settings.seed)
+        else:
+            dtype, factor = DTYPES[settings.ddp_comm_hook], loss_factor(settings, plan)
+            self.fixed_order = RoundedAllReduce(self.parameters, self.sums, self.world, dtype, factor)
+        wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
@@ -74,7 +91,8 @@ class DDP(PlainAdamW):
 
     def _keep_gradients(self) -> None:
         """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
-        self.sums.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        assert self.fixed_order is not None
+        self.fixed_order.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         for parameter in self.parameters:
             # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
             keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None

@@ -133,4 +133,4 @@ def test_a_flag_that_makes_no_sense_is_one_line(flags, message):
 def test_the_program_has_flags_of_its_own():
     settings, own = parse_flags(None, ["--sections", "collectives", "--largest_mib", "0.5", "--use_cpu"], add_arguments)
     assert settings == Settings(use_cpu=True)
-    assert own == {"sections": ["collectives"], "largest_mib": 0.5, "seconds_per_point": 1.0}
+    assert own == {"sections": ["collectives"], "largest_mib": 0.5, "seconds_per_point": 1.0, "seeds": 3}
