@@ -10,11 +10,10 @@ from itertools import islice, product
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from app.bench.harness import Bench, distribute, timed
+from app.bench.traffic import CountCollectives, sent_bytes
 from app.ddp_loop import evaluate
 from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
@@ -26,9 +25,6 @@ from app.training.optim import build_optimizer, build_scheduler, default_learnin
 HOOKS = ("no", "fp16", "bf16", "power_sgd")  # the values of --ddp_comm_hook
 ROUNDS, STEPS = 7, 8  # timed steps per round
 MOST_STEPS = 150  # of a training, unless --max_steps is set
-# An all-reduce sends each element 2 (N - 1) / N times among N ranks. The other collectives here send half of that, on
-# average over the ranks.
-SENT_TWICE = ("allreduce_",)
 
 
 @dataclass(frozen=True)
@@ -102,27 +98,9 @@ def time_steps(
 
 def count_sent(bench: Bench, optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
     """Return the bytes that a rank sends in one training step, on average over the ranks. Collective."""
-    with CountSent(bench.world.size) as counter:
+    with CountCollectives() as mode:
         bench.train_steps(bench.loader, optimizer, scheduler, 1)
-    sent: float = counter.sent
-    return sent
-
-
-class CountSent(TorchDispatchMode):
-    """Count what the collectives in a block send, also those that DDP starts in C++."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks, self.sent = ranks, 0.0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation. If it is a collective, count the tensor that it fills."""
-        if operation.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
-            times = 2 if operation.overloadpacket.__name__ in SENT_TWICE else 1
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self.sent += times * (self.ranks - 1) / self.ranks * size
-        return operation(*args, **(kwargs or {}))
+    return sent_bytes(mode.counts, bench.world.size)
 
 
 def training_steps(settings: Settings, data: ReviewData) -> int:

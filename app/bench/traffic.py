@@ -48,12 +48,15 @@ ARGUMENTS = {
     "_reduce_scatter_base_": ("reduce-scatter", 1),
 }
 
+COMPRESSING = ("ddp", "zero1")  # the strategies that have --ddp_comm_hook
+STEPS = 3  # the last one is counted
+
 
 def main(settings: Settings) -> None:
     with join(settings) as world:
         quiet_libraries(world)
         data = build_data(settings, world)
-        for strategy in STRATEGIES:
+        for strategy in STRATEGIES if settings.ddp_comm_hook == "no" else COMPRESSING:
             compare(replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
 
 
@@ -63,6 +66,7 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     Raises:
         RunError: a rank has called other collectives than predicted.
     """
+    settings = replace(settings, max_steps=STEPS)  # PowerSGD begins to compress after a share of all steps
     model = build_model(settings, data, world).model
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
@@ -102,14 +106,19 @@ def as_counts(collectives: Iterable[Collective]) -> Counts:
 def count_third_step(bench: Bench) -> Counts:
     """Return the collectives of a training step. Collective."""
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
-    scheduler = build_scheduler(optimizer, bench.settings, 3)
+    scheduler = build_scheduler(optimizer, bench.settings, STEPS)
     per_step = bench.data.plan.micro_batches_per_step
     batches = cycle(bench.loader)  # the data may have fewer steps
-    bench.train_steps(islice(batches, 2 * per_step), optimizer, scheduler, steps=2)
+    bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, STEPS - 1)
     with CountCollectives() as mode:
-        bench.train_steps(islice(batches, per_step), optimizer, scheduler, steps=1)
+        bench.train_steps(islice(batches, per_step), optimizer, scheduler, 1)
     counts: Counts = mode.counts
     return counts
+
+
+def sent_bytes(counts: Counts, ranks: int) -> float:
+    """Return the bytes that a rank sends in counted collectives, averaged over the ranks."""
+    return sum(Collective("", "", kind, size, times).sent(ranks) for (kind, size), times in counts.items())
 
 
 class CountCollectives(TorchDispatchMode):

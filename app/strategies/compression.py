@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    _should_compress,
+    powerSGD_hook,
+)
 
 from app.distributed.world import World
 from app.strategies.reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
@@ -18,6 +22,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # orthogonalizes by QR. Its Gram-Schmidt process, for 1 and 2, would divide by zero if a gradient is a matrix of zeros,
 # and overestimate one of a lower rank.
 MATRIX_RANK = 4
+MIN_COMPRESSION_RATE = 2  # PyTorch's default
 UNCOMPRESSED_SHARE = 0.1  # the same documentation: "we suggest to start with 10% of total training steps"
 
 
@@ -95,6 +100,7 @@ class PowerSGD:
         self.hook_state = PowerSGDState(
             None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
             matrix_approximation_rank=MATRIX_RANK,
+            min_compression_rate=MIN_COMPRESSION_RATE,
             start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),  # PyTorch requires at least 2
             random_seed=seed,
         )
@@ -134,6 +140,19 @@ class PowerSGD:
             if name in tensors:
                 # In memory of its own: matrix products may round differently if their operands are aligned differently.
                 by_bucket[0] = tensors[name].to(self.world.device, copy=True)
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of the matrix that PowerSGD makes of a parameter's gradient."""
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return rows, parameter.numel() // rows
+
+
+def is_compressed(rows: int, columns: int) -> bool:
+    """Return whether PowerSGD approximates a matrix: the factors must have less than half as many elements."""
+    rank = min(rows, columns, MATRIX_RANK)
+    compressed: bool = _should_compress(rows, columns, rank, MIN_COMPRESSION_RATE)[0]
+    return compressed
 
 
 class CompleteGradient:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app.strategies.blocks import sharded_groups
+from app.strategies.compression import DTYPES
 from app.strategies.reduction import MOST_IN_FLIGHT
 
 MOMENTS = 2  # AdamW's moving averages of the gradient and of its square
@@ -24,7 +25,7 @@ class RankMemory:
         gradients: the same for gradients.
         optimizer: AdamW's moments of the parameters that the rank updates.
         gathered: complete parameters of which the rank holds a shard only.
-        exchange: complete gradients of a sharded block, and what the other ranks send.
+        exchange: complete gradients of a sharded block, what the other ranks send, and compressed gradients.
         accumulated: complete gradients of the logical rank in progress, beside those that are exchanged.
         partial_sums: gradients of logical ranks that are done, complete or this rank's shard.
     """
@@ -63,6 +64,7 @@ def plan_memory(
     logical_ranks_per_rank: int = 1,
     accumulation_steps: int = 1,
     bucket_cap: int = BUCKET_CAP,
+    comm_hook: str = "no",
 ) -> list[RankMemory]:
     """Return the memory of each rank.
 
@@ -74,6 +76,7 @@ def plan_memory(
     Args:
         model: only its shapes are used: the parameters may be on the meta device.
         bucket_cap: DDP's bucket size, in bytes.
+        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = sum(bytes_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
@@ -82,6 +85,10 @@ def plan_memory(
     in_progress = complete if accumulation_steps > 1 else 0
     if strategy in ("ddp", "zero1"):
         exchange = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
+        if comm_hook in DTYPES:  # the rounded copy of every bucket
+            exchange += sum(parameter.numel() for parameter in parameters) * DTYPES[comm_hook].itemsize
+        elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of the last step
+            exchange = 3 * complete
         shares = [complete] * ranks
         if strategy == "zero1":
             shares = [sum(map(bytes_of, share)) for share in assign_to_ranks(parameters, ranks)]

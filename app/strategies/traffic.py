@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from app.sizes import MIB
 from app.strategies.blocks import sharded_groups
+from app.strategies.compression import DTYPES, MATRIX_RANK, is_compressed, matrix_shape
 from app.strategies.planner import BUCKET_CAP, assign_to_ranks, bytes_of
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
@@ -58,6 +59,7 @@ def plan_traffic(
     bucket_cap_mb: int | None = None,
     find_unused_parameters: bool = False,
     on_gpus: bool = False,
+    comm_hook: str = "no",
 ) -> list[Collective]:
     """Return the collectives of a training step, except for the first one, in which DDP has a single bucket.
 
@@ -66,13 +68,19 @@ def plan_traffic(
         order: the parameters that get a gradient, in the order in which backward() computes them.
         bucket_cap_mb: `--ddp_bucket_cap_mb`.
         on_gpus: whether NCCL connects the ranks, and not gloo.
+        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`. PowerSGD is planned for the steps in which it compresses.
     """
     if strategy in ("zero2", "zero3"):
         return _sharded(model, order, strategy, ranks, logical_ranks_per_rank, accumulation_steps)
     collectives = _buffers(model)
     buckets = gradient_buckets(model, order, bucket_cap_mb, find_unused_parameters)
-    for number, bucket in enumerate(buckets, start=1):
-        collectives += _average(f"bucket {number}", bucket, ranks, on_gpus)
+    if comm_hook == "power_sgd":
+        collectives += _low_rank(list(order))
+    else:
+        for number, bucket in enumerate(buckets, start=1):
+            element = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else bucket[0].element_size()
+            elements = sum(parameter.numel() for parameter in bucket)
+            collectives += _average(f"bucket {number}", elements, element, ranks, on_gpus)
     if find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
@@ -105,13 +113,16 @@ def gradient_buckets(
     return in_order[::-1] if find_unused_parameters else in_order
 
 
-def _average(what: str, bucket: Sequence[torch.Tensor], ranks: int, on_gpus: bool) -> list[Collective]:
-    """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce)."""
-    size, element = sum(map(bytes_of, bucket)), bucket[0].element_size()
+def _average(what: str, elements: int, element: int, ranks: int, on_gpus: bool) -> list[Collective]:
+    """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce).
+
+    Args:
+        element: bytes of an element.
+    """
     if ranks <= 2:
-        return [Collective("gradients", what, "all-reduce", size)]
-    rest = size // element % ranks * element
-    divided = size - rest
+        return [Collective("gradients", what, "all-reduce", elements * element)]
+    rest = elements % ranks * element
+    divided = elements * element - rest
     collectives = []
     if divided:
         collectives.append(Collective("gradients", what, "all-to-all", divided))
@@ -122,6 +133,21 @@ def _average(what: str, bucket: Sequence[torch.Tensor], ranks: int, on_gpus: boo
     elif divided:
         collectives.append(Collective("gradients", what, "broadcast", divided // ranks, times=ranks))
     return collectives
+
+
+def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
+    """Return PowerSGD's collectives: gradients that it does not compress, and the factors P and Q of the others."""
+    complete = rows = columns = 0
+    for parameter in parameters:
+        n, m = matrix_shape(parameter)
+        rank = min(n, m, MATRIX_RANK)
+        if is_compressed(n, m):
+            rows, columns = rows + n * rank, columns + m * rank
+        else:
+            complete += n * m
+    element = parameters[0].element_size()
+    sizes = {"not compressed": complete, "factors P": rows, "factors Q": columns}
+    return [Collective("gradients", what, "all-reduce", size * element) for what, size in sizes.items()]
 
 
 def _buffers(model: PreTrainedModel) -> list[Collective]:

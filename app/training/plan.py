@@ -57,6 +57,7 @@ class Plan:
             self.batches.logical_ranks_per_rank,
             self.batches.accumulation_steps,
             BUCKET_CAP if cap is None else cap * MIB,
+            self.settings.ddp_comm_hook,
         )
 
     def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
@@ -77,6 +78,7 @@ class Plan:
             self.settings.ddp_bucket_cap_mb,
             self.settings.ddp_find_unused_parameters or unused,
             self.device.type == "cuda",
+            self.settings.ddp_comm_hook,
         )
 
     def activations_with(self, precision: str, activation_checkpointing: bool) -> Activations:

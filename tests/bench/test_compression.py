@@ -8,10 +8,11 @@ import torch.distributed as dist
 from worlds import fake_world
 
 from app.bench import compression
-from app.bench.compression import CountSent, Measured, measure_hooks, training_steps
+from app.bench.compression import Measured, measure_hooks, training_steps
 from app.bench.compression_section import as_section, measure_compression
 from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_text
+from app.bench.traffic import CountCollectives, sent_bytes
 from app.errors import AgreedError
 from app.settings import Settings
 from app.training.build import build_data, build_model
@@ -37,10 +38,10 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     ],
 )
 def test_what_a_rank_sends_is_counted_from_the_tensors(world, call, times):
-    with CountSent(4) as counter:
+    with CountCollectives() as counter:
         call(torch.zeros(10, 10, dtype=torch.bfloat16))
         torch.zeros(1000).add_(1)
-    assert counter.sent == times * 0.75 * 200
+    assert sent_bytes(counter.counts, 4) == times * 0.75 * 200
 
 
 @pytest.mark.parametrize(("hook", "size"), [("no", 4), ("fp16", 2), ("bf16", 2)])
@@ -50,10 +51,13 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
     data = build_data(settings, world)
     bench = distribute(settings, data, build_model(settings, data, world).model, world)
     optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
-    with CountSent(2) as counter:
+    with CountCollectives() as counter:
         bench.train_steps(bench.loader, optimizer, build_scheduler(optimizer, settings, 1), 1)
     buffers = sum(buffer.nbytes for buffer in bench.model.buffers()) / 2  # DDP broadcasts them before a forward pass
-    assert counter.sent == size * sum(parameter.numel() for parameter in bench.model.parameters()) + buffers
+    assert (
+        sent_bytes(counter.counts, 2)
+        == size * sum(parameter.numel() for parameter in bench.model.parameters()) + buffers
+    )
 
 
 def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world):

@@ -23,6 +23,7 @@ def main(settings: Settings) -> None:
             Step(name, strategy, world.size, logical_ranks, accumulation)
             for name, strategy, (logical_ranks, accumulation) in product(("uneven", "bart"), STRATEGIES, shapes)
         ]
+        steps.append(Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}))
         wrong = {}
         for step in steps:
             counts = all_gather_object(step.count(world), world)

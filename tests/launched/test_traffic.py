@@ -17,4 +17,4 @@ def test_predicted_bytes_equal_counted_bytes(launch, tmp_path, ranks):
     path = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
     done = launch(str(program), "--use_cpu", "--threads=1", ranks=ranks, RESULT=str(result), PYTHONPATH=path)
     assert done.status == 0, done.err
-    assert json.loads(result.read_text()) == {"steps": 24, "wrong": {}}
+    assert json.loads(result.read_text()) == {"steps": 25, "wrong": {}}

@@ -51,6 +51,15 @@ def test_any_settings(strategy, changes):
     check(Step("uneven", strategy, ranks=3, accumulation=2, changes=changes))
 
 
+# PowerSGD uses the results of its collectives, so it needs all ranks: tests/launched/count_traffic.py starts two.
+@pytest.mark.parametrize(
+    ("hook", "ranks", "strategy"),
+    [("fp16", 1, "ddp"), ("fp16", 2, "zero1"), ("fp16", 3, "ddp"), ("bf16", 3, "zero1"), ("power_sgd", 1, "ddp")],
+)
+def test_compressed_gradients(hook, ranks, strategy):
+    check(Step("uneven", strategy, ranks, changes={"ddp_comm_hook": hook}))
+
+
 @pytest.mark.parametrize("name", ["qwen2", "batch_norm"])
 def test_buffers_have_the_dtype_of_training(name):
     check(Step(name, "ddp", ranks=3, changes={"precision": "fp64"}))
