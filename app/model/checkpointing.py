@@ -15,4 +15,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """
     if not model.supports_gradient_checkpointing:
         raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+    # transformers 5.23 warns that it has renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": True})
