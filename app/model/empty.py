@@ -13,7 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from app.hardware import autocast
-from app.model.load import build_from_config, checkpoint_activations, training_dtype
+from app.model.checkpointing import checkpoint_activations
+from app.model.load import build_from_config, training_dtype
 from app.settings import Settings
 
 aten = torch.ops.aten

@@ -187,17 +187,6 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     return model
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute the activations of each layer in the backward pass, with the same dropout masks.
-
-    Raises:
-        UserError: the model does not support it.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
-
-
 def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
     """Make every gradient NaN if the loss is not finite, so that all ranks detect it in the gradient norm.
 

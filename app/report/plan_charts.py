@@ -13,6 +13,8 @@ from app.strategies.planner import RankMemory
 from app.training.plan import Plan
 from app.training.plan_tables import sent_by_purpose
 
+SMALLEST_PART = 1e-3  # of the longest bar
+
 
 def draw_memory(plan: Plan) -> Figure:
     """Draw the memory of each strategy: state, activations and the rest."""
@@ -33,13 +35,14 @@ def draw_bars(parts: Mapping[str, Sequence[float]], label: str) -> Figure:
     """Draw one bar per strategy.
 
     Args:
-        parts: the bytes of each part, for each strategy. A part that is 0 everywhere is left out.
+        parts: the bytes of each part, for each strategy. Parts that would be too small to see are left out.
         label: of the axis.
     """
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot(xlabel=label)
     left = [0.0] * len(STRATEGIES)
-    shown = {name: sizes for name, sizes in parts.items() if any(sizes)}
+    longest = max(map(sum, zip(*parts.values(), strict=True)))
+    shown = {name: sizes for name, sizes in parts.items() if max(sizes) > SMALLEST_PART * longest}
     for name, sizes in shown.items():
         widths = [size / MIB for size in sizes]
         axes.barh(STRATEGIES, widths, left=left, label=name)

@@ -26,8 +26,9 @@ from app.distributed.collectives import (
 )
 from app.distributed.world import World
 from app.errors import UserError
+from app.model.checkpointing import checkpoint_activations
 from app.model.hub import resolve_commit
-from app.model.load import Classifier, checkpoint_activations, load_classifier, load_tokenizer
+from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.settings import Settings
 
 SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
