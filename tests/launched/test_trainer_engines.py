@@ -109,7 +109,7 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[str], Path]:
         write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
         write_subset(hotel_csv, folder / "more_reviews.csv", 1500)
         write_configs(folder)
-        mistakes = MISTAKES if group == "fast" else {}
+        mistakes = MISTAKES if group == "fast" else {"non-finite": with_config("stage-2", "--learning_rate=1e30")}
         outcomes = run_many(folder, RUNS[group] | mistakes)
         require_success({name: outcomes[name] for name in RUNS[group]})
         (folder / "mistakes.json").write_text(json.dumps({name: outcomes[name].problem for name in mistakes}))
@@ -195,6 +195,15 @@ def test_a_mistake_is_one_line_that_names_what_to_change(trained):
     assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
     assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
     assert not [name for name in mistakes if (folder / name).exists()]
+
+
+@pytest.mark.slow
+def test_a_step_whose_gradients_are_not_finite_is_skipped_and_ends_the_run(trained):
+    folder = trained("slow")
+    problem = json.loads((folder / "mistakes.json").read_text())["non-finite"]
+    assert problem.startswith("RunError: step 3: the loss is not finite")
+    assert "the optimizer skipped this step" in problem
+    assert [path.name for path in (folder / "non-finite" / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
 @pytest.mark.slow
