@@ -39,7 +39,8 @@ SHORT = [*FLAGS, "--max_steps=4", "--logical_ranks=2", "--gradient_accumulation_
 SHORT += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--eval_strategy=steps", "--eval_steps=2"]
 BEST = ["--validation_size=0.2", "--load_best_model_at_end"]
 BF16 = ["--bf16", "--max_steps=2"]
-LONG = ["--csv=more_reviews.csv", "--max_steps=100", "--save_strategy=no", "--eval_strategy=no"]
+LONG = ["--csv=more_reviews.csv", "--max_length=16", "--train_batch_size=8", "--dropout=0.1", "--max_steps=100"]
+LONG += ["--save_strategy=no", "--eval_strategy=no"]
 
 
 def write_configs(folder: Path) -> None:
@@ -86,8 +87,8 @@ RUNS = {
         "fsdp": fsdp(),
         "fsdp-resumed": fsdp(resume("fsdp")),
         "ddp-after": ddp(),
-        "long-ddp": TrainingRun("trainer_run", [*FLAGS, *LONG]),
-        **{f"long-{name}": TrainingRun("trainer_run", [*FLAGS, *LONG, f"--deepspeed={name}.json"]) for name in CONFIGS},
+        "long-ddp": TrainingRun("trainer_run", LONG),
+        **{f"long-{name}": TrainingRun("trainer_run", [*LONG, f"--deepspeed={name}.json"]) for name in CONFIGS},
     },
 }
 MISTAKES = {
