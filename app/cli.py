@@ -7,6 +7,7 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -151,7 +152,34 @@ def parse_settings(description: str | None = None, arguments: Sequence[str] | No
     Raises:
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    return Settings(**settings_parser(description).values(sys.argv[1:] if arguments is None else arguments))
+    return parse_flags(description, sys.argv[1:] if arguments is None else arguments)[0]
+
+
+def parse_flags(
+    description: str | None,
+    arguments: Sequence[str],
+    add_arguments: Callable[[SettingsParser], None] | None = None,
+) -> tuple[Settings, dict[str, Any]]:
+    """Parse the settings of this process and the flags that the program adds to them.
+
+    Args:
+        description: The docstring of the entry point, for `--help`.
+        arguments: The command line.
+        add_arguments: Adds the program's own flags to the parser. Their names must differ from those of all settings.
+
+    Returns:
+        The settings, and the values of the program's own flags.
+
+    Raises:
+        UserError: As for `parse_settings`.
+    """
+    parser = settings_parser(description)
+    if add_arguments is not None:
+        add_arguments(parser)
+    values = parser.values(arguments)
+    names = {field.name for field in fields(Settings)}
+    own_flags = {name: values.pop(name) for name in list(values) if name not in names}
+    return Settings(**values), own_flags
 
 
 def refuse_trainer_engines(settings: Settings) -> None:
@@ -177,15 +205,21 @@ def as_flags(settings: Settings) -> list[str]:
     return [f"--{name}={value}" for name, value in changed.items()]
 
 
-def launch(main: Callable[[Settings], None], description: str | None) -> NoReturn:
+def launch(
+    main: Callable[..., None],
+    description: str | None,
+    add_arguments: Callable[[SettingsParser], None] | None = None,
+) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
     Exit statuses: 0 finished (also if a restarted job finds its run already finished), 1 the run failed, 2 invalid
     input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before or after training.
 
     Args:
-        main: Called with the settings of this rank. It joins the process group itself.
+        main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
+            process group itself.
         description: The docstring of the entry point, for `--help`.
+        add_arguments: As for `parse_flags`.
     """
     gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
@@ -199,12 +233,12 @@ def launch(main: Callable[[Settings], None], description: str | None) -> NoRetur
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
-            settings = parse_settings(description)
+            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments)
             check_accelerate_environment(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem
-        main(settings)
+        main(settings, **own_flags)
     except KeyboardInterrupt:
         if rank == 0:
             print("interrupted", file=sys.stderr)

@@ -32,7 +32,7 @@ from pathlib import Path
 from app.cli import as_flags, refuse_trainer_engines, settings_parser
 from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
-from app.experiments.program import run_program
+from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
@@ -107,6 +107,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     values = parser.values(sys.argv[1:])
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)
+    refuse_dry_run(settings)
     refuse_trainer_engines(settings)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
@@ -123,8 +124,12 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     seeds = options.seeds or (3 if options.ablate else 1)
     if settings.seed + seeds - 1 > LARGEST_COUNT:
         raise UserError(f"--seeds {shorten(str(seeds))}: the last seed must be at most {LARGEST_COUNT}")
-    if options.ablate and (settings.precision == "fp16" or settings.logical_ranks is not None):
-        raise UserError("--ablate simulates plain ranks: remove --logical_ranks, and use --precision fp32 or bf16")
+    plain = settings.logical_ranks is None and settings.ddp_comm_hook == "no"
+    if options.ablate and (settings.precision == "fp16" or not plain):
+        raise UserError(
+            "--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook, and use --precision fp32 or "
+            "bf16"
+        )
     if options.ablate and (options.runs or options.assert_equal):
         raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
     # The ablation simulates its ranks in one process, so its results do not depend on the number of GPUs.

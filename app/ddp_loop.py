@@ -40,6 +40,7 @@ from app.settings import Settings
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
+from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
@@ -54,14 +55,17 @@ def main(settings: Settings) -> None:
     # 1. THE PROCESS GROUP connects the ranks, over NCCL if they use GPUs and over gloo if they use CPUs. Inside this
     #    block they communicate by collectives such as all-reduce, which every rank has to call in the same order.
     with join(settings) as world:
-        fine_tune(settings, world)
+        if settings.dry_run:
+            print_plan("ddp_loop", settings, world)
+        else:
+            fine_tune(settings, world)
 
 
 def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures():
+    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         train(prepared, world, stop)
 
         # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.
@@ -123,6 +127,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             #    the device until its end, where one collective gathers them from the ranks. A collective in every step
             #    would delay training for a number that is only displayed.
             record.add_step(step, step / plan.steps_per_epoch, losses, norm, learning_rate, batches)
+            prepared.profiler.step()
             if step % settings.logging_steps == 0 or step == plan.total_steps:
                 record.write_steps()
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)

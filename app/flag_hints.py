@@ -108,6 +108,7 @@ _HINTS: dict[tuple[str, ...], str] = {
         "flags of the launcher go before the module: torchrun --nproc_per_node=2 -m app.ddp_loop"
     ),
     ("ddp_backend", "backend"): "NCCL is used on GPUs and gloo on CPUs",
+    ("comm_hook", "ddp_comm_wrapper", "gradient_compression", "powersgd", "power_sgd"): "use --ddp_comm_hook",
     ("ddp_broadcast_buffers", "ddp_static_graph"): "not supported; DDP's defaults are used",
     # strategies
     ("fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (

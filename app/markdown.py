@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,6 +20,16 @@ def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
     # Characters that cannot be markup stay as they are, because the text is also read in terminals: the underscore of
     # ddp_loop is not emphasis, and [0, 1] is not a link.
     return re.sub(r"[\\`*|$~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a Markdown table.
+
+    Args:
+        text_columns: the number of columns on the left that are text. The others are numbers, aligned on the right.
+    """
+    lines = [header, [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def template_environment(templates: Path, autoescape: bool = False) -> Environment:

@@ -105,6 +105,11 @@ class TrainingSettings:
         "default: fp32",
     )
     bf16: bool = setting(False, "same as --precision bf16")
+    ddp_comm_hook: Literal["no", "fp16", "bf16", "power_sgd"] = setting(
+        "no",
+        "ddp and zero1: compress the gradients that the ranks exchange, by rounding them to fp16 or bf16, or with "
+        "PowerSGD, whose results depend on the number of ranks",
+    )
     deterministic: bool = setting(
         False, "GPU: use only deterministic algorithms (slower; fails for operations that have none). CPU: no effect"
     )
@@ -190,6 +195,12 @@ class OutputSettings:
         10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
     disable_tqdm: bool = setting(False, "disable progress bars")
+    dry_run: bool = setting(
+        False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
+    )
+    profile: int = setting(
+        0, "training steps to profile, after the first four: writes a trace and where the time goes; 0: none"
+    )
     measure_peak_flops: bool = setting(
         False, "measure the matrix multiplication speed of each device before training, to report MFU relative to it"
     )
@@ -255,6 +266,7 @@ class Settings(
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
+            number("profile", lambda n: 0 <= n <= LARGEST_COUNT, f"0 or more {at_most}"),
             number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
             number("threads", lambda n: 0 <= n <= MAX_THREADS, f"between 0 and {MAX_THREADS}"),
             (
@@ -275,6 +287,24 @@ class Settings(
             ),
             (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
             (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
+            (
+                self.ddp_comm_hook == "no" or self.trainer_engine is None,
+                f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.trainer_engine}",
+            ),
+            (
+                self.ddp_comm_hook == "no" or self.strategy in ("ddp", "zero1"),
+                f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.strategy}",
+            ),
+            (
+                self.ddp_comm_hook != "power_sgd" or self.precision != "fp16",
+                "--ddp_comm_hook power_sgd: an overflow in fp16 would stay in its compression errors: use --precision "
+                "bf16 or fp32",
+            ),
+            (
+                self.ddp_comm_hook != "power_sgd" or not self.ddp_find_unused_parameters,
+                "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it can't be combined "
+                "with --ddp_find_unused_parameters",
+            ),
             (not self.bf16 or self.precision in (None, "bf16"), f"--bf16 contradicts --precision {self.precision}"),
             (bool(self.text_column and self.label_column), "--text_column and --label_column must each name a column"),
             (

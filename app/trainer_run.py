@@ -41,6 +41,7 @@ from app.strategies.deepspeed_engine import complete
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
+from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.precision import mixed_precision
@@ -50,13 +51,16 @@ from app.training.trainer_arguments import forget_engine, training_arguments
 
 def main(settings: Settings) -> None:
     with join(settings) as world:
-        fine_tune(settings, world)
+        if settings.dry_run:
+            print_plan("trainer_run", settings, world)
+        else:
+            fine_tune(settings, world)
 
 
 def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures():
+    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
     world.print_main(describe_result(scores, prepared.record))
 
@@ -169,6 +173,7 @@ class ScheduleCallback(TrainerCallback):
         incomplete (huggingface/transformers#35782).
         """
         settings, step = self.settings, state.global_step
+        self.prepared.profiler.step()
         stop_requested = self.stop.requested()
         if stop_requested or self.plan.due(settings.save_strategy, settings.save_steps, step):
 

@@ -43,3 +43,25 @@ def gradients_of_logical_ranks(
             (plain(x, use_second) / (len(inputs) * len(micro_batches))).backward()
         leaves.append(flat_gradients(list(plain.parameters())).clone())
     return leaves
+
+
+class Bucket:
+    """A gradient bucket as DDP hands it to a communication hook: the gradients are views into its buffer."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[torch.Tensor], is_last: bool) -> None:
+        self.indices, self.all_parameters, self.last = indices, parameters, is_last
+        self.flat = torch.cat([parameters[i].grad.flatten() for i in indices])
+
+    def gradients(self) -> list[torch.Tensor]:
+        sizes = [self.all_parameters[i].numel() for i in self.indices]
+        parts = self.flat.split(sizes)
+        return [part.view_as(self.all_parameters[i]) for part, i in zip(parts, self.indices, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.all_parameters[i] for i in self.indices]
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def is_last(self) -> bool:
+        return self.last

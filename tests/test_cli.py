@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import as_flags, parse_settings
+from app.cli import SettingsParser, as_flags, parse_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -46,7 +46,7 @@ def test_every_setting_is_in_one_group_and_has_help():
         *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
         *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.0", "--logical_ranks=many"),
         *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
-        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0"),
+        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
     ],
 )
@@ -121,6 +121,7 @@ def test_settings_survive_the_conversion_to_flags_and_back():
         ("-lr", "--learning_rate"),
         ("--local-rank=0", "torchrun"),
         ("--local_rank=0", "torchrun"),
+        ("--comm_hook=fp16", "--ddp_comm_hook"),
         ("--evaluation_strategy=epoch", "--eval_strategy"),
         ("--fp16", "--precision fp16"),
         ("--overwrite_output_dir", "--output_dir"),
@@ -258,3 +259,27 @@ def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_pat
     (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
     with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
+
+
+def add_sizes(parser: SettingsParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
+    parser.add_argument("--label", default="none")
+
+
+def test_a_program_gets_its_own_flags_beside_the_settings():
+    settings, own = parse_flags("The description.", ["--sizes", "1", "2", "--max_steps=3"], add_sizes)
+    assert settings == Settings(max_steps=3)
+    assert own == {"sizes": [1, 2], "label": "none"}
+    assert parse_flags(None, ["--max_steps=3"]) == (settings, {})
+    with pytest.raises(UserError, match=r"^argument --sizes: invalid int value: 'x' \(--help lists all flags\)$"):
+        parse_flags(None, ["--sizes", "x"], add_sizes)
+    with pytest.raises(UserError, match="unknown argument --sizes"):
+        parse_flags(None, ["--sizes", "1"])
+
+
+def test_the_help_lists_the_flags_of_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags("The description.", ["--help"], add_sizes)
+    text = capsys.readouterr().out
+    assert re.search(r"--sizes N +how large", text)
+    assert "--learning_rate" in text

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from app import plan as module
 from app.errors import UserError
 from app.model.activations import Activations
-from app.plan import RANKS, largest_that_fits, parse_size
+from app.settings import STRATEGIES, Settings
+from app.sizes import parse_size
+from app.training.plan import Plan, build_plan
+from app.training.plan_tables import RANKS, describe_plan, largest_that_fits
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("7 KB", 7_000)]
 )
 def test_a_size_has_a_number_and_a_unit(text, size):
-    assert parse_size(text) == size
+    assert parse_size("device_memory", text) == size
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ def test_a_size_has_a_number_and_a_unit(text, size):
 )
 def test_any_other_text_is_one_line(text):
     with pytest.raises(UserError, match=r"^--device_memory .*: must be a number with a unit, such as 24GiB or 80GB$"):
-        parse_size(text)
+        parse_size("device_memory", text)
 
 
 @pytest.mark.parametrize(("free", "rows"), [(0, 0), (14, 0), (15, 1), (24, 1), (25, 2), (1_000, 99), (1_005, 100)])
@@ -42,34 +49,106 @@ def run(monkeypatch, tmp_path, review_csv, *flags: str) -> int:
 
 def table(text: str, title: str) -> list[list[str]]:
     """The cells of the table below a title, without its header."""
-    lines = text[text.index(f"## {title}") :].split("\n\n")[1].splitlines()
+    lines = text[text.index(title) :].split("\n\n")[1].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_plan_is_printed_and_written(monkeypatch, tmp_path, review_csv, capsys):
+def numbers(cells: Sequence[str]) -> list[float]:
+    return [float(cell.replace(",", "")) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Plan:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "reviews.csv").write_text("label,review\n" + "".join(f"{i % 2},第{i}次好\n" for i in range(90)))
+    settings = Settings(csv=str(folder / "reviews.csv"), use_cpu=True, max_length=16, train_batch_size=8)
+    return build_plan(replace(settings, gradient_accumulation_steps=2), ranks=2)
+
+
+def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "build_plan", lambda *_: planned)
     assert run(monkeypatch, tmp_path, review_csv, "--output_dir=plan", "--device_memory=16MiB") == 0
-    text = Path("plan/memory.md").read_text()
-    assert text in capsys.readouterr().out
-    assert Path("plan/memory.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 rank(s), 4 rows x 16 tokens per micro-batch, fp32" in text
-    parts = {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in table(text, "The rank that needs")}
-    assert list(parts) == ["ddp", "zero1", "zero2", "zero3"]
-    for *numbers, total in parts.values():
-        assert sum(numbers) == pytest.approx(total, abs=0.5), "rounded numbers"
-    by_ranks = table(text, "By the number of ranks")
-    assert [row[0] for row in by_ranks] == [str(n) for n in RANKS]
-    assert [float(cell) for cell in by_ranks[1][1:]] == [row[-1] for row in parts.values()]
-    fits = [int(row[2]) for row in table(text, "What fits into 16 MiB")]
+    text = Path("plan/plan.md").read_text()
+    assert text.partition("![Memory]")[0].strip() in capsys.readouterr().out
+    for chart in ("memory.png", "traffic.png"):
+        assert Path("plan", chart).read_bytes().startswith(b"\x89PNG")
+        assert f"({chart})" in text
+    assert "8 rows per step = 2 ranks x 2 rows x 2 micro-batches; 16 tokens per row, fp32" in text
+    fits = [int(row[2]) for row in table(text, "## What fits into 16.0 MiB")]
     assert min(fits) > 4, "more than the micro-batch of the plan"
 
 
-def test_offloaded_state_is_not_on_the_device(monkeypatch, tmp_path, review_csv, capsys):
-    assert run(monkeypatch, tmp_path, review_csv, "--strategy=zero3") == 0
-    kept = table(capsys.readouterr().out, "By the number of ranks")
-    assert run(monkeypatch, tmp_path, review_csv, "--strategy=zero3", "--cpu_offload") == 0
-    offloaded = table(capsys.readouterr().out, "By the number of ranks")
-    assert [row[:4] for row in kept] == [row[:4] for row in offloaded]
-    assert float(offloaded[1][4]) < float(kept[1][4])
+def test_the_memory_tables_agree(planned):
+    text = describe_plan(planned)
+    parts = {row[0]: numbers(row[1:]) for row in table(text, "## Memory of the rank that needs")}
+    assert list(parts) == [*STRATEGIES, "zero3 --cpu_offload"]
+    for *kinds, on_device, in_main_memory in parts.values():
+        assert sum(kinds) == pytest.approx(on_device + in_main_memory, abs=0.5), "rounded numbers"
+    assert parts["zero3"][-1] == 0
+    assert parts["zero3 --cpu_offload"][-1] == pytest.approx(sum(parts["zero3"][:3]), abs=0.2)
+    by_ranks = table(text, "## Memory of the device by the number of ranks")
+    assert len(by_ranks) == 4 * len(parts), "each precision, with and without checkpointing"
+    assert [len(row) for row in by_ranks] == [3 + len(RANKS)] * len(by_ranks)
+    assert {row[0]: float(row[4]) for row in by_ranks[:5]} == {name: row[-2] for name, row in parts.items()}
+
+
+def test_the_traffic_tables_agree(planned):
+    text = describe_plan(planned)
+    totals = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic: what a rank sends")}
+    by_ranks = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic by the number of ranks")}
+    collectives = table(text, "## Collectives of a step")
+    assert list(totals) == list(by_ranks) == list(STRATEGIES)
+    for strategy in STRATEGIES:
+        *purposes, together = totals[strategy]
+        assert sum(purposes) == pytest.approx(together, abs=0.2)
+        assert by_ranks[strategy][:2] == [0, together], "1 and 2 ranks"
+        sent = sum(numbers([row[-1] for row in collectives if row[0] == strategy]))
+        assert sent / 2**20 == pytest.approx(together, abs=0.1)
+
+
+def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, monkeypatch):
+    def plan(**changes: object) -> Plan:
+        settings = Settings(csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=16, **changes)
+        return build_plan(settings, ranks=2)
+
+    monkeypatch.chdir(tmp_path)
+    plain, shared = plan(), plan(logical_ranks=8, ddp_bucket_cap_mb=1)
+    assert (plain.batches.micro_size, shared.batches.micro_size) == (8, 2)
+    assert plain.largest_memory("ddp").partial_sums == 0
+    assert shared.largest_memory("ddp").partial_sums == 2 * shared.largest_memory("ddp").gradients
+    gathers = [sum(c.times for c in one.traffic("zero3") if c.purpose == "parameters") for one in (plain, shared)]
+    assert gathers[1] == 4 * gathers[0]
+
+
+def test_measuring_needs_a_core_per_rank(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: --measure with --ranks 2: this machine has 1 core(s): use --ranks 1 or fewer"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_measuring_needs_enough_memory(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: --measure: 2 ranks need about [\d.]+ MiB of main memory, and 1\.0 MiB are available", line)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(module, "describe_plan", lambda *_: "the plan")
+    started = []
+    monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)
+    assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 0
+    assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"]
+    for _, settings, ranks in started:
+        assert (settings.threads, settings.max_length, ranks) == (1, 16, 2)
+    monkeypatch.setattr(module, "run_job", lambda *_: 1)
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 1
+    assert "error: app.bench.memory failed with exit status 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

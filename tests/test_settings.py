@@ -37,3 +37,26 @@ def test_only_zero3_can_keep_parameters_in_main_memory(strategy):
     with pytest.raises(UserError, match=f"--cpu_offload needs --strategy zero3, not {strategy}"):
         Settings(strategy=strategy, cpu_offload=True)
     Settings(strategy="zero3", cpu_offload=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"strategy": "zero2", "ddp_comm_hook": "bf16"},
+            "--ddp_comm_hook bf16 needs --strategy ddp or zero1, not zero2",
+        ),
+        ({"strategy": "zero3", "ddp_comm_hook": "power_sgd"}, "power_sgd needs --strategy ddp or zero1, not zero3"),
+        ({"precision": "fp16", "ddp_comm_hook": "power_sgd"}, "use --precision bf16 or fp32"),
+        ({"ddp_find_unused_parameters": True, "ddp_comm_hook": "power_sgd"}, "--ddp_find_unused_parameters"),
+    ],
+)
+def test_gradients_that_cannot_be_compressed_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        Settings(**settings)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_gradients_can_be_rounded_with_any_precision(hook):
+    for precision in ("fp32", "bf16", "fp16", "fp64"):
+        Settings(precision=precision, ddp_comm_hook=hook, strategy="zero1", ddp_find_unused_parameters=True)

@@ -85,6 +85,9 @@ class ThreadNetwork:
     ) -> Work | None:
         return self._start("all-gather", output, input, async_op)
 
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
+        return self._start("all-reduce", tensor, tensor, async_op)
+
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
         return self._start(f"broadcast from {src}", tensor, tensor, async_op)
 
@@ -92,7 +95,7 @@ class ThreadNetwork:
         with self.changed:
             mine = self.started[self.current.rank]
             mine.append((name, output, input))
-            work = Work(self, len(mine))
+            work = Work(self, len(mine), output)
             if all(len(theirs) > self.n_completed for theirs in self.started):
                 self._complete([theirs[self.n_completed] for theirs in self.started])
                 self.n_completed += 1
@@ -110,6 +113,8 @@ class ThreadNetwork:
             kind, _, source = name.partition(" from ")
             if kind == "broadcast":
                 received = inputs[int(source)]
+            elif kind == "all-reduce":
+                received = inputs.sum(dim=0)
             else:
                 received = inputs if kind == "all-gather" else inputs.view(self.size, self.size, -1)[:, rank]
             output.copy_(received.reshape(output.shape))
@@ -118,10 +123,16 @@ class ThreadNetwork:
 class Work:
     """The handle of a collective of `ThreadNetwork`."""
 
-    def __init__(self, network: ThreadNetwork, number: int) -> None:
-        self.network, self.number = network, number
+    def __init__(self, network: ThreadNetwork, number: int, output: torch.Tensor) -> None:
+        self.network, self.number, self.output = network, number, output
 
     def wait(self) -> None:
         with self.network.changed:
             done = self.network.changed.wait_for(lambda: self.network.n_completed >= self.number, timeout=20)
         assert done, f"not every rank has started collective {self.number}"
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([self.output])
+        return future

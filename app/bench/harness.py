@@ -22,6 +22,7 @@ from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
 from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
+from app.errors import AgreedError
 from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
@@ -52,11 +53,21 @@ class Bench:
     def train_steps(
         self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int
     ) -> None:
-        """Train for a number of optimizer steps."""
+        """Train for a number of optimizer steps.
+
+        Raises:
+            AgreedError: there are fewer micro-batches.
+        """
         state = self.training_state(optimizer, scheduler)
         iterator = iter(micro_batches)
         for step in range(steps):
             batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
+            if len(batches) < self.data.plan.micro_batches_per_step:
+                raise AgreedError(
+                    f"{len(self.data.split.train)} training rows are enough for {step} steps of "
+                    f"{self.data.plan.global_size} rows, and this benchmark needs {steps}: give a larger file with "
+                    "--csv, or a smaller --train_batch_size"
+                )
             train_step(step, self.wrapped, batches, state, self.settings)
 
     def training_state(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> TrainingState:
@@ -69,7 +80,16 @@ def build_named(name: str, settings: Settings, data: ReviewData, world: World) -
     """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
     if name not in SIZES:
         return build_model(settings, data, world).model
-    layers, hidden, heads, intermediate = SIZES[name]
+    return build_bert(SIZES[name], settings, world)
+
+
+def build_bert(size: tuple[int, int, int, int], settings: Settings, world: World) -> PreTrainedModel:
+    """Build an untrained BERT with the same weights on every rank.
+
+    Args:
+        size: layers, hidden size, attention heads, intermediate size.
+    """
+    layers, hidden, heads, intermediate = size
     set_seed(settings.seed)
     config = BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
@@ -96,7 +116,8 @@ def distribute(
     make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy,
 ) -> Bench:
     """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
-    data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
+    with raise_on_all_ranks(world):
+        data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
     strategy = make_strategy(settings, data.plan, world)
     loader = data.train_loader(strategy.logical_ranks, settings, world)
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)

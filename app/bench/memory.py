@@ -1,12 +1,12 @@
 """Benchmark: the memory of each strategy, next to what app.plan predicts.
 
-    torchrun --nproc_per_node=4 -m app.bench.memory --csv reviews.csv
-    torchrun --nproc_per_node=2 -m app.bench.memory --csv reviews.csv --model bert-base-chinese
+    torchrun --nproc_per_node=2 -m app.bench.memory --model bert-base-chinese
+    torchrun --nproc_per_node=4 -m app.bench.memory --sizes
 
-Trains a few steps of each model under each strategy. It adds up the memory behind the tensors that a rank holds: its
-parameters and optimizer state after a step, and its gradients right before an update. The activations are what the
-allocator has given out in the forward pass and not got back by its end. Without `--model`, the models are BERTs of
-three sizes.
+Trains a few steps under each strategy. It adds up the memory behind the tensors that a rank holds: its parameters and
+optimizer state after a step, and its gradients right before an update. The activations are what the allocator has given
+out in the forward pass of a micro-batch and not got back by its end. Rows are padded to `--max_length`, as app.plan
+assumes. With `--sizes`, the models are BERTs of three sizes.
 """
 
 from __future__ import annotations
@@ -15,40 +15,44 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from transformers import BatchEncoding
 
 from app.bench.harness import SIZES, Bench, build_named, distribute
-from app.cli import launch
+from app.cli import SettingsParser, launch
 from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.model.activations import count_activations, empty_model
-from app.settings import STRATEGIES, TINY, Settings
-from app.strategies.planner import gathered_after_forward, plan_memory
+from app.markdown import markdown_table
+from app.settings import STRATEGIES, Settings
+from app.sizes import mib
+from app.strategies.planner import gathered_after_forward
 from app.strategies.shards import local_part
 from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
+from app.training.plan import plan_step
 from app.training.precision import mixed_precision
 
-MIB = 2**20
-HEADER = """\
-| model | strategy | rank | parameters (MiB) | gradients | optimizer | sum | predicted | | activations | predicted | |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
+KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 
 
-def main(settings: Settings) -> None:
+def add_arguments(parser: SettingsParser) -> None:
+    parser.add_argument("--sizes", action="store_true", help="measure BERTs of three sizes instead of --model")
+
+
+def main(settings: Settings, sizes: bool) -> None:
     with join(settings) as world:
         quiet_libraries(world)
         data = build_data(settings, world)
-        world.print_main(HEADER)
-        for name in SIZES if settings.model == TINY else [settings.model]:
+        world.print_main("In MiB:\n")
+        world.print_main(markdown_table(["model", "strategy", "rank", *KINDS], [], text_columns=2).rstrip())
+        for name in SIZES if sizes else [settings.model]:
             for strategy in STRATEGIES:
                 measure(name, replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
 
@@ -68,34 +72,34 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
         gradients = storage_bytes(p.grad for p in bench.model.parameters() if p.grad is not None)
 
     local.register_step_pre_hook(measure_gradients)
-    batches = iter(bench.loader)
+    batches = cycle(bench.loader)  # the data may have fewer steps
     # DDP replaces its buckets at the beginning of the second step.
     bench.train_steps(islice(batches, 2 * bench.data.plan.micro_batches_per_step), optimizer, scheduler, steps=2)
-    activations, rows, length = measure_forward(bench, next(batches))
+    activations = measure_forward(bench, next(batches))
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
     state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
 
-    precision, checkpointing = settings.precision or "fp32", settings.activation_checkpointing
-    with FakeTensorMode():
-        empty = empty_model(config, precision, checkpointing)
-    predicted_state = plan_memory(empty, settings.strategy, world.size)[world.rank].state
-    counted = count_activations(config, rows, length, world.device, precision, checkpointing)
-    predicted = counted.saved + gathered_after_forward(empty, settings.strategy)
+    plan = plan_step(settings, config, bench.data.plan, world.device)
+    predicted_state = plan.memory(settings.strategy)[world.rank].state
+    predicted = plan.activations.saved + gathered_after_forward(plan.model, settings.strategy)
     mine = (state, predicted_state, activations, predicted)
     for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(mine, world)):
         cells = [*map(mib, state), *compare(sum(state), predicted_state), *compare(activations, predicted)]
         world.print_main(f"| {name} | {settings.strategy} | {rank} | {' | '.join(cells)} |")
 
 
-def measure_forward(bench: Bench, batch: Any) -> tuple[int, int, int]:
-    """Return the bytes that a forward pass leaves allocated for its backward pass, and the batch's rows and length."""
-    world = bench.world
-    batch = to_device(batch, world)
+def measure_forward(bench: Bench, batch: dict[str, torch.Tensor]) -> int:
+    """Return the bytes that a forward pass leaves allocated for its backward pass."""
+    world, labels = bench.world, batch["labels"]
+    length = bench.settings.max_length
+    rows = BatchEncoding({name: tensor for name, tensor in batch.items() if name != "labels"})
+    padded = bench.data.tokenizer.pad(rows, padding="max_length", max_length=length, return_tensors="pt")
+    on_device = to_device({**padded, "labels": labels}, world)
     bench.wrapped.train()
     with allocated(world.device) as count, mixed_precision(bench.settings, world):
-        loss = bench.wrapped(**batch).loss
+        loss = bench.wrapped(**on_device).loss
     loss.backward()
-    return count[0], *batch["input_ids"].shape
+    return count[0]
 
 
 @contextmanager
@@ -124,10 +128,5 @@ def compare(measured: int, predicted: int) -> list[str]:
     return [mib(measured), mib(predicted), f"{measured / predicted - 1:+.1%}"]
 
 
-def mib(size: int) -> str:
-    """Return a number of bytes in MiB."""
-    return f"{size / MIB:.1f}"
-
-
 if __name__ == "__main__":
-    launch(main, __doc__)
+    launch(main, __doc__, add_arguments)

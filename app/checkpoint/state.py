@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from app.distributed.world import World
 from app.files import flush
 from app.runs.schema import MODEL, SCHEDULE, SHARDS
-from app.strategies.base import Strategy
+from app.strategies.base import Strategy, Tensors
 from app.strategies.loss_scale import LossScale
 from app.strategies.shards import local_part, rows_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
+POWER_SGD = "power_sgd.{rank}."  # followed by the name of a tensor of the rank's `PowerSGD.state_dict()`
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
 
@@ -64,7 +65,7 @@ class TrainingState:
             group["lr"] = learning_rate
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that this rank writes: weights, and AdamW's state."""
+        """Return the tensors that this rank writes: weights, and the state of AdamW and PowerSGD."""
         tensors = {}
         for name, tensor in _weights(self.model):
             if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
@@ -73,10 +74,13 @@ class TrainingState:
             state = self.strategy.local_optimizer(self.optimizer).state
             for name, parameter in self.model.named_parameters():
                 tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
+        if self.strategy.power_sgd is not None:
+            prefix = POWER_SGD.format(rank=self.world.rank)
+            tensors |= {prefix + name: value for name, value in self.strategy.power_sgd.state_dict().items()}
         return tensors
 
     def _restore(self, shards: ShardReader) -> None:
-        """Restore the weights, and AdamW's state."""
+        """Restore the weights, and the state of AdamW and PowerSGD."""
         _copy_weights(shards, self.model)
         optimizer = self.strategy.local_optimizer(self.optimizer)
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -84,6 +88,8 @@ class TrainingState:
         for name, parameter in self.model.named_parameters():
             if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
                 optimizer.state[parameter] = self._read_moments(name, parameter, shards)
+        if self.strategy.power_sgd is not None:
+            self.strategy.power_sgd.load_state_dict(shards.read_prefix(POWER_SGD.format(rank=self.world.rank)))
 
     def _read_moments(self, name: str, parameter: torch.Tensor, shards: ShardReader) -> dict[str, Any]:
         moments: dict[str, Any] = {key: torch.zeros_like(parameter) for key in MOMENTS}
@@ -150,6 +156,11 @@ class ShardReader:
         _, file = self.parts[name][0]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
+
+    def read_prefix(self, prefix: str) -> Tensors:
+        """Return the tensors whose names begin with a prefix, which are not sharded, by the rest of their names."""
+        names = [name for name in self.parts if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.read_replicated(name) for name in names}
 
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

@@ -117,6 +117,11 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
             f"--logical_ranks {logical_ranks} can't be divided among {_count(world_size, 'rank')}: start "
             f"{' or '.join(map(str, sizes))} rank(s)"
         )
+    if settings.ddp_comm_hook == "power_sgd" and logical_ranks != world_size:
+        raise UserError(
+            f"--ddp_comm_hook power_sgd keeps compression errors of each rank, so its results depend on the number of "
+            f"ranks: {logical_ranks} logical ranks need {_count(logical_ranks, 'rank')}, not {world_size}"
+        )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = logical_ranks * accumulation
     per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size
@@ -187,12 +192,20 @@ class FullBatchSampler(DistributedSampler[Any]):
 
     def epoch_rows(self) -> torch.Tensor:
         """Return this process's rows of the complete epoch, int64 (steps, rows), in the order of its logical ranks."""
-        return torch.cat([self.rows_of_logical_rank(one) for one in self.logical_ranks], dim=1)
+        batches = self.batches()
+        return torch.cat([batches[:, one :: self.num_replicas] for one in self.logical_ranks], dim=1)
 
-    def rows_of_logical_rank(self, logical_rank: int) -> torch.Tensor:
-        """Return the rows of a logical rank in the complete epoch, int64 (steps, rows)."""
-        self.rank = logical_rank  # DistributedSampler selects every num_replicas-th row, starting at `rank`
-        return torch.tensor(list(super().__iter__())).view(-1, self.batch_size // self.num_replicas)
+    def batches(self) -> torch.Tensor:
+        """Return the rows of every global batch of the epoch, int64 (steps, rows)."""
+        return self._permutation(self._generator()).view(-1, self.batch_size)
+
+    def _generator(self) -> torch.Generator:
+        """Return the generator of the epoch, seeded as `DistributedSampler` seeds it."""
+        return torch.Generator().manual_seed(self.seed + self.epoch)
+
+    def _permutation(self, generator: torch.Generator) -> torch.Tensor:
+        """Return the rows of the complete global batches in the order of `DistributedSampler`, int64 (rows,)."""
+        return torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return this process's rows of a step of the epoch, counted from 0."""
@@ -215,12 +228,10 @@ class LengthGroupedSampler(FullBatchSampler):
         super().__init__(len(lengths), plan, logical_ranks, seed)
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
 
-    def rows_of_logical_rank(self, logical_rank: int) -> torch.Tensor:
-        """Return the rows of a logical rank in the complete epoch, int64 (steps, rows)."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        shuffled = torch.randperm(len(self.lengths), generator=generator)[: self.total_size]
-        pools = shuffled.split(self.POOL * self.batch_size)
+    def batches(self) -> torch.Tensor:
+        """Return the rows of every global batch of the epoch, sorted by length, int64 (steps, rows)."""
+        generator = self._generator()
+        pools = self._permutation(generator).split(self.POOL * self.batch_size)
         by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
         batches = by_length.view(-1, self.batch_size)
-        order = torch.randperm(len(batches), generator=generator)
-        return batches[order][:, logical_rank :: self.num_replicas]
+        return batches[torch.randperm(len(batches), generator=generator)]

@@ -16,8 +16,9 @@ from app.distributed.world import World
 from app.errors import AgreedError, UserError
 
 T = TypeVar("T")
-# PyTorch 2.13 has renamed it.
+# PyTorch 2.13 has renamed them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 POLL_SECONDS = 0.0005
 
 # ---- objects -------------------------------------------------------------------------------------------------------

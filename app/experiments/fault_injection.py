@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -30,7 +29,7 @@ from app.distributed.launcher import TorchrunJob
 from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
 from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subjects
-from app.experiments.program import run_program
+from app.experiments.program import OneLineParser, run_program
 from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
@@ -46,13 +45,6 @@ def _main() -> int:
     arguments = parse()
     with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         return inject_faults(arguments, Path(temporary))
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")
 
 
 def parse() -> argparse.Namespace:

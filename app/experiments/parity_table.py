@@ -24,7 +24,7 @@ from itertools import product
 from app.cli import refuse_trainer_engines, settings_parser
 from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
-from app.experiments.program import run_program
+from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import train_pair
 from app.files import write_text
 from app.report.bitwise import first_difference
@@ -103,6 +103,7 @@ def parse() -> tuple[list[Cell], Settings]:
             )
             raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
     settings = Settings(**values)
+    refuse_dry_run(settings)
     refuse_trainer_engines(settings)
     check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
     return [cells[name] for name in names], settings

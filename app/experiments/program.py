@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
+from app.cli import as_flags
+from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError, UserError, escape_unencodable_output
 from app.interrupts import as_interrupt
+from app.settings import Settings
 
 
 def run_program(program: Callable[[], int]) -> int:
@@ -30,3 +36,29 @@ def run_program(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted: every job that was started has ended", file=sys.stderr)
         return 130
+
+
+def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
+    """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
+    # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
+    command = torchrun_command(module, as_flags(settings), nproc_per_node)
+    with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
+        return job.wait()
+
+
+def refuse_dry_run(settings: Settings) -> None:
+    """Refuse `--dry_run` in a program that trains several runs.
+
+    Raises:
+        UserError: the flag is set.
+    """
+    if settings.dry_run:
+        raise UserError("--dry_run: this program trains several runs: use it with app.ddp_loop or app.trainer_run")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")

@@ -26,15 +26,16 @@ from typing import Any
 
 from app.checkpoint.manager import latest_first, step_of, was_complete
 from app.cli import as_flags, refuse_trainer_engines, settings_parser
+from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
 from app.experiments.fault_injection import hash_results
-from app.experiments.program import run_program
+from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import PATHS
 from app.files import write_text
 from app.runs.folder import create_folder
 from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import STRATEGIES, Settings
+from app.settings import LARGEST_COUNT, STRATEGIES, Settings
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("undisturbed", "killed")
@@ -120,6 +121,7 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
+    refuse_dry_run(settings)
     refuse_trainer_engines(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
@@ -132,6 +134,8 @@ def parse() -> tuple[Any, Settings]:
         raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
     if wrong := [n for n in options.ranks if n < 1 or settings.logical_ranks % n]:
         raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
+    for ranks, strategy in product(options.ranks, options.strategies):  # such as --ddp_comm_hook, which some refuse
+        plan_batches(replace(settings, strategy=strategy), LARGEST_COUNT, ranks)
     check_gpus(max(options.ranks), settings.use_cpu)
     return options, settings
 

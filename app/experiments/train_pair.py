@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from app.cli import as_flags
-from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError
+from app.experiments.program import run_job
 from app.runs.folder import create_folder
 from app.runs.reader import Run, read_run
 from app.runs.schema import RUNS
@@ -72,11 +70,7 @@ def train_path(path_name: str, settings: Settings, nproc_per_node: int, folder: 
         RunError: the job failed.
     """
     print(f"\n--- {path_name}, seed {settings.seed} ---", flush=True)
-    command = torchrun_command(f"app.{path_name}", as_flags(replace(settings, output_dir=str(folder))), nproc_per_node)
-    # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
-    with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
-        status = job.wait()
+    status = run_job(f"app.{path_name}", replace(settings, output_dir=str(folder)), nproc_per_node)
     if status != 0:
         with suppress(OSError):
             folder.parent.rmdir()  # only if it is empty

@@ -154,21 +154,47 @@ def load_classifier(
         model = fetch(AutoModelForSequenceClassification, settings, commit, config=config, ignore_mismatched_sizes=True)
         logging.set_verbosity(verbosity)
     else:
-        try:
-            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=settings.trust_remote_code)
-        except (ValueError, AttributeError, TypeError) as problem:
-            raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
+        model = build_from_config(settings, config)
     # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
     # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
     _match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
-    model.to(torch.float64 if settings.precision == "fp64" else torch.float32)
+    model.to(training_dtype(settings))
     return Classifier(model, pretrained, origin)
 
 
+def training_dtype(settings: Settings) -> torch.dtype:
+    """Return the dtype of weights and buffers."""
+    return torch.float64 if settings.precision == "fp64" else torch.float32
+
+
+def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a classifier with new weights.
+
+    Args:
+        options: further arguments of `from_config`, such as `dtype`.
+
+    Raises:
+        UserError: the model cannot classify sequences.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+            config, trust_remote_code=settings.trust_remote_code, **options
+        )
+    except (ValueError, AttributeError, TypeError) as problem:
+        raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
+    return model
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute the activations of each layer in the backward pass, with the same dropout masks."""
+    """Recompute the activations of each layer in the backward pass, with the same dropout masks.
+
+    Raises:
+        UserError: the model does not support it.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
 
 

@@ -28,6 +28,8 @@ INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "
 RUN_COLORS = ("#0a0a0a", "#0b0b0b")
 VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card", NEUTRAL: "neutral"}
 VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
+SERIES_COLORS = tuple(f"#0c0c{i:02x}" for i in range(8))  # of pages with more than two series
+VARIABLES |= {color: f"s{i}" for i, color in enumerate(SERIES_COLORS)}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -63,7 +65,7 @@ MAX_NAME_LENGTH = 40
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # matplotlib would write powers of ten as mathtext
 
 
-def _svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
+def render_svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
     """Let `draw` draw on a figure of WIDTH x height, and return the figure as an `<svg>` element."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the user's matplotlibrc
@@ -105,7 +107,7 @@ def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Mark
         axes.margins(x=0.01)
         axes.set_ylim(bottom=0 if all(np.nanmin([0.0, *values]) >= 0 for values in losses) else None)
 
-    return _svg(320, f"Training loss of {_join(names)} at each step", draw)
+    return render_svg(320, f"Training loss of {_join(names)} at each step", draw)
 
 
 def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
@@ -131,7 +133,7 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
         above.spines["bottom"].set_visible(False)
         _draw_identical_band(below, identical)
 
-    return _svg(330, "Absolute difference in loss at each step", draw)
+    return render_svg(330, "Absolute difference in loss at each step", draw)
 
 
 def _draw_identical_band(axes: Axes, identical: NDArray[np.bool_]) -> None:
@@ -184,7 +186,7 @@ def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
-    return _svg(72 * len(rows) + 60, "Test accuracies with 95% confidence intervals", draw)
+    return render_svg(72 * len(rows) + 60, "Test accuracies with 95% confidence intervals", draw)
 
 
 def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
@@ -209,7 +211,7 @@ def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) ->
             axis.set_major_formatter(PercentFormatter(1, decimals=0))
             axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
 
-    return _svg(340, f"Reliability diagram of {_join(names)}", draw)
+    return render_svg(340, f"Reliability diagram of {_join(names)}", draw)
 
 
 def accuracy_by_length(groups: Sequence[Sequence[dict[str, Any]]], names: Sequence[str]) -> Markup:
@@ -228,7 +230,7 @@ def accuracy_by_length(groups: Sequence[Sequence[dict[str, Any]]], names: Sequen
         axes.tick_params(axis="x", length=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
-    return _svg(340, f"Test accuracy of {_join(names)} by review length", draw)
+    return render_svg(340, f"Test accuracy of {_join(names)} by review length", draw)
 
 
 def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
@@ -248,7 +250,7 @@ def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
         axes.margins(y=0.2)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
 
-    return _svg(300, f"Test accuracy of {_join(names)} with each seed", draw)
+    return render_svg(300, f"Test accuracy of {_join(names)} with each seed", draw)
 
 
 def running_mean(values: Sequence[float], share: float = 0.03) -> NDArray[np.float64]:

@@ -10,9 +10,10 @@ from app.files import write_json, write_text
 from app.report import plots
 from app.report.comparison import LISTED_ROWS
 from app.report.formats import html_environment, markdown_environment
+from app.sizes import MIB
 
-MIB = 2**20
-NOT_TRAINING_SETTINGS = ("path", "output_dir", "logging_steps", "disable_tqdm")  # they do not influence the training
+# They do not influence the training.
+NOT_TRAINING_SETTINGS = ("path", "output_dir", "logging_steps", "disable_tqdm", "dry_run")
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 
 

@@ -56,7 +56,7 @@ def open_run(
             folder, lock = claim_folder(settings.output_dir, RUNS / path_name)
     folder = broadcast_object(folder, world)
     assert folder is not None
-    if settings.save_strategy != "no" or settings.load_best_model_at_end:
+    if settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile:
         _refuse_unshared_folder(folder, is_new=resume.folder is None, world=world)
     info = RunInfo(
         path_name=path_name,
@@ -93,5 +93,5 @@ def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
             ranks = ", ".join(str(rank) for rank, sees_it in enumerate(ranks_that_see_it) if not sees_it)
             raise UserError(
                 f"--output_dir {folder}: rank(s) {ranks} can't see it: name a folder on a file system that all nodes "
-                "share, or turn checkpoints off with --save_strategy no"
+                "share, or turn checkpoints off with --save_strategy no, and do not use --profile"
             )

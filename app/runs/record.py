@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.profiler import record_function
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,6 +42,7 @@ from app.strategies.fsdp import wrapper_name
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24
+START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/training/step_breakdown.py
 
 
 class RunRecord:
@@ -180,7 +182,8 @@ class RunRecord:
 
     def start_clock(self) -> None:
         """Measure training time from now on. Call it after anything that is not training, such as an evaluation."""
-        self._clock = time.perf_counter()
+        with record_function(START_CLOCK):
+            self._clock = time.perf_counter()
 
     def add_step(
         self,
@@ -231,7 +234,8 @@ class RunRecord:
         if failed is not None:
             step = self.pending[failed]
             self.step = step.step - 1
-            raise nonfinite_error(step, self.rows_of_step(step.step), self.totals.skipped_in_a_row, self.world)
+            rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
+            raise nonfinite_error(step, rows, skipped, self.world, self.settings.ddp_comm_hook)
         self.pending.clear()
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
         if self.step % self.settings.logging_steps == 0 or self.step == self.plan.total_steps:

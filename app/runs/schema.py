@@ -7,6 +7,7 @@
     metrics.json         the results on the test rows; written last, so a folder that has it holds a finished run
     predictions.csv      one line per test row, in file order; see `prediction_columns`
     model/               the trained model, as `save_pretrained` writes it, with a model card
+    profile/             with --profile: trace-rank<rank>.json.gz, summary.md and summary.json
     checkpoints/         checkpoint-<step>/ (see `checkpoint_files`) and best-<step>/ (weights only)
     .lock                locked as long as a job writes to the folder
 
@@ -27,6 +28,10 @@ MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
 PREDICTIONS = "predictions.csv"
 LOCK = ".lock"
+
+PROFILE = "profile"  # a folder
+TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev
+PROFILE_SUMMARY, PROFILE_TEXT = "summary.json", "summary.md"
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 

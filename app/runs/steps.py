@@ -128,12 +128,15 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
     )
 
 
-def nonfinite_error(step: Step, rows: Sequence[int], skipped_in_a_row: int, world: World) -> RunError:
+def nonfinite_error(
+    step: Step, rows: Sequence[int], skipped_in_a_row: int, world: World, comm_hook: str = "no"
+) -> RunError:
     """Describe a step whose gradient norm is not finite. Collective.
 
     Args:
         rows: this rank's data rows of that step.
         skipped_in_a_row: how many steps right before it were skipped because of an overflow in fp16.
+        comm_hook: `--ddp_comm_hook`.
 
     Returns:
         The error to raise; it names the ranks whose loss is not finite, and their rows.
@@ -142,6 +145,8 @@ def nonfinite_error(step: Step, rows: Sequence[int], skipped_in_a_row: int, worl
     ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
     norm = float(step.grad_norm)
     cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"
+    if comm_hook == "fp16" and not ranks:
+        cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
     if skipped_in_a_row and not ranks:
         return RunError(
             f"step {step.step}: the gradients overflowed in fp16 in {skipped_in_a_row + 1} steps in a row, although "

@@ -8,7 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from app.strategies.compression import PowerSGD
+
 Tensors = dict[str, torch.Tensor]
+# Ranges in a trace of torch.profiler, by which app/training/step_breakdown.py tells the parts of a step apart.
+MICRO_BATCH = "micro-batch"  # the forward and backward passes of one micro-batch
+FORWARD = ("DistributedDataParallel.forward", "ShardedModel.forward")  # PyTorch records the first one itself
+CLIP = "clip_grad_norm"
 CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which fits into a core's cache
 
 
@@ -22,11 +28,13 @@ class Strategy(Protocol):
         name: the value of `--strategy`.
         logical_ranks: the logical ranks of this process, in the order in which it trains on their micro-batches.
         shards_optimizer: whether each rank holds a different part of the optimizer's state.
+        power_sgd: this rank's state of `--ddp_comm_hook power_sgd`, if it is set and the model is wrapped.
     """
 
     name: str
     logical_ranks: Sequence[int]
     shards_optimizer: bool
+    power_sgd: PowerSGD | None
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective."""
@@ -71,6 +79,8 @@ class Strategy(Protocol):
 
 class PlainAdamW:
     """The optimizer of the strategies in which AdamW itself need not know how parameters are distributed."""
+
+    power_sgd: PowerSGD | None = None
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         """Return AdamW for what this rank holds of all parameters."""

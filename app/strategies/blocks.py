@@ -21,6 +21,17 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [block for block in reversed(blocks) if not _shares_parameters(block, model)]
 
 
+def sharded_groups(model: PreTrainedModel) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters that FSDP2 gathers together: those of each block, then those that belong to no block."""
+    groups: list[list[torch.nn.Parameter]] = []
+    taken: set[torch.nn.Parameter] = set()
+    for module in (*transformer_blocks(model), model):
+        group = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(group)
+        groups.append(group)
+    return groups
+
+
 def _shares_parameters(block: torch.nn.Module, model: torch.nn.Module) -> bool:
     """Tell whether a block has tied parameters, which other parts of the model use as well."""
     inside = [parameter for _, parameter in block.named_parameters(remove_duplicate=False)]

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.errors import RunError
 from app.settings import Settings
-from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.blocks import add_gradients_per_block
+from app.strategies.compression import DTYPES, PowerSGD, RoundedAllReduce
+from app.strategies.loss_scale import loss_factor
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum
 
 
@@ -31,6 +34,8 @@ class DDP(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
+        self.fixed_order: FixedOrderAllReduce | None = None
+        self.power_sgd: PowerSGD | None = None
         self.gradients_checked = False
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -46,14 +51,27 @@ class DDP(PlainAdamW):
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # With one or two processes and one logical rank each, DDP's own all-reduce is the tree, because a + b = b + a.
-        if self.world.size > 2 or self.plan.logical_ranks_per_rank > 1:
+        own_all_reduce = self.world.size <= 2 and self.plan.logical_ranks_per_rank == 1
+        if self.settings.ddp_comm_hook != "no":
+            self.compress(wrapped)
+        elif not own_all_reduce:
             self.fix_order(wrapped)
         return wrapped
 
     def fix_order(self, wrapped: DistributedDataParallel) -> None:
         """Add gradients in the order of the tree."""
-        fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
-        wrapped.register_comm_hook(fixed_order, lambda fixed_order, bucket: fixed_order.average(bucket))
+        self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
+        wrapped.register_comm_hook(self.fixed_order, lambda hook, bucket: hook.average(bucket))
+
+    def compress(self, wrapped: DistributedDataParallel) -> None:
+        """Compress gradients before they are exchanged, also with one process, so that the results are the same."""
+        settings, plan = self.settings, self.plan
+        if settings.ddp_comm_hook == "power_sgd":
+            self.power_sgd = PowerSGD(self.parameters, self.world, plan.total_steps, settings.seed)
+        else:
+            dtype, factor = DTYPES[settings.ddp_comm_hook], loss_factor(settings, plan)
+            self.fixed_order = RoundedAllReduce(self.parameters, self.sums, self.world, dtype, factor)
+        wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
@@ -62,18 +80,25 @@ class DDP(PlainAdamW):
         number += 1
         is_last = number == self.plan.micro_batches_per_step
         context: AbstractContextManager[Any] = nullcontext() if is_last else wrapped.no_sync()
-        with context:
-            yield
-        if is_last:
-            self._check_gradients(wrapped)
-            self.sums.clear()
-        elif number % self.plan.accumulation_steps == 0:  # the last micro-batch of one of this process's logical ranks
-            self.sums.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-            for parameter in self.parameters:
-                # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
-                keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
-                parameter.grad = torch.zeros_like(parameter) if keep else None
+        with record_function(MICRO_BATCH):
+            with context:
+                yield
+            if is_last:
+                self._check_gradients(wrapped)
+                self.sums.clear()
+            elif number % self.plan.accumulation_steps == 0:  # the last one of one of this process's logical ranks
+                self._keep_gradients()
 
+    def _keep_gradients(self) -> None:
+        """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
+        assert self.fixed_order is not None
+        self.fixed_order.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        for parameter in self.parameters:
+            # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
+            keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
+            parameter.grad = torch.zeros_like(parameter) if keep else None
+
+    @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Clip by the norm of the averaged gradients, which is equal on every rank."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.settings import Settings
-from app.strategies.base import PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from app.strategies.blocks import transformer_blocks
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
 from app.strategies.shards import local_part
@@ -30,6 +31,7 @@ class ShardedModel(torch.nn.Module):
         super().__init__()
         self.module = model
 
+    @record_function("ShardedModel.forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -88,15 +90,22 @@ class FullyShard(PlainAdamW):
         number += 1
         is_last_of_logical_rank = number % self.plan.accumulation_steps == 0
         wrapped.module.set_requires_gradient_sync(is_last_of_logical_rank)
-        yield
-        if not is_last_of_logical_rank:
-            return
-        if number < self.plan.micro_batches_per_step:
-            self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
-            self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
-            for parameter in self.parameters:
-                parameter.grad = None
-            return
+        with record_function(MICRO_BATCH):
+            yield
+            if number == self.plan.micro_batches_per_step:
+                self._add_kept_gradients()
+            elif is_last_of_logical_rank:
+                self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
+        self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _add_kept_gradients(self) -> None:
+        """Add the partial sums to the gradients of the last logical rank."""
         for i in self.used:  # a parameter may have a gradient of another logical rank only
             self.parameters[i].grad = _gradient(self.parameters[i])
         with_gradient = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
@@ -104,6 +113,7 @@ class FullyShard(PlainAdamW):
         self.sums.clear()
         self.used.clear()
 
+    @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Clip by the norm of all shards together. Collective."""
         gradients = [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]

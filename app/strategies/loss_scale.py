@@ -13,6 +13,15 @@ from app.settings import Settings
 INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # the defaults of torch.amp.GradScaler
 
 
+def loss_factor(settings: Settings, plan: BatchPlan) -> int:
+    """Return the part of the loss scale that depends on the number of processes.
+
+    The loss of a micro-batch is divided by the number of micro-batches of its process. In fp16 that number must not
+    affect what underflows, or the results would depend on the number of processes.
+    """
+    return plan.logical_ranks_per_rank if settings.precision == "fp16" else 1
+
+
 class LossScale:
     """Scale the loss, so that small gradients do not become zero in fp16 (Micikevicius et al. 2018).
 
@@ -24,9 +33,7 @@ class LossScale:
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
         self.enabled = settings.precision == "fp16"
-        # The loss of a micro-batch is divided by the number of micro-batches of its process. In fp16 that number must
-        # not affect what underflows, or the results would depend on the number of processes.
-        self.factor = plan.logical_ranks_per_rank if self.enabled else 1
+        self.factor = loss_factor(settings, plan)
         self.value = torch.full((), INITIAL * self.factor if self.enabled else 1.0, device=world.device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=world.device)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from app.strategies.blocks import transformer_blocks
+from app.strategies.blocks import sharded_groups
 from app.strategies.reduction import MOST_IN_FLIGHT
 
 MOMENTS = 2  # AdamW's moving averages of the gradient and of its square
@@ -25,7 +25,8 @@ class RankMemory:
         optimizer: AdamW's moments of the parameters that the rank updates.
         gathered: complete parameters of which the rank holds a shard only.
         exchange: complete gradients of a sharded block, and what the other ranks send.
-        accumulated: gradients of one logical rank, and partial sums over several.
+        accumulated: complete gradients of the logical rank in progress, beside those that are exchanged.
+        partial_sums: gradients of logical ranks that are done, complete or this rank's shard.
     """
 
     parameters: int
@@ -34,6 +35,7 @@ class RankMemory:
     gathered: int = 0
     exchange: int = 0
     accumulated: int = 0
+    partial_sums: int = 0
 
     @property
     def state(self) -> int:
@@ -42,8 +44,16 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The sum of everything."""
-        return self.state + self.gathered + self.exchange + self.accumulated
+        """Everything together, if all of it is needed at the same time."""
+        return self.state + self.gathered + self.exchange + self.accumulated + self.partial_sums
+
+    def in_main_memory(self, cpu_offload: bool) -> int:
+        """Return what `--cpu_offload` keeps in main memory: what the rank holds shards of."""
+        return self.state + self.partial_sums if cpu_offload else 0
+
+    def on_device(self, cpu_offload: bool) -> int:
+        """Return the rest."""
+        return self.total - self.in_main_memory(cpu_offload)
 
 
 def plan_memory(
@@ -66,24 +76,21 @@ def plan_memory(
         bucket_cap: DDP's bucket size, in bytes.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = sum(_bytes(parameter) for parameter in model.parameters() if not parameter.requires_grad)
-    complete = sum(map(_bytes, parameters))
+    frozen = sum(bytes_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
+    complete = sum(map(bytes_of, parameters))
     n_partial_sums = (logical_ranks_per_rank - 1).bit_length()
-    in_progress = complete if accumulation_steps > 1 and logical_ranks_per_rank * accumulation_steps > 1 else 0
+    in_progress = complete if accumulation_steps > 1 else 0
     if strategy in ("ddp", "zero1"):
-        exchange = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(_bytes, parameters))) if ranks > 2 else 0
+        exchange = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
         shares = [complete] * ranks
         if strategy == "zero1":
-            groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
-            shares = _assign_largest_first(groups, ranks)
-        # The gradients of the logical rank in progress are in DDP's buckets; partial sums are beside them.
-        accumulated = n_partial_sums * complete
+            shares = [sum(map(bytes_of, share)) for share in assign_to_ranks(parameters, ranks)]
+        # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
+        sums = n_partial_sums * complete
         return [
-            RankMemory(complete + frozen, complete, MOMENTS * share, exchange=exchange, accumulated=accumulated)
-            for share in shares
+            RankMemory(complete + frozen, complete, MOMENTS * share, 0, exchange, in_progress, sums) for share in shares
         ]
-    blocks = [sum(map(_bytes, block.parameters())) for block in transformer_blocks(model)]
-    rest = complete + frozen - sum(blocks)
+    *blocks, rest = (sum(map(bytes_of, group)) for group in sharded_groups(model))
     # ZeRO-3 gathers the next block while it uses this one.
     gathered = complete + frozen if strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
     exchange = 3 * max([rest, *blocks])  # the gradients of a block, their copy that is sent, and what is received
@@ -91,31 +98,39 @@ def plan_memory(
     for rank in range(ranks):
         shard = sum(_shard_bytes(parameter, rank, ranks) for parameter in parameters)
         frozen_shard = sum(_shard_bytes(p, rank, ranks) for p in model.parameters() if not p.requires_grad)
-        accumulated = n_partial_sums * shard + in_progress
-        plans.append(RankMemory(shard + frozen_shard, shard, MOMENTS * shard, gathered, exchange, accumulated))
+        sums = n_partial_sums * shard
+        plans.append(RankMemory(shard + frozen_shard, shard, MOMENTS * shard, gathered, exchange, in_progress, sums))
     return plans
 
 
 def gathered_after_forward(model: PreTrainedModel, strategy: str) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
-    return sum(map(_bytes, model.parameters())) if strategy == "zero2" else 0
+    return sum(map(bytes_of, model.parameters())) if strategy == "zero2" else 0
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Return the parameters that each rank updates under ZeRO-1, as `ZeroRedundancyOptimizer` assigns them.
 
-
-def _assign_largest_first(groups: Sequence[Sequence[torch.Tensor]], ranks: int) -> list[int]:
-    """Return the bytes of the parameters that each rank updates: each goes to the rank that has the fewest so far."""
-    shares = [0] * ranks
-    for group in groups:
+    Each one of a parameter group, from the largest to the smallest, goes to the rank that has the fewest elements.
+    """
+    shares: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    elements = [0] * ranks
+    # The groups of `training.optim.build_optimizer`.
+    for group in ([p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]):
         for parameter in sorted(group, key=torch.Tensor.numel, reverse=True):
-            shares[shares.index(min(shares))] += _bytes(parameter)
+            rank = elements.index(min(elements))
+            shares[rank].append(parameter)
+            elements[rank] += parameter.numel()
     return shares
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:
     rows = parameter.shape[0]
     chunk = -(-rows // ranks)
     mine = min(max(rows - rank * chunk, 0), chunk)
-    return _bytes(parameter) // rows * mine
+    return bytes_of(parameter) // rows * mine

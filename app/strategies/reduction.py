@@ -84,6 +84,22 @@ def reduce_scatter_pairwise(chunks: torch.Tensor, group: dist.ProcessGroup | Non
     return sum_pairwise(received)
 
 
+def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
+    """Return views of the gradients of a bucket's parameters in its buffer, or in a copy of it in another dtype.
+
+    DDP lays a gradient out like its parameter. `bucket.gradients()` takes each of them for contiguous, which mixes up
+    the elements of a parameter that is not, such as a transposed one.
+    """
+    views, start = [], 0
+    for parameter in bucket.parameters():
+        # DDP does the same: a parameter whose memory has gaps gets a contiguous gradient.
+        is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        flat = buffer[start : start + parameter.numel()]
+        views.append(flat.as_strided(parameter.shape, parameter.stride()) if is_dense else flat.view(parameter.shape))
+        start += parameter.numel()
+    return views
+
+
 class FixedOrderAllReduce:
     """A DDP communication hook that averages gradients over all logical ranks, in the order of the tree.
 
@@ -104,18 +120,34 @@ class FixedOrderAllReduce:
         self.free: list[torch.Tensor] = []  # buffers of exchanges that are finished
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
+    def add(self, leaf: Gradients) -> None:
+        """Add the gradients of one of this process's logical ranks other than the last one."""
+        self.sums.add(leaf)
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
-        self.sums.add_to_last_leaf(bucket.gradients(), [self.index[parameter] for parameter in bucket.parameters()])
+        self.sums.add_to_last_leaf(gradients_in(bucket, bucket.buffer()), self.indices_of(bucket))
         if self.world.size <= 2:
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default process group
+        return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.world.size)
+
+    def indices_of(self, bucket: GradBucket) -> list[int]:
+        """Return the positions of a bucket's parameters in the list of all parameters."""
+        return [self.index[parameter] for parameter in bucket.parameters()]
+
+    def exchange(self, buffer: torch.Tensor, is_last: bool, divisor: int) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a buffer over three or more ranks, in place, and to divide the sum.
+
+        Args:
+            is_last: whether this is the last buffer of the backward pass.
+        """
         if self.stream is not None:
-            return self._average_on(self.stream, bucket.buffer())
+            return self._exchange_on(self.stream, buffer, divisor)
         # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
         # exchange makes progress here, when the next ones start, rather than in a callback.
-        exchange = Exchange(bucket.buffer(), self.world, self._receive_buffer(bucket.buffer()))
+        exchange = Exchange(buffer, self.world, self._receive_buffer(buffer), divisor)
         self.in_flight.append(exchange)
-        if bucket.is_last():  # the backward pass has nothing left to compute, so there is nothing to overlap with
+        if is_last:  # the backward pass has nothing left to compute, so there is nothing to overlap with
             for one in self.in_flight:
                 one.start_all_gather()
             self._finish(len(self.in_flight))
@@ -138,31 +170,34 @@ class FixedOrderAllReduce:
                 return self.free.pop(i)
         return torch.empty_like(like)
 
-    def _average_on(self, stream: torch.cuda.Stream, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _exchange_on(
+        self, stream: torch.cuda.Stream, buffer: torch.Tensor, divisor: int
+    ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue the whole exchange on a stream of its own: neither the host nor the backward pass waits for it."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            exchange = Exchange(buffer, self.world, torch.empty_like(buffer))
+            exchange = Exchange(buffer, self.world, torch.empty_like(buffer), divisor)
             exchange.start_all_gather()
             exchange.finish()
         return exchange.future
 
 
 class Exchange:
-    """The average of one gradient bucket over the ranks, in two steps: all-to-all and tree, then all-gather.
+    """The sum of one buffer over the ranks, divided, in two steps: all-to-all and tree, then all-gather.
 
-    The bucket is divided into one chunk per rank, and rank r adds the r-th chunks of all ranks. The elements that are
+    The buffer is divided into one chunk per rank, and rank r adds the r-th chunks of all ranks. The elements that are
     left, fewer than there are ranks, are sent to every rank, and each adds them itself.
     """
 
-    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, divisor: int) -> None:
         """Start the all-to-all.
 
         Args:
-            buffer: the bucket. The average replaces its content.
+            buffer: gradients. The divided sum replaces them.
             received: memory for the chunks of the other ranks, at least as large.
+            divisor: what the sum is divided by.
         """
-        self.buffer, self.world, self.received = buffer, world, received
+        self.buffer, self.world, self.received, self.divisor = buffer, world, received, divisor
         on_gpu = buffer.is_cuda
         self.async_op = not on_gpu
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -186,13 +221,13 @@ class Exchange:
         self.gathering = True
         self._wait()
         if len(self.rest):
-            torch.div(sum_pairwise(self.received_rests), self.world.size, out=self.rest)
+            torch.div(sum_pairwise(self.received_rests), self.divisor, out=self.rest)
         if self.chunks.numel():
-            torch.div(sum_pairwise(self.received_chunks), self.world.size, out=self.chunks[self.world.rank])
+            torch.div(sum_pairwise(self.received_chunks), self.divisor, out=self.chunks[self.world.rank])
             self.work = all_gather_in_place(self.chunks, self.world, self.async_op)
 
     def finish(self) -> None:
-        """Wait for the average and complete the future."""
+        """Wait for the result and complete the future."""
         self._wait()
         self.future.set_result(self.buffer)
 

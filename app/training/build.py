@@ -124,9 +124,6 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
     with local_main_process_first(world):
         classifier = load_classifier(settings, data.table.class_names, data.tokenizer, data.commit)
         if settings.activation_checkpointing:
-            if not classifier.model.supports_gradient_checkpointing:
-                name = type(classifier.model).__name__
-                raise UserError(f"--activation_checkpointing: {name} does not support it: remove the flag")
             checkpoint_activations(classifier.model)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     return classifier

@@ -50,6 +50,7 @@ def describe_run(
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     threads = torch.get_num_threads()
+    compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
     lines = [
         ("path", path_name),
         ("reviews", f"{table.path}{sample}"),
@@ -71,7 +72,7 @@ def describe_run(
         (
             "machine",
             f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
-            f"{settings.trainer_engine or settings.strategy}",
+            f"{settings.trainer_engine or settings.strategy}{compression}",
         ),
         ("files", f"{folder}/"),
     ]

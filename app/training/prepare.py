@@ -27,6 +27,7 @@ from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
 from app.training.deepspeed_config import Config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
+from app.training.profiling import StepProfiler
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Preparation:
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
+        profiler: measures where the time of some steps goes (`--profile`).
         deepspeed_config: the complete configuration of DeepSpeed; None without `--deepspeed`.
     """
 
@@ -51,6 +53,7 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
+    profiler: StepProfiler
     deepspeed_config: Config | None = None
 
     @property
@@ -73,17 +76,9 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
-    quiet_libraries(world)
-    check_settings(settings, world)
-    with raise_on_all_ranks(world):
-        check_engine(path_name, settings, world)
-    deepspeed_config = read_config(settings, world)
-    resume = find_resume(path_name, settings, world)
-    with raise_on_all_ranks(world):
-        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
-            refuse_used(settings.output_dir)
     given = settings
-    settings = restore_settings(settings, resume, world)
+    settings, resume = resolve_settings(path_name, settings, world)
+    deepspeed_config = read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -117,10 +112,36 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
-    model = classifier.model
     return Preparation(
-        settings, data, model, strategy, train_loader, eval_set, test_set, record, resume, deepspeed_config
+        settings=settings,
+        data=data,
+        model=classifier.model,
+        strategy=strategy,
+        train_loader=train_loader,
+        eval_set=eval_set,
+        test_set=test_set,
+        record=record,
+        resume=resume,
+        profiler=StepProfiler(settings, data.plan, resume.step, record, world),
+        deepspeed_config=deepspeed_config,
     )
+
+
+def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
+    """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
+
+    Raises:
+        AgreedError: the ranks have different flags, the checkpoint can't be used, or the output folder is not empty.
+    """
+    quiet_libraries(world)
+    check_settings(settings, world)
+    with raise_on_all_ranks(world):
+        check_engine(path_name, settings, world)
+    resume = find_resume(path_name, settings, world)
+    with raise_on_all_ranks(world):
+        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
+            refuse_used(settings.output_dir)
+    return restore_settings(settings, resume, world), resume
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.

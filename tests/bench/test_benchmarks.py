@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from app.bench import checkpoint_cost, recipe
+from app.bench import checkpoint_cost, memory, recipe, traffic
 from app.bench.harness import set_up
-from app.settings import Settings
+from app.errors import RunError
+from app.settings import STRATEGIES, Settings
+from app.strategies.traffic import Collective
+from app.training.build import build_data
 from app.training.optim import build_optimizer, build_scheduler
+from app.training.plan import Plan
 
 
 @pytest.fixture
@@ -43,3 +48,30 @@ def test_a_benchmark_prints_the_median_of_its_rounds(benchmark, result, settings
     monkeypatch.setattr(benchmark, "STEPS", 2)
     benchmark.benchmark(settings, world, *([tmp_path] if benchmark is checkpoint_cost else []))
     assert re.search(result, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_measured_memory_is_near_the_predicted_memory(strategy, settings, world, capsys):
+    settings = replace(settings, strategy=strategy, train_batch_size=32)
+    memory.measure("tiny", settings, build_data(settings, world), world)
+    state, activations = (float(share) for share in re.findall(r"([+-]\d+\.\d)%", capsys.readouterr().out))
+    assert abs(state) < 5
+    assert abs(activations) < 15
+
+
+def test_counted_collectives_are_printed_next_to_the_predicted_ones(settings, world, capsys):
+    traffic.compare(settings, build_data(settings, world), world)
+    lines = re.findall(
+        r"^\| (all-reduce|broadcast) \| (.*?) \| [\d,]+ \| (\d+) \| (\d+) \|$", capsys.readouterr().out, re.M
+    )
+    assert [what for _, what, _, _ in lines][:2] == ["buffers: 1", "gradients: bucket 1"]
+    assert {(predicted, counted) for *_, predicted, counted in lines} == {("1", "1")}
+
+
+def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, world, monkeypatch, capsys):
+    monkeypatch.setattr(Plan, "traffic", lambda *_: [Collective("gradients", "bucket 1", "all-reduce", 1)])
+    with pytest.raises(RunError, match=r"ddp: rank\(s\) \[0\] called other collectives than predicted"):
+        traffic.compare(settings, build_data(settings, world), world)
+    out = capsys.readouterr().out
+    assert "| all-reduce | gradients: bucket 1 | 1 | 1 | 0 |" in out
+    assert "| broadcast | not predicted | 8,192 | 0 | 1 |" in out

@@ -284,3 +284,12 @@ def test_a_batch_size_per_rank_is_resolved_to_the_global_one():
 
 def test_an_error_about_a_batch_size_per_rank_names_the_flag_that_was_given():
     assert "--per_device_train_batch_size 1" in error_of(1_000, 2, per_device_train_batch_size=1, logical_ranks=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_power_sgd_needs_one_rank_per_logical_rank(ranks):
+    settings = Settings(ddp_comm_hook="power_sgd", logical_ranks=4)
+    with pytest.raises(UserError, match=f"4 logical ranks need 4 ranks, not {ranks}"):
+        plan_batches(settings, 1_000, ranks)
+    assert plan_batches(settings, 1_000, 4).ranks == 4
+    assert plan_batches(Settings(ddp_comm_hook="power_sgd"), 1_000, ranks).ranks == ranks

@@ -72,7 +72,9 @@ def changed(recipe):
     return name
 
 
-@pytest.mark.parametrize("flags", [["a", "b"], ["--assert_equal"], ["--seeds=0"], ["--train_batch_size=33"]])
+@pytest.mark.parametrize(
+    "flags", [["a", "b"], ["--assert_equal"], ["--seeds=0"], ["--train_batch_size=33"], ["--ddp_comm_hook=bf16"]]
+)
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare", "--ablate", f"--csv={SAMPLE_CSV}", *flags])

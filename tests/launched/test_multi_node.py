@@ -8,59 +8,38 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Job, read_steps, unavailable
 
+from app.bench.namespaces import ADDRESSES, SYSTEM_PATH, NamespacesUnavailable, connect, network_namespaces, run_command
+
 PROJECT = Path(__file__).parents[2]
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
 SAMPLE = PROJECT / "data" / "sample_reviews.csv"
-ADDRESSES = ["10.77.0.1", "10.77.0.2"]
-SYSTEM_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
-
-
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, env={"PATH": SYSTEM_PATH}, check=True)
-
-
-# Removes the namespaces when the test ends, also if pytest is killed: then its standard input is closed. Every process
-# in these namespaces belongs to the test, including torchrun's workers, which have their own sessions.
-KEEPER = """
-cat >/dev/null
-for namespace in "$@"; do
-  ip netns pids "$namespace" | xargs --no-run-if-empty kill -KILL
-  ip netns delete "$namespace"
-done
-"""
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
     """The names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2."""
-    if shutil.which("ip", path=SYSTEM_PATH) is None:
-        unavailable("two nodes on one machine need Linux with iproute2 (the command ip)")
-    names = [f"samebits-{os.getpid()}-{node}" for node in range(2)]
-    try:
-        ip("netns", "add", names[0])
-    except subprocess.CalledProcessError as refusal:
-        unavailable(f"two nodes on one machine need network namespaces: {refusal.stderr.strip()}")
-    keeper = ["bash", "-c", KEEPER, "keeper", *names]
-    with subprocess.Popen(keeper, stdin=subprocess.PIPE, env={"PATH": SYSTEM_PATH}, start_new_session=True):
-        ip("netns", "add", names[1])
-        ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with ExitStack() as stack:
+        try:
+            names = stack.enter_context(network_namespaces())
+        except NamespacesUnavailable as refusal:
+            unavailable(str(refusal))
+        connect(names)
         yield names
     assert not set(names) & set(ip("netns", "list").stdout.split())
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command(["ip", *arguments])
 
 
 def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedConfig
 
 from app.model.activations import count_activations
+from app.settings import Settings
 
 SMALL = {
     "vocab_size": 100,
@@ -50,7 +51,8 @@ def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, ch
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_counted_activations_are_those_that_the_allocator_gives_out(precision, checkpointing):
     config = BertConfig(**SMALL)
-    counted = count_activations(config, 32, 64, CPU, precision, checkpointing)
+    settings = Settings(max_length=64, precision=precision, activation_checkpointing=checkpointing)
+    counted = count_activations(settings, config, 32, CPU)
     saved, peak = measure(config, 32, 64, precision, checkpointing)
     assert counted.saved == pytest.approx(saved, rel=0.02)
     assert counted.peak == pytest.approx(peak, rel=0.02)
@@ -58,12 +60,13 @@ def test_counted_activations_are_those_that_the_allocator_gives_out(precision, c
 
 def test_checkpointing_keeps_less_and_more_rows_keep_more():
     config = BertConfig(**SMALL)
-    few, many = (count_activations(config, rows, 16, CPU) for rows in (2, 4))
+    few, many = (count_activations(Settings(max_length=16), config, rows, CPU) for rows in (2, 4))
     assert 1.8 * few.saved < many.saved < 2.1 * few.saved
-    assert count_activations(config, 4, 16, CPU, activation_checkpointing=True).saved < many.saved / 4
+    checkpointed = Settings(max_length=16, activation_checkpointing=True)
+    assert count_activations(checkpointed, config, 4, CPU).saved < many.saved / 4
     assert many.saved <= many.peak
 
 
 def test_weights_of_any_size_need_no_memory():
     large = BertConfig(hidden_size=8192, num_hidden_layers=2, num_attention_heads=64, intermediate_size=32768)
-    assert count_activations(large, 1, 8, CPU).saved > 0
+    assert count_activations(Settings(max_length=8), large, 1, CPU).saved > 0

@@ -152,6 +152,6 @@ def test_names_that_look_like_markup_are_shown_literally(name):
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"])))
 def test_any_name_gives_a_valid_plot(name):
-    label = parsed(plots._svg(100, name, lambda _: None)).get("aria-label")
+    label = parsed(plots.render_svg(100, name, lambda _: None)).get("aria-label")
     assert label is not None
     assert label.split() == name.split()

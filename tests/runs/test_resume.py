@@ -97,6 +97,13 @@ def test_the_number_of_logical_ranks_cannot_change(tmp_path):
         check(run, logical_ranks=2)
 
 
+def test_a_run_cannot_compress_its_gradients_differently_when_it_is_resumed(tmp_path):
+    run = make_run(tmp_path / "run", ddp_comm_hook="bf16")
+    check(run, ddp_comm_hook="bf16", strategy="zero1", ddp_bucket_cap_mb=1)
+    with pytest.raises(UserError, match="ddp_comm_hook was bf16 and is power_sgd"):
+        check(run, ddp_comm_hook="power_sgd")
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_what_does_not_affect_the_bits_may_change(folder, strategy):
     check(folder, strategy=strategy, activation_checkpointing=True, ddp_bucket_cap_mb=1, logging_steps=3, save_steps=7)

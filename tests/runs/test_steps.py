@@ -176,3 +176,7 @@ def test_the_error_names_ranks_and_rows(monkeypatch):
     assert str(error) == "step 4: the loss is not finite on rank 1, rows 7, 9; the optimizer skipped this step"
     error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world())
     assert str(error) == "step 4: the gradient norm is inf; the optimizer skipped this step"
+    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world(), "fp16")
+    assert "(--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity" in str(error)
+    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world(), "bf16")
+    assert "hook" not in str(error)

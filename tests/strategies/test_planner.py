@@ -84,7 +84,21 @@ def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
 def test_partial_sums_over_logical_ranks_need_memory(logical_ranks_per_rank, partial_sums):
     for strategy, size in (("ddp", 4 * ELEMENTS), ("zero2", plan_memory(MODEL, "zero2", 2)[0].gradients)):
         plan = plan_memory(MODEL, strategy, 2, logical_ranks_per_rank)
-        assert plan[0].accumulated == partial_sums * size
+        assert (plan[0].partial_sums, plan[0].accumulated) == (partial_sums * size, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(strategy):
+    memory = plan_memory(MODEL, strategy, 2, logical_ranks_per_rank=2, accumulation_steps=2)[0]
+    assert memory.accumulated == 4 * ELEMENTS
+    assert memory.total == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
+
+
+def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
+    memory = plan_memory(MODEL, "zero3", 4, logical_ranks_per_rank=2, accumulation_steps=2)[0]
+    assert memory.in_main_memory(cpu_offload=True) == memory.state + memory.partial_sums
+    assert memory.on_device(cpu_offload=True) == memory.gathered + memory.exchange + memory.accumulated
+    assert (memory.in_main_memory(cpu_offload=False), memory.on_device(cpu_offload=False)) == (0, memory.total)
 
 
 def test_three_ranks_receive_buckets_of_the_others():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from gradients import add_neighbors, flat
+from gradients import Bucket, add_neighbors, flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import ThreadNetwork, batch_plan, fake_world
@@ -122,28 +122,6 @@ def test_partial_sums_can_be_added_to_some_of_the_parameters_at_a_time(seed, log
 
 
 # ---- across processes, which are threads here ------------------------------------------------------------------------
-
-
-class Bucket:
-    """A gradient bucket as DDP hands it to a communication hook: the gradients are views into its buffer."""
-
-    def __init__(self, indices: Sequence[int], parameters: Sequence[torch.Tensor], is_last: bool) -> None:
-        self.indices, self.all_parameters, self.last = indices, parameters, is_last
-        self.flat = torch.cat([parameters[i].grad.flatten() for i in indices])
-
-    def gradients(self) -> list[torch.Tensor]:
-        sizes = [self.all_parameters[i].numel() for i in self.indices]
-        parts = self.flat.split(sizes)
-        return [part.view_as(self.all_parameters[i]) for part, i in zip(parts, self.indices, strict=True)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [self.all_parameters[i] for i in self.indices]
-
-    def buffer(self) -> torch.Tensor:
-        return self.flat
-
-    def is_last(self) -> bool:
-        return self.last
 
 
 @pytest.mark.parametrize(("ranks", "logical_ranks"), [(3, None), (4, 4), (4, 16), (5, None), (8, 8)])

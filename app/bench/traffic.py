@@ -1,0 +1,139 @@
+"""Benchmark: the bytes that a training step sends, counted from its collectives, next to what app.plan predicts.
+
+    torchrun --nproc_per_node=2 -m app.bench.traffic
+    torchrun --nproc_per_node=4 -m app.bench.traffic --model bert-base-chinese --logical_ranks 8
+
+Counts the third step under each strategy: in the first one, DDP exchanges all gradients at once. Ends with exit status
+1 if a predicted number differs from the counted one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from app.bench.harness import Bench, distribute
+from app.cli import launch
+from app.distributed.collectives import all_gather_object
+from app.distributed.process_group import join
+from app.distributed.world import World
+from app.errors import RunError
+from app.markdown import markdown_table
+from app.settings import STRATEGIES, Settings
+from app.strategies.planner import bytes_of
+from app.strategies.traffic import Collective
+from app.training.build import ReviewData, build_data, build_model
+from app.training.console import quiet_libraries
+from app.training.optim import build_optimizer, build_scheduler
+from app.training.plan import plan_step
+
+Counts = Counter[tuple[str, int]]  # how often a step calls a collective: (operation, bytes)
+
+# Each collective, and which of its arguments is as large as `Collective.size`.
+ARGUMENTS = {
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "alltoall_base_": ("all-to-all", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+}
+
+
+def main(settings: Settings) -> None:
+    with join(settings) as world:
+        quiet_libraries(world)
+        data = build_data(settings, world)
+        for strategy in STRATEGIES:
+            compare(replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
+
+
+def compare(settings: Settings, data: ReviewData, world: World) -> None:
+    """Train three steps, and print a line for each kind of collective. Collective.
+
+    Raises:
+        RunError: a rank has called other collectives than predicted.
+    """
+    model = build_model(settings, data, world).model
+    config = copy.deepcopy(model.config)
+    bench = distribute(settings, data, model, world)
+    predicted = plan_step(settings, config, bench.data.plan, world.device).traffic(settings.strategy)
+    counted = count_third_step(bench)
+    rows = rows_of(predicted, counted)
+    header = ["operation", "what", "bytes", "predicted", "counted"]
+    sent = sum(collective.sent(world.size) for collective in predicted)
+    world.print_main(f"## {settings.strategy}: a rank sends {sent:,.0f} bytes per step\n")
+    world.print_main(markdown_table(header, rows, text_columns=2))
+    expected = as_counts(predicted)
+    wrong = [rank for rank, theirs in enumerate(all_gather_object(counted, world)) if theirs != expected]
+    if wrong:
+        raise RunError(f"{settings.strategy}: rank(s) {wrong} called other collectives than predicted")
+
+
+def rows_of(predicted: Sequence[Collective], counted: Counts) -> list[list[str]]:
+    """Return the cells of the table: for each collective of one size, how often it was predicted and counted."""
+    expected = as_counts(predicted)
+    rows = []
+    for operation, size in expected | counted:
+        same = [c for c in predicted if (c.operation, c.size) == (operation, size)]
+        what = "; ".join(f"{c.purpose}: {c.what}" for c in same) or "not predicted"
+        key = (operation, size)
+        rows.append([operation, what, f"{size:,}", str(expected[key]), str(counted[key])])
+    return rows
+
+
+def as_counts(collectives: Iterable[Collective]) -> Counts:
+    """Return how often a step calls each collective."""
+    counts: Counts = Counter()
+    for collective in collectives:
+        counts[collective.operation, collective.size] += collective.times
+    return counts
+
+
+def count_third_step(bench: Bench) -> Counts:
+    """Return the collectives of a training step. Collective."""
+    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
+    scheduler = build_scheduler(optimizer, bench.settings, 3)
+    per_step = bench.data.plan.micro_batches_per_step
+    batches = cycle(bench.loader)  # the data may have fewer steps
+    bench.train_steps(islice(batches, 2 * per_step), optimizer, scheduler, steps=2)
+    with CountCollectives() as mode:
+        bench.train_steps(islice(batches, per_step), optimizer, scheduler, steps=1)
+    counts: Counts = mode.counts
+    return counts
+
+
+class CountCollectives(TorchDispatchMode):
+    """Count the collectives in a block, also those that DDP starts in C++: PyTorch dispatches them like operators.
+
+    This is how `torch.distributed.tensor.debug.CommDebugMode` finds them; it does not record their sizes.
+
+    Attributes:
+        counts: how often each collective was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counts = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count it if it is a collective."""
+        if operation.namespace == "c10d":
+            name = operation.overloadpacket.__name__
+            kind, index = ARGUMENTS.get(name, (name, 0))
+            tensors = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, torch.Tensor)]
+            self.counts[kind, sum(map(bytes_of, tensors))] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+if __name__ == "__main__":
+    launch(main, __doc__)

@@ -1,0 +1,175 @@
+"""Compress the gradients that the ranks exchange (`--ddp_comm_hook`), as DDP communication hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from app.distributed.world import World
+from app.strategies.reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch
+# orthogonalizes by QR. Its Gram-Schmidt process, for 1 and 2, would divide by zero if a gradient is a matrix of zeros,
+# and overestimate one of a lower rank.
+MATRIX_RANK = 4
+UNCOMPRESSED_SHARE = 0.1  # the same documentation: "we suggest to start with 10% of total training steps"
+
+
+class RoundedAllReduce(FixedOrderAllReduce):
+    """A DDP communication hook that rounds gradients to 16 bits, and sums them over the ranks in the order of the tree.
+
+    PyTorch's `fp16_compress_hook` and `bf16_compress_hook` round what a process has accumulated, so their results
+    depend on the number of processes. Here the gradient of each logical rank is rounded, and so is each sum in the
+    tree. With two processes and one logical rank each, both are the same.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World, dtype: torch.dtype, factor: int
+    ) -> None:
+        """
+        Args:
+            dtype: fp16 or bf16.
+            factor: `loss_factor` of the run.
+        """
+        super().__init__(parameters, sums, world)
+        self.dtype, self.factor = dtype, factor
+
+    def compress(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Round a gradient of one logical rank. Overwrites it.
+
+        It is divided before it is rounded, to avoid an overflow of the sum. The loss has been divided by the number of
+        this process's logical ranks, so the quotient does not depend on the number of processes.
+        """
+        return gradient.div_(self.world.size * self.factor).to(self.dtype)
+
+    def add(self, leaf: Gradients) -> None:
+        """Add the gradients of one of this process's logical ranks other than the last one."""
+        self.sums.add([self.compress(gradient) for gradient in leaf])
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
+        buffer = bucket.buffer()
+        compressed = self.compress(buffer)
+        self.sums.add_to_last_leaf(gradients_in(bucket, compressed), self.indices_of(bucket))
+        total: torch.futures.Future[Any]
+        if self.world.size <= 2:
+            total = dist.all_reduce(compressed, async_op=True).get_future()
+        else:
+            if self.stream is not None:
+                compressed.record_stream(self.stream)  # its memory was allocated on another stream
+            total = self.exchange(compressed, bucket.is_last(), divisor=1)
+
+        def decompress(_: Any) -> torch.Tensor:
+            buffer.copy_(compressed)
+            return buffer if self.factor == 1 else buffer.mul_(self.factor)
+
+        return total.then(decompress)
+
+
+class PowerSGD:
+    """A DDP communication hook that exchanges a low-rank approximation of each gradient matrix.
+
+    This is PyTorch's implementation of PowerSGD (Vogels et al. 2019). What the approximation leaves out, the error, is
+    added to the rank's gradients of the next step, so each rank has a state of its own. PyTorch keeps it for each of
+    DDP's buckets. But DDP forms other buckets in the first step of a process than in the later ones, and a resumed run
+    would continue with the wrong errors. So there is one exchange per step here, as in the paper, of all gradients in
+    the order of the parameters. It begins when the backward pass is done.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, total_steps: int, seed: int) -> None:
+        """
+        Args:
+            parameters: all that are trained.
+            total_steps: of the run; the gradients of the first `UNCOMPRESSED_SHARE` are not compressed.
+            seed: of the first approximation.
+        """
+        self.parameters, self.world = parameters, world
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self.hook_state = PowerSGDState(
+            None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
+            matrix_approximation_rank=MATRIX_RANK,
+            start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),  # PyTorch requires at least 2
+            random_seed=seed,
+        )
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Keep a bucket, and average all of them after the last one."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[self.world.device] if self.world.device.type == "cuda" else []
+        )
+        self.waiting.append((bucket.buffer(), future))
+        self.gradients |= zip(bucket.parameters(), gradients_in(bucket, bucket.buffer()), strict=True)
+        if bucket.is_last():
+            gradients = [self.gradients[parameter] for parameter in self.parameters]
+            complete = CompleteGradient(gradients)
+            powerSGD_hook(self.hook_state, complete).wait()
+            for gradient, average in zip(gradients, complete.gradients(), strict=True):
+                gradient.copy_(average.view_as(gradient))
+            for buffer, waiting in self.waiting:
+                waiting.set_result(buffer)
+            self.waiting.clear()
+            self.gradients.clear()
+        return future
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what the next step depends on. The random numbers are drawn once, in the first compressed step."""
+        state = self.hook_state
+        kept = {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
+        return {"steps": torch.tensor(state.iter)} | {name: tensors[0] for name, tensors in kept.items() if tensors}
+
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        state = self.hook_state
+        state.iter = int(tensors["steps"])
+        kept = {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
+        for name, by_bucket in kept.items():
+            by_bucket.clear()
+            if name in tensors:
+                # In memory of its own: matrix products may round differently if their operands are aligned differently.
+                by_bucket[0] = tensors[name].to(self.world.device, copy=True)
+
+
+class CompleteGradient:
+    """All gradients in one buffer. Has the methods of DDP's `GradBucket` that `powerSGD_hook` calls."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self.shapes = [gradient.shape or (1,) for gradient in gradients]  # powerSGD_hook can't handle scalars
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return views into the buffer, one for each parameter."""
+        parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class BlockingGroup:
+    """The default process group, with an all-reduce that waits until it is done.
+
+    Otherwise gloo's threads would run parts of `powerSGD_hook` as callbacks, which compute with another number of
+    threads than this one and start further collectives. The results could then vary from run to run.
+    """
+
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        assert dist.group.WORLD is not None
+        work = dist.group.WORLD.allreduce(tensors, options)
+        work.wait()
+        return work

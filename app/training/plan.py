@@ -1,0 +1,129 @@
+"""What a training step will need on each rank: predicted from the model's config, without weights and without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from app.data.sampler import BatchPlan
+from app.model.activations import Activations, count_activations
+from app.model.empty import empty_model, gradient_order, without_data
+from app.model.hub import resolve_commit
+from app.model.load import classifier_config, load_tokenizer
+from app.settings import Settings
+from app.sizes import MIB
+from app.strategies.blocks import add_gradients_per_block
+from app.strategies.planner import BUCKET_CAP, RankMemory, plan_memory
+from app.strategies.traffic import Collective, plan_traffic
+from app.training.build import read_and_split
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known about a training step before it is computed.
+
+    Attributes:
+        model: has shapes, but no data.
+        order: the parameters that get a gradient, in the order in which backward() computes them.
+        batches: how the rows of the step are divided.
+        device: where the ranks train.
+        count: returns the activations of a number of rows of `--max_length` tokens.
+    """
+
+    settings: Settings
+    config: PretrainedConfig
+    model: PreTrainedModel
+    order: list[torch.nn.Parameter]
+    batches: BatchPlan
+    device: torch.device
+    count: Callable[[int], Activations]
+
+    @property
+    def activations(self) -> Activations:
+        """The activations of a micro-batch."""
+        return self.count(self.batches.micro_size)
+
+    def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
+        """Return the memory of each rank."""
+        cap = self.settings.ddp_bucket_cap_mb
+        return plan_memory(
+            self.model,
+            strategy,
+            ranks or self.batches.ranks,
+            self.batches.logical_ranks_per_rank,
+            self.batches.accumulation_steps,
+            BUCKET_CAP if cap is None else cap * MIB,
+        )
+
+    def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
+        """Return the memory of the rank that needs most."""
+        return max(self.memory(strategy, ranks), key=lambda memory: memory.total)
+
+    def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
+        """Return the collectives of a training step."""
+        # Without the flag, the run would end in its first step and ask for it.
+        unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
+        return plan_traffic(
+            self.model,
+            self.order,
+            strategy,
+            ranks or self.batches.ranks,
+            self.batches.logical_ranks_per_rank,
+            self.batches.accumulation_steps,
+            self.settings.ddp_bucket_cap_mb,
+            self.settings.ddp_find_unused_parameters or unused,
+            self.device.type == "cuda",
+        )
+
+    def activations_with(self, precision: str, activation_checkpointing: bool) -> Activations:
+        """Return the activations of a micro-batch under other settings."""
+        settings = replace(
+            self.settings,
+            precision=precision,  # type: ignore[arg-type]
+            bf16=False,
+            activation_checkpointing=activation_checkpointing,
+        )
+        return count_activations(settings, self.config, self.batches.micro_size, self.device)
+
+
+def build_plan(settings: Settings, ranks: int) -> Plan:
+    """Read the data and the model's config, and plan a training step.
+
+    Raises:
+        UserError: the data, the batch size or the model is invalid.
+    """
+    table, split, batches = read_and_split(settings, ranks)
+    commit = resolve_commit(settings)
+    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
+    config = classifier_config(settings, table.class_names, tokenizer, commit)
+    device = torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
+    return plan_step(settings, config, batches, device)
+
+
+def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device) -> Plan:
+    """Plan a training step of a model.
+
+    Raises:
+        UserError: the model does not support `--activation_checkpointing`.
+    """
+    with without_data(device):
+        model = empty_model(settings, config)
+        add_gradients_per_block(model)
+        order = gradient_order(model, settings, batches.micro_size, device)
+    return Plan(settings, config, model, order, batches, device, activation_counter(settings, config, device))
+
+
+def activation_counter(
+    settings: Settings, config: PretrainedConfig, device: torch.device
+) -> Callable[[int], Activations]:
+    """Return a function that counts the activations of a number of rows of `--max_length` tokens."""
+
+    @cache
+    def count(rows: int) -> Activations:
+        return count_activations(settings, config, rows, device)
+
+    return count

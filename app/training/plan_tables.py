@@ -1,0 +1,187 @@
+"""A plan as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from app.markdown import markdown_table
+from app.model.activations import Activations
+from app.settings import STRATEGIES
+from app.sizes import mib
+from app.strategies.traffic import Collective
+from app.training.plan import Plan
+
+RANKS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
+Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set
+VARIANTS: tuple[Variant, ...] = (*((strategy, False) for strategy in STRATEGIES), ("zero3", True))
+TRAFFIC_NOTE = (
+    "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
+    "much as it sends. Sizes are those of the tensor that is reduced, sent or gathered."
+)
+
+
+def describe_plan(plan: Plan, budget: int | None = None) -> str:
+    """Return the plan of every strategy.
+
+    Args:
+        budget: the memory of a device in bytes, or None.
+    """
+    parts = [
+        f"# Plan of a training step\n\n{headline(plan)}\n",
+        f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, VARIANTS)}",
+        f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}",
+        f"## Activations, in MiB\n\n{table_of_activations(plan)}",
+    ]
+    if budget is not None:
+        parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
+    parts += [
+        f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, STRATEGIES)}",
+        f"## Traffic by the number of ranks, in MiB\n\n{table_of_traffic_by_ranks(plan)}",
+        f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n",
+    ]
+    return "\n".join(parts)
+
+
+def describe_run_plan(plan: Plan) -> str:
+    """Return the plan of the strategy that the settings choose."""
+    strategy = plan.settings.strategy
+    offload = plan.settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
+    return "\n".join(
+        [
+            f"{headline(plan)}\n",
+            f"Memory of the rank that needs most, in MiB:\n\n{table_of_memory(plan, [(strategy, offload)])}",
+            f"Traffic: what a rank sends in a step, in MiB:\n\n{table_of_traffic(plan, [strategy])}",
+            f"Collectives of a step, in bytes:\n\n{table_of_collectives(plan, [strategy])}",
+            TRAFFIC_NOTE,
+        ]
+    )
+
+
+def headline(plan: Plan) -> str:
+    """Return what the plan is for."""
+    settings = plan.settings
+    n = sum(parameter.numel() for parameter in plan.model.parameters())
+    checkpointing = ", activation checkpointing" if settings.activation_checkpointing else ""
+    return (
+        f"{settings.model}: {n / 1e6:.1f} M parameters; {plan.batches}; {settings.max_length} tokens per row, "
+        f"{settings.precision}{checkpointing}"
+    )
+
+
+def label(variant: Variant) -> str:
+    """Return the flags of a strategy."""
+    strategy, cpu_offload = variant
+    return f"{strategy} --cpu_offload" if cpu_offload else strategy
+
+
+def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
+    """Return a table with one line per strategy and one column per kind of memory."""
+    rows = []
+    for strategy, offload in variants:
+        memory = plan.largest_memory(strategy)
+        parts = [memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.exchange]
+        parts += [memory.accumulated + memory.partial_sums, plan.activations.peak]
+        parts += [memory.on_device(offload) + plan.activations.peak, memory.in_main_memory(offload)]
+        rows.append([label((strategy, offload)), *map(mib, parts)])
+    kinds = ["parameters", "gradients", "optimizer", "gathered", "exchange", "accumulated", "activations"]
+    return markdown_table(["strategy", *kinds, "on the device", "in main memory"], rows)
+
+
+def table_of_memory_by_ranks(plan: Plan) -> str:
+    """Return a table with one line per strategy, precision and checkpointing, and one column per number of ranks."""
+    by_strategy = {strategy: [plan.largest_memory(strategy, ranks) for ranks in RANKS] for strategy in STRATEGIES}
+    rows = []
+    for precision, checkpointing, activations in activation_variants(plan):
+        for strategy, offload in VARIANTS:
+            cells = [mib(memory.on_device(offload) + activations.peak) for memory in by_strategy[strategy]]
+            rows.append([label((strategy, offload)), precision, checkpointing, *cells])
+    header = ["strategy", "precision", "checkpointing", *(f"{ranks:,}" for ranks in RANKS)]
+    return markdown_table(header, rows, text_columns=3)
+
+
+def table_of_activations(plan: Plan) -> str:
+    """Return a table of what precision and activation checkpointing save."""
+    rows = [[*names, mib(found.saved), mib(found.peak)] for *names, found in activation_variants(plan)]
+    return markdown_table(["precision", "checkpointing", "kept for the backward pass", "peak"], rows, text_columns=2)
+
+
+def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
+    """Yield precision, checkpointing (yes or no), and the activations of a micro-batch."""
+    for precision in ("fp32", "bf16"):
+        for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):
+            yield precision, "yes" if checkpointing else "no", plan.activations_with(precision, checkpointing)
+
+
+def table_of_what_fits(plan: Plan, budget: int) -> str:
+    """Return a table with the largest micro-batch of each strategy that fits into the memory of a device."""
+    rows = []
+    for strategy, offload in VARIANTS:
+        free = budget - plan.largest_memory(strategy).on_device(offload)
+        largest = largest_that_fits(free, plan.count)
+        rows.append([label((strategy, offload)), mib(max(0, free)), str(largest) if largest else "does not fit"])
+    return markdown_table(["strategy", "left for activations", "rows per micro-batch"], rows)
+
+
+def largest_that_fits(free: int, count: Callable[[int], Activations]) -> int:
+    """Return the largest number of rows whose activations need at most `free` bytes."""
+    if count(1).peak > free:
+        return 0
+
+    def estimate(low: int, high: int) -> int:
+        """Return the largest number of rows that fits if the memory grows as it does from `low` to `high` rows."""
+        growth = max(1.0, (count(high).peak - count(low).peak) / (high - low))
+        return low + int((free - count(low).peak) / growth)
+
+    fits, too_many = 1, 2
+    while count(too_many).peak <= free:
+        fits, too_many = too_many, max(too_many, estimate(fits, too_many)) + 1
+    while too_many - fits > 1:
+        middle = min(max(estimate(fits, too_many), fits + 1), too_many - 1)
+        fits, too_many = (middle, too_many) if count(middle).peak <= free else (fits, middle)
+    return fits
+
+
+def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
+    """Return a table with one line per strategy and one column per purpose."""
+    rows = []
+    for strategy in strategies:
+        sent = sent_by_purpose(plan, strategy)
+        other = sum(sent.values()) - sent["gradients"] - sent["parameters"]
+        cells = [sent["gradients"], sent["parameters"], other, sum(sent.values())]
+        rows.append([strategy, *map(mib, cells)])
+    return markdown_table(["strategy", "gradients", "parameters", "buffers and norm", "together"], rows)
+
+
+def sent_by_purpose(plan: Plan, strategy: str, ranks: int | None = None) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step for gradients, parameters, buffers and the norm."""
+    sent = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
+    for collective in plan.traffic(strategy, ranks):
+        sent[collective.purpose] += collective.sent(ranks or plan.batches.ranks)
+    return sent
+
+
+def table_of_traffic_by_ranks(plan: Plan) -> str:
+    """Return a table with one line per strategy and one column per number of ranks."""
+    rows = [[name, *(mib(sum(sent_by_purpose(plan, name, n).values())) for n in RANKS)] for name in STRATEGIES]
+    return markdown_table(["strategy", *(f"{ranks:,}" for ranks in RANKS)], rows)
+
+
+def table_of_collectives(plan: Plan, strategies: Sequence[str]) -> str:
+    """Return a table with one line per bucket, block or rank. Neighbors that are alike share a line."""
+    rows = []
+    for strategy in strategies:
+        for _, group in groupby(plan.traffic(strategy), key=lambda c: (c.purpose, c.operation, c.size, c.times)):
+            same = list(group)
+            sent = sum(collective.sent(plan.batches.ranks) for collective in same)
+            times = sum(collective.times for collective in same)
+            cells = [f"{same[0].size:,}", f"{times:,}", f"{sent:,.0f}"]
+            rows.append([strategy, same[0].purpose, name_of(same), same[0].operation, *cells])
+    header = ["strategy", "purpose", "what", "operation", "size", "times", "sent per rank"]
+    return markdown_table(header, rows, text_columns=4)
+
+
+def name_of(collectives: Sequence[Collective]) -> str:
+    """Return the name of one collective, or of several whose names end with consecutive numbers."""
+    first, last = collectives[0].what, collectives[-1].what
+    return first if len(collectives) == 1 else f"{first} to {last.split()[-1]}"

@@ -1,0 +1,37 @@
+"""Count the collectives of many training steps in one torchrun job, and write to RESULT which were not predicted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from itertools import product
+from pathlib import Path
+
+from traffic import Step
+
+from app.cli import launch
+from app.distributed.collectives import all_gather_object
+from app.distributed.process_group import join
+from app.settings import STRATEGIES, Settings
+
+
+def main(settings: Settings) -> None:
+    with join(settings) as world:
+        shapes = [(None, 1), (None, 2), (2 * world.size, 2)]
+        steps = [
+            Step(name, strategy, world.size, logical_ranks, accumulation)
+            for name, strategy, (logical_ranks, accumulation) in product(("uneven", "bart"), STRATEGIES, shapes)
+        ]
+        wrong = {}
+        for step in steps:
+            counts = all_gather_object(step.count(world), world)
+            gc.collect()  # a DDP module must not outlive the process group
+            if counts != [step.predict()] * world.size:
+                wrong[str(step)] = f"{counts}, not {step.predict()}"
+        if world.is_main_process:
+            Path(os.environ["RESULT"]).write_text(json.dumps({"steps": len(steps), "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    launch(main, None)

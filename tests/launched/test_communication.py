@@ -1,0 +1,89 @@
+"""The communication laboratory in real processes: what the collectives do, and the files that are written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from architectures import write_model
+
+from app.bench.collectives import COLLECTIVES, VARIANTS
+from app.bench.training_step import SECTIONS
+
+pytestmark = pytest.mark.launched
+
+Rows = list[list[int | None]]
+
+
+def expected(ranks: int) -> dict[str, tuple[Rows, Rows]]:
+    """What each collective has to do with chunk c of rank r, which is 10 (r + 1) + c + 1."""
+    everyone = range(ranks)
+    complete = [[10 * (r + 1) + c + 1 for c in everyone] for r in everyone]
+    own = [[complete[r][r] if c == r else None for c in everyone] for r in everyone]
+    nothing: list[int | None] = [None] * ranks
+    only_first = [[*complete[0]], *[nothing] * (ranks - 1)]
+    diagonal = [complete[r][r] for r in everyone]
+    sums = [sum(column) for column in zip(*complete, strict=True)]
+    return {
+        "scatter": (only_first, [[complete[0][r] if c == r else None for c in everyone] for r in everyone]),
+        "gather": (own, [diagonal, *[nothing] * (ranks - 1)]),
+        "broadcast": (complete, [complete[0]] * ranks),
+        "all-reduce": (complete, [sums] * ranks),
+        "reduce-scatter": (complete, [[sums[r] if c == r else None for c in everyone] for r in everyone]),
+        "all-gather": (own, [diagonal] * ranks),
+        "all-to-all": (complete, [list(column) for column in zip(*complete, strict=True)]),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_laboratory_shows_and_times_every_collective(launch, tmp_path, ranks):
+    flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--sections", "collectives", "--output_dir", "out"]
+    flags += ["--largest_mib", 0.0625, "--seconds_per_point", 0.001]
+    done = launch("app.bench.communication", *flags, ranks=ranks)
+    assert done.status == 0, done.err
+    assert "written to out/" in done.out
+    content = json.loads((tmp_path / "out" / "communication.json").read_text())
+    assert content["machine"]["backend"] == "gloo"
+    assert content["machine"]["ranks"] == f"{ranks} on 1 node(s)"
+
+    section = content["sections"]["collectives"]
+    pictures = section["pictures"]
+    assert {name: (pictures[name]["before"], pictures[name]["after"]) for name in expected(ranks)} == expected(ranks)
+    reduced = pictures["reduce"]
+    assert reduced["before"] == pictures["all-reduce"]["before"]
+    assert reduced["after"][0] == pictures["all-reduce"]["after"][0], "what other ranks hold is undefined"
+    assert list(pictures) == [collective.name for collective in COLLECTIVES]
+
+    for name in (*pictures, *VARIANTS):
+        points = section["times"][name]["points"]
+        assert len(points) == 4
+        assert all(seconds > 0 for point in points for seconds in point["seconds"])
+    # Pictures are what the ranks held, and the text shows the same.
+    last_sum = pictures["all-reduce"]["after"][-1]
+    assert f"  rank {ranks - 1}   " + " ".join(map(str, pictures["all-reduce"]["before"][-1])) in done.out
+    assert " ".join(map(str, last_sum)) in done.out
+    assert (tmp_path / "out" / "communication.txt").read_text().rstrip() in done.out
+    page = (tmp_path / "out" / "communication.html").read_text()
+    assert page.count("<svg") == 9
+    assert "var(--s1)" in page
+
+
+def test_a_used_folder_is_refused_before_anything_is_measured(launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    done = launch("app.bench.communication", "--use_cpu", "--threads", 1, "--output_dir", "out")
+    assert done.status == 2
+    assert done.error_lines == ["error: --output_dir out: exists and is not an empty folder: name a new one"]
+    assert "rank 0" not in done.out
+
+
+@pytest.mark.slow
+def test_the_laboratory_measures_training_steps_on_two_ranks(launch, review_csv, tmp_path):
+    flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]
+    flags += ["--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8]
+    flags += ["--model", write_model(tmp_path / "model", "bert")]
+    done = launch("app.bench.communication", *flags, "--sections", *SECTIONS, ranks=2)
+    assert done.status == 0, done.err
+    sections = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]
+    assert list(sections) == list(SECTIONS)
+    assert (tmp_path / "out" / "communication.html").read_text().count("<svg") == len(SECTIONS)

@@ -1,0 +1,116 @@
+"""Compressed gradients: the same bits in both paths; rounded ones at any number of ranks, PowerSGD's after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
+
+from app.experiments.same_bits import hash_run
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+STEPS = 8
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", f"--max_steps={STEPS}", "--max_length=24", "--warmup_steps=0"]
+FLAGS += [
+    "--eval_strategy=steps",
+    f"--eval_steps={STEPS}",
+    "--save_strategy=steps",
+    "--save_steps=1",
+    "--save_total_limit=9",
+    "--dropout=0.1",
+]
+POWER_SGD = [*FLAGS, "--ddp_comm_hook=power_sgd"]
+ROUNDED = {  # independent of the number of ranks
+    "bf16": ["--ddp_comm_hook=bf16"],
+    "fp16": ["--ddp_comm_hook=fp16", "--gradient_accumulation_steps=2"],
+    "fp16-autocast": ["--ddp_comm_hook=fp16", "--precision=fp16"],
+}
+
+
+def rounded(variant: str, path: str, strategy: str) -> TrainingRun:
+    return TrainingRun(path, [*FLAGS, "--logical_ranks=4", *ROUNDED[variant], f"--strategy={strategy}"])
+
+
+@pytest.fixture(scope="module")
+def folder(hotel_csv, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("compression")
+    write_subset(hotel_csv, folder / "reviews.csv", 300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder) -> dict[str, Outcome]:
+    runs = {"plain": TrainingRun("ddp_loop", FLAGS)}
+    runs |= {f"bf16-{path}-2": rounded("bf16", path, "ddp") for path in PATHS}
+    runs |= {f"power_sgd-{path}": TrainingRun(path, POWER_SGD) for path in PATHS}
+    for step in (1, 5):  # before and after the first compressed step
+        checkpoint = f"--resume_from_checkpoint=power_sgd-ddp_loop/checkpoints/checkpoint-{step}"
+        # DDP forms other buckets in the first step of a process, and here in the later ones, too.
+        runs[f"resumed-{step}"] = TrainingRun(
+            "ddp_loop", [*POWER_SGD, checkpoint, "--strategy=zero1", "--ddp_bucket_cap_mb=1"]
+        )
+    runs["other-hook"] = TrainingRun("ddp_loop", [*FLAGS, checkpoint])
+    runs["four-logical-ranks"] = TrainingRun("ddp_loop", [*POWER_SGD, "--logical_ranks=4"])
+    return run_many(folder, runs)
+
+
+@pytest.fixture(scope="module")
+def all_ranks(folder, two_ranks) -> Path:
+    for ranks, path, strategy in ((0, "trainer_run", "zero1"), (4, "ddp_loop", "zero1")):
+        runs = {f"{variant}-{ranks}": rounded(variant, path, strategy) for variant in ROUNDED}
+        if ranks == 4:
+            runs |= {f"power_sgd-{path}-4": TrainingRun(path, POWER_SGD) for path in PATHS}
+        require_success(run_many(folder, runs, ranks))
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [step["loss"] for step in read_steps(run)]
+
+
+@pytest.mark.parametrize("name", ["bf16-{path}-2", "power_sgd-{path}"])
+def test_both_paths_compress_gradients_to_the_same_bits(folder, two_ranks, name):
+    a, b = (name.format(path=path) for path in PATHS)
+    assert (two_ranks[a].problem, two_ranks[b].problem) == (None, None)
+    assert "gradients compressed with" in two_ranks[a].out
+    assert hash_run(folder / a) == hash_run(folder / b)
+
+
+def test_power_sgd_does_not_compress_the_first_two_steps(folder, two_ranks):
+    plain, compressed = losses(folder / "plain"), losses(folder / "power_sgd-ddp_loop")
+    assert plain[:3] == compressed[:3], "the third loss follows from the updates of the first two steps"
+    assert all(a != b for a, b in zip(plain[3:], compressed[3:], strict=True))
+    assert losses(folder / "bf16-ddp_loop-2")[1] != plain[1]
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_resumed_run_continues_with_the_errors_of_power_sgd(folder, two_ranks, step):
+    assert two_ranks[f"resumed-{step}"].problem is None
+    assert hash_run(folder / f"resumed-{step}") == hash_run(folder / "power_sgd-ddp_loop")
+
+
+def test_a_resumed_run_cannot_change_the_hook(two_ranks):
+    assert "ddp_comm_hook was power_sgd and is no" in two_ranks["other-hook"].problem
+
+
+def test_power_sgd_needs_one_rank_per_logical_rank(two_ranks):
+    problem = two_ranks["four-logical-ranks"].problem
+    assert problem.endswith("4 logical ranks need 4 ranks, not 2")
+    assert problem.startswith("AgreedError: --ddp_comm_hook power_sgd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ROUNDED)
+def test_rounded_gradients_train_to_the_same_bits_at_any_number_of_ranks(all_ranks, variant):
+    names = [f"{variant}-0", f"{variant}-4", *(f"bf16-{path}-2" for path in PATHS if variant == "bf16")]
+    hashes = {name: hash_run(all_ranks / name) for name in names}
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.slow
+def test_both_paths_train_the_same_with_power_sgd_on_four_ranks(all_ranks):
+    a, b = (hash_run(all_ranks / f"power_sgd-{path}-4") for path in PATHS)
+    assert a == b
+    assert a != hash_run(all_ranks / "power_sgd-ddp_loop")

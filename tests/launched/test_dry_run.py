@@ -1,0 +1,18 @@
+"""`--dry_run` under torchrun: rank 0 prints the plan, and the job ends with status 0."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import SAMPLE_CSV
+
+pytestmark = pytest.mark.launched
+
+
+@pytest.mark.parametrize("path", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+def test_a_job_prints_its_plan_and_ends(launch, tmp_path, path):
+    flags = ["--csv", SAMPLE_CSV, "--use_cpu", "--threads=1", "--logical_ranks=4", "--strategy=zero2"]
+    done = launch(path, *flags, "--dry_run", ranks=2)
+    assert (done.status, done.error_lines) == (0, []), done.err
+    assert done.out.count("4 logical ranks (on 2 ranks) x 8 rows") == 1, "only rank 0 prints"
+    assert "| zero2 | parameters | block 1 | all-gather |" in done.out
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,115 @@
+"""The shaped link between two network namespaces, and app.bench.scaling, shortened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import Job, unavailable
+
+from app.bench.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
+from app.bench.shaped_link import Link, ShapedLink, shaped_link
+
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
+
+# Measures the round-trip time of a byte, and the rate of a stream, over TCP.
+SERVER = """
+import socket, sys
+listener = socket.create_server(("", 5555))
+print("ready", flush=True)
+peer, _ = listener.accept()
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for _ in range(20):
+    peer.send(peer.recv(1))
+left = int(sys.argv[1])
+while left:
+    left -= len(peer.recv(min(left, 1 << 20)))
+peer.send(b"x")
+"""
+CLIENT = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 5555))
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+trips = []
+for _ in range(20):
+    began = time.perf_counter()
+    peer.send(b"x")
+    peer.recv(1)
+    trips.append(time.perf_counter() - began)
+began = time.perf_counter()
+peer.sendall(bytes(int(sys.argv[2])))
+peer.recv(1)
+print(min(trips), time.perf_counter() - began)
+"""
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[ShapedLink]:
+    with ExitStack() as stack:
+        try:
+            yield stack.enter_context(shaped_link())
+        except NamespacesUnavailable as refusal:
+            unavailable(str(refusal))
+
+
+def samebits_namespaces() -> set[str]:
+    return {line.split()[0] for line in run_command(["ip", "netns", "list"]).stdout.splitlines() if "samebits" in line}
+
+
+@pytest.mark.parametrize("shape", [Link(1, 5), Link(1, 0.1), Link(0.2, 20)], ids=str)
+def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(link: ShapedLink, shape: Link) -> None:
+    """It can't be faster than asked; on a busy machine it may be slower for a moment."""
+    link.shape(shape)
+    size = int(0.4 * shape.bytes_per_second)  # 0.4 s
+    server = subprocess.Popen(inside(link.names[0], [sys.executable, "-c", SERVER, str(size)]), stdout=subprocess.PIPE)
+    with server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        client = inside(link.names[1], [sys.executable, "-c", CLIENT, ADDRESSES[0], str(size)])
+        printed = subprocess.run(client, capture_output=True, text=True, timeout=60, check=True).stdout
+    round_trip, seconds = map(float, printed.split())
+    assert 2 * shape.delay <= round_trip < 2 * shape.delay + 0.005
+    assert 0.4 + 2 * shape.delay <= seconds < 1.2
+
+
+def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> None:
+    flags = ["--ranks", 1, 2, "--links", "1:1", "--rounds", 1, "--steps", 1, "--length", 16, "--rows", 2]
+    flags += ["--train_batch_size", 4, "--output_dir", tmp_path / "out"]
+    before = samebits_namespaces()
+    with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
+        done = job.finish()
+    assert done.status == 0, done.err
+    assert samebits_namespaces() == before
+    report = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]
+    assert "<svg" in (tmp_path / "out" / "scaling.html").read_text()
+    measured = {**report["one_node"], **report.get("two_nodes", {})}
+    if os.geteuid() == 0:
+        assert len(measured) == 2 * 2 + 2
+        # A broadcast, and an all-reduce of more than 50 MiB: the link's time alone is a lower bound of the step's.
+        assert measured["weak, 2 rank(s), 1 Gbit/s, 1 ms"]["measured"]["middle"] > 0.4
+    for one in measured.values():
+        assert one["measured"]["middle"] > 0
+        assert (one["predicted"] is None) == (one["ranks"] == 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    flags = ["--ranks", 1, 2, "--links", "1:1", "--rounds", 100, "--output_dir", tmp_path / "out"]
+    before = samebits_namespaces()
+    with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
+        # The jobs' processes exist once their logs do.
+        job.wait_for(lambda: len(list((tmp_path / "out").glob("*.log"))) >= 2)
+        os.kill(job.torchrun.pid, number)
+        done = job.finish()
+        assert done.status == 130, done.err
+        assert "every job that was started has ended" in done.err
+    assert samebits_namespaces() == before
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]

@@ -1,0 +1,267 @@
+"""Gradients that are compressed before the ranks exchange them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gradients import Bucket, add_neighbors, flat, flat_gradients
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from worlds import ThreadNetwork, batch_plan, fake_world, process_group_of
+
+from app.data.sampler import BatchPlan
+from app.distributed import collectives
+from app.distributed.world import World
+from app.settings import Settings
+from app.strategies import compression, reduction
+from app.strategies.compression import DTYPES, MATRIX_RANK, PowerSGD, RoundedAllReduce
+from app.strategies.ddp import DDP
+from app.strategies.loss_scale import loss_factor
+from app.strategies.reduction import TreeSum
+
+SHAPES = [(7,), (2, 3), (), (30,)]
+LOGICAL_RANKS = 8
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with process_group_of(0, 1) as alone:
+        yield alone
+
+
+# ---- fp16 and bf16 ---------------------------------------------------------------------------------------------------
+
+
+def leaves_of(plan: BatchPlan, precision: str) -> list[list[torch.Tensor]]:
+    """The gradients of each logical rank as its process gets them: of its loss / the process's number of losses."""
+    draw, divisor = np.random.default_rng(5), plan.logical_ranks_per_rank
+    if precision == "fp16":
+        divisor = 1  # the loss scale contains this factor
+    values = [
+        [draw.normal(size=shape) * 10 ** draw.uniform(-6, 2, size=shape) for shape in SHAPES]
+        for _ in range(plan.logical_ranks)
+    ]
+    return [[torch.tensor(value, dtype=torch.float32) / divisor for value in leaf] for leaf in values]
+
+
+def average(hook_name: str, plan: BatchPlan, precision: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Average the gradients of all logical ranks on several ranks, which are threads. Return each rank's result."""
+    network = ThreadNetwork(plan.ranks)
+    for module in (compression, reduction, collectives):
+        monkeypatch.setattr(module, "dist", network)
+    monkeypatch.setattr(reduction, "all_gather_single", network.all_gather_single)
+    leaves, factor = leaves_of(plan, precision), loss_factor(Settings(precision=precision), plan)
+
+    def work(rank: int) -> torch.Tensor:
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        world, sums = fake_world(rank, plan.ranks), TreeSum()
+        hook = RoundedAllReduce(parameters, sums, world, DTYPES[hook_name], factor)
+        *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
+        for leaf in others:
+            hook.add(leaf)
+        for parameter, gradient in zip(parameters, last, strict=True):
+            parameter.grad = gradient
+        buckets = [Bucket([3, 1], parameters, False), Bucket([2, 0], parameters, True)]
+        for future in [hook.average(bucket) for bucket in buckets]:
+            future.wait()
+        by_index = {i: g for b in buckets for i, g in zip(b.indices, b.gradients(), strict=True)}
+        return flat([by_index[i] for i in range(len(SHAPES))])
+
+    return network.run(work)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("hook", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch, ranks, hook, precision):
+    plan = batch_plan(ranks, LOGICAL_RANKS)
+    one_process_each = leaves_of(batch_plan(LOGICAL_RANKS, LOGICAL_RANKS), precision)
+    rounded = [(flat(leaf) / LOGICAL_RANKS).to(DTYPES[hook]) for leaf in one_process_each]
+    expected = add_neighbors(rounded).float()
+    # With fp16, the loss of a process is multiplied by its number of logical ranks, and the gradient norm divided by it
+    expected = expected * loss_factor(Settings(precision=precision), plan)
+    for found in average(hook, plan, precision, monkeypatch):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("hook", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_rounded_gradients_are_close_to_the_average_but_not_equal(monkeypatch, ranks, hook):
+    plan = batch_plan(ranks)
+    exact = torch.stack([flat(leaf).double() for leaf in leaves_of(plan, "fp32")]).mean(dim=0)
+    scale = torch.stack([flat(leaf).double().abs() for leaf in leaves_of(plan, "fp32")]).mean(dim=0)
+    for found in average(hook, plan, "fp32", monkeypatch):
+        error = (found.double() - exact).abs()
+        # A leaf and each sum are rounded, by at most eps / 2 of it, and to the smallest number that fp16 has.
+        limits = torch.finfo(DTYPES[hook])
+        assert (error <= 2 * limits.eps * scale + ranks * limits.smallest_normal * limits.eps).all()
+        assert error.max() > torch.finfo(torch.float32).eps * scale.max()
+
+
+class Model(nn.Module):
+    """A matrix that is worth compressing, one that is not, a vector and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(24, 32), nn.Linear(32, 2)
+        self.extra = nn.Module()
+        self.extra.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra.scale * self.small(torch.tanh(self.large(x))).square().mean()
+
+
+def wrap(world: World, hook: str, **settings) -> tuple[DDP, nn.Module]:
+    torch.manual_seed(0)
+    strategy = DDP(Settings(ddp_comm_hook=hook, **settings), batch_plan(), world)
+    return strategy, strategy.wrap(Model())
+
+
+def gradients_of_step(strategy: DDP, wrapped: nn.Module, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradients of a step without and with the hook."""
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+    plain = torch.autograd.grad(wrapped.module(x), list(wrapped.module.parameters()))
+    with strategy.accumulate(wrapped, 0):
+        wrapped(x).backward()
+    found = [parameter.grad.clone() for parameter in wrapped.module.parameters()]
+    wrapped.zero_grad()
+    return list(plain), found
+
+
+@pytest.mark.parametrize(("hook", "of_pytorch"), [("fp16", fp16_compress_hook), ("bf16", bf16_compress_hook)])
+def test_one_logical_rank_per_process_is_rounded_as_by_the_hook_of_pytorch(world, hook, of_pytorch):
+    _, ours = gradients_of_step(*wrap(world, hook), 0)
+    torch.manual_seed(0)
+    theirs = DistributedDataParallel(Model())
+    # Not the function itself: DDP refuses bf16_compress_hook with gloo.
+    theirs.register_comm_hook(None, lambda group, bucket: of_pytorch(group, bucket))
+    theirs(torch.randn(8, 24, generator=torch.Generator().manual_seed(0))).backward()
+    assert torch.equal(flat(ours), flat_gradients(list(theirs.parameters())))
+
+
+@pytest.mark.parametrize(("hook", "dtype"), [("no", torch.float32), *DTYPES.items()])
+def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(world, hook, dtype):
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.randn(3, 2).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight + self.bias).square().sum()
+
+    torch.manual_seed(0)
+    model, inputs = Transposed(), torch.randn(2, 4, 2)
+    strategy = DDP(Settings(ddp_comm_hook=hook), batch_plan(1, 2), world)
+    leaves = [torch.autograd.grad(model(x) / 2, [model.bias, model.weight]) for x in inputs]
+    wrapped = strategy.wrap(model)
+    for number, x in enumerate(inputs):
+        with strategy.accumulate(wrapped, number):
+            (wrapped(x) / 2).backward()
+    for parameter, first, second in zip([model.bias, model.weight], *leaves, strict=True):
+        assert torch.equal(parameter.grad, (first.to(dtype) + second.to(dtype)).float())
+
+
+def test_a_gradient_that_fp16_cannot_represent_becomes_infinite(world):
+    parameters = [nn.Parameter(torch.zeros(3))]
+    parameters[0].grad = torch.tensor([65504.0, 70000.0, 1e-9])
+    hooks = [RoundedAllReduce(parameters, TreeSum(), world, DTYPES[name], 1) for name in ("fp16", "bf16")]
+    fp16, bf16 = (hook.average(Bucket([0], parameters, True)).wait() for hook in hooks)
+    assert fp16.tolist() == [65504.0, float("inf"), 0.0]
+    assert bf16.isfinite().all()
+    assert bf16.all()
+
+
+# ---- PowerSGD --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_steps_are_not_compressed(world):
+    strategy, wrapped = wrap(world, "power_sgd")
+    compressed = []
+    for step in range(5):  # of 10, of which at least two are not compressed
+        plain, found = gradients_of_step(strategy, wrapped, step)
+        compressed.append(not torch.equal(flat(plain), flat(found)))
+    assert compressed == [False, False, True, True, True]
+
+
+def test_what_power_sgd_leaves_out_is_added_to_the_next_step(world):
+    """The sum of what was exchanged and the last error are the sum of the gradients."""
+    strategy, wrapped = wrap(world, "power_sgd")
+    sums, exchanged = torch.zeros(()), torch.zeros(())
+    for step in range(2, 12):
+        strategy.power_sgd.hook_state.iter = step
+        plain, found = gradients_of_step(strategy, wrapped, step)
+        sums, exchanged = sums + flat(plain), exchanged + flat(found)
+        large, *others = found
+        assert torch.linalg.matrix_rank(large, rtol=1e-4) <= MATRIX_RANK < torch.linalg.matrix_rank(plain[0], rtol=1e-4)
+        assert torch.equal(flat(others), flat(plain[1:])), "not worth compressing"
+    error = strategy.power_sgd.state_dict()["error"]
+    assert error.norm() > 0.01 * sums.norm()
+    assert torch.allclose(exchanged + error, sums, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 4])
+def test_a_restored_state_continues_with_the_same_bits(world, saved_after):
+    """Although DDP has other buckets in the first step of a process, and here also in all later ones."""
+    strategy, wrapped = wrap(world, "power_sgd")
+    for step in range(saved_after):
+        gradients_of_step(strategy, wrapped, step)
+    saved = {name: tensor.clone() for name, tensor in strategy.power_sgd.state_dict().items()}
+    undisturbed = [flat(gradients_of_step(strategy, wrapped, step)[1]) for step in range(saved_after, 8)]
+
+    other, other_wrapped = wrap(world, "power_sgd", ddp_bucket_cap_mb=1, seed=7 if saved_after > 2 else 42)
+    assert other.power_sgd is not None
+    other.power_sgd.load_state_dict(saved)
+    resumed = [flat(gradients_of_step(other, other_wrapped, step)[1]) for step in range(saved_after, 8)]
+    assert all(map(torch.equal, undisturbed, resumed))
+
+
+def test_restoring_the_state_before_the_first_compressed_step_removes_what_is_there(world):
+    strategy, wrapped = wrap(world, "power_sgd")
+    before = strategy.power_sgd.state_dict()
+    assert before == {"steps": torch.tensor(0)}
+    for step in range(4):
+        gradients_of_step(strategy, wrapped, step)
+    assert strategy.power_sgd.state_dict().keys() == {"steps", "error", "p", "q"}
+    strategy.power_sgd.load_state_dict(before)
+    assert strategy.power_sgd.state_dict() == before
+
+
+def test_all_gradients_are_averaged_at_once_in_the_order_of_the_parameters(world):
+    """Whatever buckets DDP forms: the futures of all of them complete with the last one."""
+    shapes = [(40, 30), (5,), (20, 50), ()]
+
+    def step(buckets: list[list[int]]) -> torch.Tensor:
+        torch.manual_seed(1)
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        hook = PowerSGD(parameters, world, total_steps=0, seed=3)
+        hook.hook_state.iter = 2
+        filled = [Bucket(indices, parameters, indices is buckets[-1]) for indices in buckets]
+        futures = [hook.average(bucket) for bucket in filled[:-1]]
+        assert not any(future.done() for future in futures)
+        futures.append(hook.average(filled[-1]))
+        assert all(torch.equal(future.value(), b.buffer()) for future, b in zip(futures, filled, strict=True))
+        by_index = {i: g for b in filled for i, g in zip(b.indices, b.gradients(), strict=True)}
+        return flat([by_index[i] for i in range(len(shapes))])
+
+    averages = [step(buckets) for buckets in ([[0, 1, 2, 3]], [[3], [2], [1], [0]], [[2, 0], [3, 1]])]
+    assert torch.equal(averages[0], averages[1])
+    assert torch.equal(averages[0], averages[2])
+
+
+def test_a_matrix_of_zeros_or_of_rank_one_is_approximated_exactly(world):
+    """With a lower MATRIX_RANK, one of zeros would become NaN, and one of rank 1 up to twice as large."""
+    parameters = [nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))]
+    hook = PowerSGD(parameters, world, total_steps=0, seed=3)
+    for step in range(2, 5):
+        parameters[0].grad = torch.full((40, 30), float(step == 3))  # zeros do not end its training
+        parameters[1].grad = torch.arange(40.0).outer(torch.arange(30.0))
+        hook.hook_state.iter = step
+        first, second = hook.average(Bucket([0, 1], parameters, True)).wait().chunk(2)
+        assert torch.allclose(first, parameters[0].grad.flatten(), atol=1e-5)
+        assert torch.allclose(second, parameters[1].grad.flatten(), rtol=1e-5, atol=1e-3)

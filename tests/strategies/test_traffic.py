@@ -1,0 +1,121 @@
+"""The predicted collectives of a training step are those that it calls, with the same number of bytes.
+
+Here a step runs on one of several ranks, without the others: nothing is sent. tests/launched/test_traffic.py starts
+real ranks.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from traffic import MODELS, Step
+from worlds import process_group_of
+
+from app.settings import STRATEGIES
+from app.strategies.traffic import Collective, gradient_buckets, plan_traffic
+
+FAST = ("bart", "xlnet", "frozen")  # tied weights, parameters without a gradient, and one that is not trained
+
+ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
+
+
+def check(step: Step) -> None:
+    with process_group_of(step.ranks - 1, step.ranks) as world:
+        assert step.count(world) == step.predict(), step
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_architecture(name):
+    for strategy in STRATEGIES:
+        check(Step(name, strategy, ranks=4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("ranks", "logical_ranks", "accumulation"), [(1, 4, 2), (3, 3, 2), (4, 8, 1), (64, 64, 1)])
+def test_any_number_of_ranks_logical_ranks_and_micro_batches(strategy, ranks, logical_ranks, accumulation):
+    check(Step("uneven", strategy, ranks, logical_ranks, accumulation))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation_checkpointing": True}, {"ddp_bucket_cap_mb": 1}, {"precision": "bf16"}, {"precision": "fp64"}],
+    ids=str,
+)
+def test_any_settings(strategy, changes):
+    check(Step("uneven", strategy, ranks=3, accumulation=2, changes=changes))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "batch_norm"])
+def test_buffers_have_the_dtype_of_training(name):
+    check(Step(name, "ddp", ranks=3, changes={"precision": "fp64"}))
+
+
+class Shapes(nn.Module):
+    """A model of which only the shapes of the parameters count. It has no blocks."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._no_split_modules = None
+        self.config = SimpleNamespace(num_hidden_layers=0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+
+
+def sent(model: nn.Module, strategy: str, ranks: int, **more: int) -> float:
+    collectives = plan_traffic(model, list(model.parameters()), strategy, ranks, **more)
+    return sum(collective.sent(ranks) for collective in collectives if collective.purpose != "norm")
+
+
+def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
+    model = Shapes([(10, 4), (6, 4)])  # 256 bytes
+    assert sent(model, "ddp", 1) == 0
+    assert sent(model, "ddp", 2) == 256, "each rank sends half of the gradients, and half of the averages"
+    assert sent(model, "ddp", 4) == pytest.approx(2 * 3 / 4 * 256)
+    # Rank 0 updates 160 bytes and rank 1 updates 96: together they send all of them once.
+    assert sent(model, "zero1", 2) == 256 + 128
+    # Rows are padded to 12 and 8: 320 bytes.
+    assert sent(model, "zero2", 4) == pytest.approx(2 * 3 / 4 * 320)
+    assert sent(model, "zero3", 4) == pytest.approx(3 * 3 / 4 * 320)
+    assert sent(model, "zero3", 4, logical_ranks_per_rank=2, accumulation_steps=3) == pytest.approx(
+        (2 + 2 * 3 * 2) * 3 / 4 * 320
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=6), st.integers(2, 9))
+def test_averaging_in_a_fixed_order_sends_as_much_as_a_ring(shapes, ranks):
+    model = Shapes(shapes)
+    size = 4 * sum(rows * columns for rows, columns in shapes)
+    # The elements that can't be divided among the ranks are sent to all of them: fewer than one per rank.
+    assert 2 * (ranks - 1) / ranks * size <= sent(model, "ddp", ranks) + 1e-6
+    assert sent(model, "ddp", ranks) <= 2 * (ranks - 1) / ranks * size + 4 * ranks**2
+
+
+@given(st.lists(st.integers(1, 400_000), min_size=1, max_size=30), st.sampled_from([None, 1, 2]), st.booleans())
+def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, find_unused):
+    model = Shapes([(size,) for size in sizes])
+    order = list(model.parameters())[::-1]
+    buckets = gradient_buckets(model, order, cap, find_unused)
+    together = [parameter for bucket in buckets for parameter in bucket]
+    assert {id(p) for p in together} == {id(p) for p in order}
+    assert len(together) == len(order)
+    limits = [2**20 if cap is None else cap * 2**20, 25 * 2**20 if cap is None else cap * 2**20]
+    filled = buckets[::-1] if find_unused else buckets
+    for number, bucket in enumerate(filled):
+        limit = limits[min(number, 1)]
+        *before, last = [4 * parameter.numel() for parameter in bucket]
+        assert sum(before) < limit
+        assert number == len(filled) - 1 or sum(before) + last >= limit
+
+
+def test_gpus_gather_averages_in_one_collective():
+    model = Shapes([(10, 4)])
+    parameters = list(model.parameters())
+    on_cpus, on_gpus = (plan_traffic(model, parameters, "ddp", 4, on_gpus=on_gpus) for on_gpus in (False, True))
+    assert on_cpus[-1] == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
+    assert on_gpus[-1] == Collective("gradients", "bucket 1", "all-gather", 160)
+    assert on_cpus[-1].sent(4) == on_gpus[-1].sent(4)
