@@ -50,9 +50,9 @@ class DeepSpeedState(TrainingState):
         """Restore AdamW's state. The weights were loaded before the engine was created from them."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        steps = shards.read_replicated(f"step.{trained[0][0]}")
-        self._allocate_moments(steps)
+        # Without DeepSpeed, a parameter that has had no gradient has no state; here its moments stay zero.
+        trained = [(name, p) for name, p in self.model.named_parameters() if f"step.{name}" in shards]
+        self._allocate_moments(shards.read_replicated(f"step.{trained[0][0]}"))
         for name, parameter in trained:
             for key in MOMENTS:
                 value = shards.read_replicated(f"{key}.{name}")

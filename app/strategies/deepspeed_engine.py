@@ -36,7 +36,7 @@ class DeepSpeed(PlainAdamW):
         """Return the model itself: Trainer creates the engine when training begins."""
         import deepspeed.ops
 
-        warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}
         return model

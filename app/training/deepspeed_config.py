@@ -27,8 +27,6 @@ SCHEDULERS = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "co
 WITHOUT_EFFECT_ON_RESULTS = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
 }
-# Sections that describe what the settings determine. They are checked, but not handed to DeepSpeed.
-DETERMINED_SECTIONS = ("optimizer", "scheduler", "fp16", "bf16", "torch_autocast")
 # Values of `zero_optimization` that may not be changed: others change results, or are not supported here.
 FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_quantized_weights": (False, "communication is in fp32"),
@@ -42,7 +40,6 @@ FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "cpu_offload": (None, "the name today is offload_optimizer"),
     "cpu_offload_param": (None, "the name today is offload_param"),
 }
-MISSING = object()
 
 
 def check_engine(path_name: str, settings: Settings, world: World) -> None:
@@ -117,7 +114,7 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
             expected, source = determined[key]
             if value != "auto" and value != expected:
                 problems.append(f'{key} is {as_json(value)}, but {source}: remove it or set "auto"')
-        elif section not in ("fp16", "bf16"):  # their other keys have no effect, because both are off
+        elif not key.startswith(("fp16.", "bf16.")):  # their other keys have no effect, because both are off
             problems.append(f"{key} is not supported: remove it")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
@@ -200,7 +197,7 @@ def check_zero_section(file: str, zero: Mapping[str, Any]) -> None:
     from pydantic import ValidationError
 
     try:
-        DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+        DeepSpeedZeroConfig(**zero)  # which ignores "auto"
     except ValidationError as problem:
         first = problem.errors()[0]
         key = ".".join(map(str, ("zero_optimization", *first["loc"])))

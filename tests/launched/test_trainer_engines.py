@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
@@ -28,6 +31,7 @@ CONFIGS = {
         "stage3_param_persistence_threshold": 0,
     },
 }
+FAST = ("stage-1", "stage-3-offload")
 TOLERANCE = 1e-4  # the largest difference of two losses
 FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=16", "--dropout=0.1"]
 # 4 steps, two micro-batches for each of 2 logical ranks, and gradients that are clipped.
@@ -35,57 +39,96 @@ SHORT = [*FLAGS, "--max_steps=4", "--logical_ranks=2", "--gradient_accumulation_
 SHORT += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--eval_strategy=steps", "--eval_steps=2"]
 BEST = ["--validation_size=0.2", "--load_best_model_at_end"]
 BF16 = ["--bf16", "--max_steps=2"]
+LONG = ["--csv=more_reviews.csv", "--max_length=16", "--train_batch_size=8", "--dropout=0.1", "--max_steps=100"]
+LONG += ["--save_strategy=no", "--eval_strategy=no"]
 
 
-def write_configs(folder: Path, **more: bool) -> None:
+def write_configs(folder: Path) -> None:
     for name, zero in CONFIGS.items():
-        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero | more}))
+        # Otherwise stage 3 replaces torch.nn.functional.linear, also for the runs that follow it in the same process.
+        config = {"zero_optimization": zero | {"memory_efficient_linear": False}}
+        (folder / f"{name}.json").write_text(json.dumps(config))
     (folder / "other-batch.json").write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 1}}))
 
 
-def with_config(name: str, flags: list[str]) -> TrainingRun:
-    return TrainingRun("trainer_run", [*flags, f"--deepspeed={name}.json"])
+def ddp(*flags: str) -> TrainingRun:
+    return TrainingRun("trainer_run", [*SHORT, *flags])
+
+
+def with_config(name: str, *flags: str) -> TrainingRun:
+    return ddp(*flags, f"--deepspeed={name}.json")
+
+
+def fsdp(*flags: str) -> TrainingRun:
+    return TrainingRun("trainer_run", [*SHORT, "--fsdp", *flags], mutation="cpus_as_gpus")
+
+
+def resume(name: str, step: int = 2) -> str:
+    return f"--resume_from_checkpoint={name}/checkpoints/checkpoint-{step}"
+
+
+RUNS = {
+    "fast": {
+        "ddp": ddp(),
+        **{name: with_config(name) for name in FAST},
+        "stage-3-offload-resumed": with_config("stage-3-offload", resume("stage-3-offload")),
+        "stage-1-as-3": with_config("stage-3", resume("stage-1")),
+    },
+    "slow": {
+        "ddp": ddp(),
+        **{name: with_config(name) for name in CONFIGS if name not in FAST},
+        "stage-2-resumed": with_config("stage-2", resume("stage-2")),
+        "stage-3-as-ddp": ddp(resume("stage-3")),
+        "evaluated-only": with_config("stage-3", resume("stage-3", 4)),
+        "best-ddp": ddp(*BEST),
+        "best-stage-3": with_config("stage-3", *BEST),
+        "bf16-ddp": ddp(*BF16),
+        "bf16-stage-2": with_config("stage-2", *BF16),
+        "fsdp": fsdp(),
+        "fsdp-resumed": fsdp(resume("fsdp")),
+        "ddp-after": ddp(),
+        "long-ddp": TrainingRun("trainer_run", LONG),
+        **{f"long-{name}": TrainingRun("trainer_run", [*LONG, f"--deepspeed={name}.json"]) for name in CONFIGS},
+    },
+}
+MISTAKES = {
+    "wrong-path": TrainingRun("ddp_loop", [*SHORT, "--deepspeed=stage-1.json"]),
+    "contradiction": with_config("other-batch"),
+    "no-file": with_config("none"),
+    "fsdp-on-cpus": ddp("--fsdp"),
+}
 
 
 @pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    """The folder of all short runs, which 2 ranks have trained in one job."""
+def trained(hotel_csv, tmp_path_factory) -> Callable[[str], Path]:
+    """A function that returns the folder of the runs of a group, which 2 ranks train in one job."""
     require_deepspeed()
-    folder = tmp_path_factory.mktemp("deepspeed")
-    write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
-    # Otherwise stage 3 replaces torch.nn.functional.linear, also for the runs that follow it in the same process.
-    write_configs(folder, memory_efficient_linear=False)
-    halfway = {name: f"--resume_from_checkpoint={name}/checkpoints/checkpoint-2" for name in CONFIGS}
-    runs = {
-        "ddp": TrainingRun("trainer_run", SHORT),
-        **{name: with_config(name, SHORT) for name in CONFIGS},
-        **{f"{name}-resumed": with_config(name, [*SHORT, halfway[name]]) for name in ("stage-1", "stage-3-offload")},
-        "stage-2-as-3": with_config("stage-3", [*SHORT, halfway["stage-2"]]),
-        "stage-3-as-ddp": TrainingRun("trainer_run", [*SHORT, halfway["stage-3"]]),
-        "evaluated-only": with_config("stage-3", [*SHORT, "--resume_from_checkpoint=stage-3/checkpoints/checkpoint-4"]),
-        "best-ddp": TrainingRun("trainer_run", [*SHORT, *BEST]),
-        "best-stage-3": with_config("stage-3", [*SHORT, *BEST]),
-        "bf16-ddp": TrainingRun("trainer_run", [*SHORT, *BF16]),
-        "bf16-stage-2": with_config("stage-2", [*SHORT, *BF16]),
-        "fsdp": TrainingRun("trainer_run", [*SHORT, "--fsdp"], mutation="cpus_as_gpus"),
-        "fsdp-resumed": TrainingRun(
-            "trainer_run",
-            [*SHORT, "--fsdp", "--resume_from_checkpoint=fsdp/checkpoints/checkpoint-2"],
-            mutation="cpus_as_gpus",
-        ),
-        "ddp-after": TrainingRun("trainer_run", SHORT),
-    }
-    mistakes = {
-        "wrong-path": TrainingRun("ddp_loop", [*SHORT, "--deepspeed=stage-1.json"]),
-        "contradiction": with_config("other-batch", SHORT),
-        "fsdp-on-cpus": TrainingRun("trainer_run", [*SHORT, "--fsdp"]),
-        "no-file": with_config("none", SHORT),
-    }
-    outcomes = run_many(folder, runs | mistakes)
-    require_success({name: outcomes[name] for name in runs})
-    (folder / "mistakes.json").write_text(json.dumps({name: outcomes[name].problem for name in mistakes}))
-    (folder / "resumed.txt").write_text(outcomes["stage-3-as-ddp"].out)
-    return folder
+
+    @cache
+    def train(group: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(group)
+        write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
+        write_subset(hotel_csv, folder / "more_reviews.csv", 1500)
+        write_configs(folder)
+        mistakes = (
+            MISTAKES
+            if group == "fast"
+            else {"non-finite": with_config("stage-2", "--learning_rate=1e30", "--eval_strategy=no")}
+        )
+        outcomes = run_many(folder, RUNS[group] | mistakes)
+        require_success({name: outcomes[name] for name in RUNS[group]})
+        (folder / "mistakes.json").write_text(json.dumps({name: outcomes[name].problem for name in mistakes}))
+        (folder / "out.json").write_text(json.dumps({name: outcome.out for name, outcome in outcomes.items()}))
+        return folder
+
+    return train
+
+
+@pytest.fixture(params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
+def engine(request, trained) -> tuple[Path, Path]:
+    """The folders of a run with each configuration and of a run with plain DDP."""
+    folder = trained("fast" if request.param in FAST else "slow")
+    return folder / request.param, folder / "ddp"
 
 
 def largest_difference(a: Path, b: Path, key: str = "loss") -> float:
@@ -94,50 +137,89 @@ def largest_difference(a: Path, b: Path, key: str = "loss") -> float:
     return max(abs(one[key] - other[key]) for one, other in zip(steps, others, strict=True))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_losses_and_gradient_norms_are_those_of_ddp(folder, name):
-    assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
-    assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
-    a, b = (read_run(folder / run) for run in (name, "ddp"))
+def read_settings(run: Path) -> dict[str, Any]:
+    return json.loads((run / "settings.json").read_text())
+
+
+def test_losses_gradient_norms_and_rows_are_those_of_ddp(engine):
+    run, plain = engine
+    assert largest_difference(run, plain) < TOLERANCE
+    assert largest_difference(run, plain, "grad_norm") < TOLERANCE
+    a, b = read_run(run), read_run(plain)
     assert (a.predictions["row"] == b.predictions["row"]).all()
     assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_engine_is_deepspeeds_and_recorded(folder, name):
-    settings = json.loads((folder / name / "settings.json").read_text())
-    assert settings["wrapper"] == "DeepSpeedEngine"
-    assert settings["deepspeed_config"]["zero_optimization"] == CONFIGS[name] | {"memory_efficient_linear": False}
-    assert settings["deepspeed_config"]["gradient_accumulation_steps"] == 2
-    assert json.loads((folder / "ddp" / "settings.json").read_text())["deepspeed_config"] is None
+def test_the_engine_is_deepspeeds_and_recorded(engine):
+    run, plain = engine
+    config = read_settings(run)["deepspeed_config"]
+    assert config["zero_optimization"] == CONFIGS[run.name] | {"memory_efficient_linear": False}
+    assert config["gradient_accumulation_steps"] == 2
+    assert read_settings(run)["wrapper"] == "DeepSpeedEngine"
+    assert read_settings(plain)["wrapper"] == "DistributedDataParallel"
+    assert read_settings(plain)["deepspeed_config"] is None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_model_is_complete_and_loads_with_pipeline(folder, name):
-    weights, expected = (load_file(folder / run / "model" / "model.safetensors") for run in (name, "ddp"))
-    assert {key: tensor.shape for key, tensor in weights.items()} == {k: t.shape for k, t in expected.items()}
-    for key, tensor in weights.items():
-        assert (tensor - expected[key]).abs().max() < 1e-3, key
-    assert len(pipeline("text-classification", model=str(folder / name / "model"))(["很好", "很差"])) == 2
+def test_the_model_is_complete_and_loads_with_pipeline(engine):
+    weights, expected = (load_file(run / "model" / "model.safetensors") for run in engine)
+    assert {name: tensor.shape for name, tensor in weights.items()} == {n: t.shape for n, t in expected.items()}
+    assert all((tensor - expected[name]).abs().max() < 1e-3 for name, tensor in weights.items())
+    assert len(pipeline("text-classification", model=str(engine[0] / "model"))(["很好", "很差"])) == 2
 
 
-@pytest.mark.parametrize("name", ["stage-1", "stage-3-offload"])
-def test_a_resumed_run_is_bitwise_identical(folder, name):
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("fast", "stage-3-offload"),
+        pytest.param("slow", "stage-2", marks=pytest.mark.slow),
+        pytest.param("slow", "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_is_bitwise_identical(trained, group, name):
+    folder = trained(group)
     assert first_difference(read_run(folder / name), read_run(folder / f"{name}-resumed")) is None
 
 
-def test_a_run_resumes_with_another_stage_or_without_deepspeed(folder):
-    for name in ("stage-2-as-3", "stage-3-as-ddp"):
-        assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
-        assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
-    assert "engine: PyTorch, was DeepSpeed" in (folder / "resumed.txt").read_text()
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [("fast", "stage-1-as-3"), pytest.param("slow", "stage-3-as-ddp", marks=pytest.mark.slow)],
+)
+def test_a_run_resumes_with_another_stage_or_without_deepspeed(trained, group, name):
+    folder = trained(group)
+    assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
+    assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
+    announced = "engine: PyTorch, was DeepSpeed" in json.loads((folder / "out.json").read_text())[name]
+    assert announced == (name == "stage-3-as-ddp")
 
 
-def test_a_run_whose_steps_are_done_is_evaluated_again(folder):
+def test_a_mistake_is_one_line_that_names_what_to_change(trained):
+    folder = trained("fast")
+    mistakes = json.loads((folder / "mistakes.json").read_text())
+    assert "only the Trainer path has it" in mistakes["wrong-path"]
+    assert 'train_batch_size is 64, but --train_batch_size is 16: remove it or set "auto"' in mistakes["contradiction"]
+    assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
+    assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
+    assert not [name for name in mistakes if (folder / name).exists()]
+
+
+@pytest.mark.slow
+def test_a_step_whose_gradients_are_not_finite_is_skipped_and_ends_the_run(trained):
+    folder = trained("slow")
+    problem = json.loads((folder / "mistakes.json").read_text())["non-finite"]
+    assert problem.startswith("RunError: step 3: the loss is not finite")
+    assert "the optimizer skipped this step" in problem
+    assert [path.name for path in (folder / "non-finite" / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_steps_are_done_is_evaluated_again(trained):
+    folder = trained("slow")
     assert read_run(folder / "evaluated-only").metrics["loss"] == read_run(folder / "stage-3").metrics["loss"]
 
 
-def test_the_best_weights_are_loaded_into_shards(folder):
+@pytest.mark.slow
+def test_the_best_weights_are_loaded_into_shards(trained):
+    folder = trained("slow")
     a, b = (read_run(folder / f"best-{name}") for name in ("stage-3", "ddp"))
     assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], abs=TOLERANCE)
     for name in ("stage-3", "ddp"):
@@ -148,40 +230,30 @@ def test_the_best_weights_are_loaded_into_shards(folder):
         assert all((kept[key] == final[key]).all() for key in final)
 
 
-def test_bf16_is_the_autocast_of_ddp(folder):
+@pytest.mark.slow
+def test_bf16_is_the_autocast_of_ddp(trained):
+    folder = trained("slow")
     assert largest_difference(folder / "bf16-stage-2", folder / "bf16-ddp") < 1e-3
 
 
-def test_fsdp_of_trainer_trains_the_same_once_accelerate_shards_the_model(folder):
-    for name in ("fsdp", "fsdp-resumed"):
-        assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
-        assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
-        settings = json.loads((folder / name / "settings.json").read_text())
-        assert settings["wrapper"] == "FSDPBertForSequenceClassification"
-    assert first_difference(read_run(folder / "fsdp"), read_run(folder / "fsdp-resumed")) is None
-
-
-def test_later_runs_of_the_process_are_plain_again(folder):
-    assert first_difference(read_run(folder / "ddp"), read_run(folder / "ddp-after")) is None
-    assert json.loads((folder / "ddp-after" / "settings.json").read_text())["wrapper"] == "DistributedDataParallel"
-
-
-def test_a_mistake_is_one_line_that_names_what_to_change(folder):
-    mistakes = json.loads((folder / "mistakes.json").read_text())
-    assert "only the Trainer path has it" in mistakes["wrong-path"]
-    assert 'train_batch_size is 64, but --train_batch_size is 16: remove it or set "auto"' in mistakes["contradiction"]
-    assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
-    assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
-    assert not [name for name in mistakes if (folder / name).exists()]
+@pytest.mark.slow
+def test_fsdp_of_trainer_trains_the_same_once_accelerate_shards_the_model(trained):
+    folder = trained("slow")
+    assert largest_difference(folder / "fsdp", folder / "ddp") < TOLERANCE
+    assert largest_difference(folder / "fsdp", folder / "ddp", "grad_norm") < TOLERANCE
+    assert read_settings(folder / "fsdp")["wrapper"] == "FSDPBertForSequenceClassification"
 
 
 @pytest.mark.slow
-def test_losses_stay_those_of_ddp_for_100_steps(hotel_csv, tmp_path):
-    require_deepspeed()
-    write_subset(hotel_csv, tmp_path / "reviews.csv", 1500)
-    write_configs(tmp_path)
-    long = [*FLAGS, "--max_steps=100", "--save_strategy=no", "--eval_strategy=no"]
-    runs = {"ddp": TrainingRun("trainer_run", long), **{name: with_config(name, long) for name in CONFIGS}}
-    require_success(run_many(tmp_path, runs))
-    differences = {name: largest_difference(tmp_path / name, tmp_path / "ddp") for name in CONFIGS}
-    assert all(difference < TOLERANCE for difference in differences.values()), differences
+def test_later_runs_of_the_process_are_plain_again(trained):
+    folder = trained("slow")
+    assert first_difference(read_run(folder / "ddp"), read_run(folder / "ddp-after")) is None
+    assert read_settings(folder / "ddp-after")["wrapper"] == "DistributedDataParallel"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_stay_those_of_ddp_for_100_steps(trained, name):
+    folder = trained("slow")
+    assert len(read_steps(folder / f"long-{name}")) == 100
+    assert largest_difference(folder / f"long-{name}", folder / "long-ddp") < TOLERANCE

@@ -95,6 +95,7 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"zero_force_ds_cpu_optimizer": True}, {}, "but the optimizer is PyTorch's AdamW"),
         ({"communication_data_type": "fp16"}, {}, "but communication is in fp32"),
         ({"compression_training": {"x": 1}}, {}, "compression_training.x is not supported: remove it"),
+        ({"fp16": True}, {}, "fp16 is not supported: remove it"),
         ({"zero_optimization": {"stage": 0}}, {}, "zero_optimization.stage is 0: must be 1, 2 or 3"),
         ({"zero_optimization": {}}, {}, "zero_optimization.stage is null: must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": True}}, {}, "zero_optimization.stage is true: must be 1, 2 or 3"),
