@@ -87,8 +87,8 @@ def plan_memory(
         exchange = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
         if comm_hook in DTYPES:  # the rounded copy of every bucket
             exchange += sum(parameter.numel() for parameter in parameters) * DTYPES[comm_hook].itemsize
-        elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of the last step
-            exchange = 3 * complete
+        elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
+            exchange = 4 * complete
         shares = [complete] * ranks
         if strategy == "zero1":
             shares = [sum(map(bytes_of, share)) for share in assign_to_ranks(parameters, ranks)]

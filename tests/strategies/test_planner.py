@@ -106,3 +106,10 @@ def test_three_ranks_receive_buckets_of_the_others():
     assert plan_memory(MODEL, "ddp", 3)[0].exchange == 4 * ELEMENTS, "no more than all gradients"
     assert plan_memory(MODEL, "zero1", 4, bucket_cap=16)[0].exchange == 4 * ELEMENTS
     assert plan_memory(Shapes([(9, 9)] * 9), "ddp", 4, bucket_cap=1)[0].exchange == 3 * 4 * 81
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_compressed_gradients_need_memory(strategy):
+    model = Shapes([(10, 4), (6, 4)])  # 64 elements
+    for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 16 * 64}.items():
+        assert {memory.exchange for memory in plan_memory(model, strategy, 2, comm_hook=hook)} == {size}
