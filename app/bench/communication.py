@@ -100,13 +100,14 @@ def measure(name: str, settings: Settings, world: World, largest_mib: float, sec
 def describe_machine(world: World) -> dict[str, str]:
     """Return facts about the machine that every figure depends on, by name. Collective."""
     nodes = len(set(all_gather_object(socket.gethostname(), world)))
+    commit = git_commit() or "unknown"
     return {
         "ranks": f"{world.size} on {nodes} node(s)",
         "backend": dist.get_backend(),
         "device": f"{device_name(world.device)}, {os.cpu_count()} CPU cores",
         "threads": f"{torch.get_num_threads()} per rank",
         "PyTorch": torch.__version__,
-        "commit": git_commit() or "unknown",
+        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
     }
 

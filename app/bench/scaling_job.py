@@ -120,9 +120,9 @@ def main(settings: Settings, size: str, socket: str) -> None:
 
 def connect(path: str) -> TextIO:
     """Return a text file that is connected to `app.bench.scaling`."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    return connection.makefile("rw")
+    with socket.socket(socket.AF_UNIX) as connection:  # the file keeps it open
+        connection.connect(path)
+        return connection.makefile("rw")
 
 
 def serve(settings: Settings, size: str, connection: TextIO | None, world: World) -> None:
