@@ -69,7 +69,7 @@ class WithoutExchange(DDP):
         """Register no other hook: DDP accepts only one."""
 
 
-class Trainer:
+class Replica:
     """A model with its optimizer, which trains on batches of any number of rows.
 
     Args:
@@ -120,9 +120,9 @@ def main(settings: Settings, size: str, socket: str) -> None:
 
 def connect(path: str) -> TextIO:
     """Return a text file that is connected to `app.bench.scaling`."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    return connection.makefile("rw")
+    with socket.socket(socket.AF_UNIX) as connection:  # the file keeps it open
+        connection.connect(path)
+        return connection.makefile("rw")
 
 
 def serve(settings: Settings, size: str, connection: TextIO | None, world: World) -> None:
@@ -131,22 +131,22 @@ def serve(settings: Settings, size: str, connection: TextIO | None, world: World
     Args:
         connection: of rank 0.
     """
-    trainers: dict[bool, Trainer] = {}
+    replicas: dict[bool, Replica] = {}
     while (task := broadcast_object(connection.readline() if connection else "", world)) != "":
         content = json.loads(task)
         if "sizes" in content:
             result: Any = time_all_reduce(content, world)
         else:
             exchange = content["exchange"]
-            if exchange not in trainers:
-                trainers[exchange] = Trainer(size, exchange, settings, world)
-            result = time_steps(content, trainers[exchange], world)
+            if exchange not in replicas:
+                replicas[exchange] = Replica(size, exchange, settings, world)
+            result = time_steps(content, replicas[exchange], world)
         if connection:
             connection.write(f"{json.dumps(result)}\n")
             connection.flush()
 
 
-def time_steps(task: Task, trainer: Trainer, world: World) -> dict[str, Any]:
+def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
     """Time training steps. Collective.
 
     Args:
@@ -156,14 +156,14 @@ def time_steps(task: Task, trainer: Trainer, world: World) -> dict[str, Any]:
         `seconds` of a step, on the slowest rank; `cpu_seconds` of a step, averaged over the ranks; and `buckets`, if
         nothing was exchanged: for each bucket its bytes and when it was ready, in seconds after the step began.
     """
-    batch = trainer.random_batch(task["rows"], task["length"])
+    batch = replica.random_batch(task["rows"], task["length"])
     # DDP rearranges its buckets after the first step, and TCP adapts to a link.
-    trainer.train(batch, steps=1 if trainer.steps else 3)
+    replica.train(batch, steps=1 if replica.steps else 3)
     barrier(world)
-    recorded = getattr(trainer.strategy, "ready", [])
+    recorded = getattr(replica.strategy, "ready", [])
     recorded.clear()
     cpu_began = time.process_time()
-    began = trainer.train(batch, task["steps"])
+    began = replica.train(batch, task["steps"])
     seconds = (time.perf_counter() - began[0]) / task["steps"]
     cpu_seconds = (time.process_time() - cpu_began) / task["steps"]
     per_step = len(recorded) // task["steps"]

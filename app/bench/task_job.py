@@ -45,8 +45,9 @@ class TaskJob:
         if connection is None:
             raise self._failure()
         self._processes = [process for node in self._nodes for process in node.processes()]
-        connection.settimeout(TASK_SECONDS)
-        self._connection = connection.makefile("rw")
+        with connection:  # the file keeps it open
+            connection.settimeout(TASK_SECONDS)
+            self._connection = connection.makefile("rw")
 
     def perform(self, **task: Any) -> Any:
         """Let all ranks perform a task, and return its result: see `app.bench.scaling_job`.

@@ -246,6 +246,7 @@ class TorchrunJob:
         try:
             self.start()
         except BaseException:
+            self.kill_leftovers(timeout=0)  # the interrupt may have arrived when torchrun had just been started
             self._signals.close()
             raise
         return self

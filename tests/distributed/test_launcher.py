@@ -141,6 +141,21 @@ def test_a_signal_to_this_process_ends_the_job_and_restores_the_handlers(job, nu
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_an_interrupt_while_the_job_is_being_started_ends_it(job, monkeypatch):
+    start = TorchrunJob.start
+
+    def interrupted(self: TorchrunJob) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchrunJob, "start", interrupted)
+    starting = job("waits")
+    with pytest.raises(KeyboardInterrupt), starting:
+        pass
+    assert not starting.processes()
+    assert not exist(str(starting.torchrun.pid))
+
+
 def test_waiting_for_a_job_is_limited_in_time(job):
     with job("obeys", grace_seconds=0) as running:
         with pytest.raises(TimeoutError, match=r"still running after 0\.01 s"):

@@ -81,35 +81,36 @@ def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(link: ShapedLink,
 
 
 def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> None:
-    flags = ["--ranks", 1, 2, "--links", "1:1", "--rounds", 1, "--steps", 1, "--length", 16, "--rows", 2]
+    flags = ["--ranks", 2, "--links", "1:1", "--rounds", 1, "--steps", 1, "--length", 16, "--rows", 2]
     flags += ["--train_batch_size", 4, "--output_dir", tmp_path / "out"]
     before = samebits_namespaces()
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
         done = job.finish()
     assert done.status == 0, done.err
-    assert samebits_namespaces() == before
+    assert samebits_namespaces() <= before
     report = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]
     assert "<svg" in (tmp_path / "out" / "scaling.html").read_text()
     measured = {**report["one_node"], **report.get("two_nodes", {})}
     if os.geteuid() == 0:
-        assert len(measured) == 2 * 2 + 2
+        assert len(measured) == 2 + 2
         # A broadcast, and an all-reduce of more than 50 MiB: the link's time alone is a lower bound of the step's.
         assert measured["weak, 2 rank(s), 1 Gbit/s, 1 ms"]["measured"]["middle"] > 0.4
     for one in measured.values():
         assert one["measured"]["middle"] > 0
-        assert (one["predicted"] is None) == (one["ranks"] == 1)
+        assert one["predicted"]["middle"] > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_benchmark_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    flags = ["--ranks", 1, 2, "--links", "1:1", "--rounds", 100, "--output_dir", tmp_path / "out"]
+def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:
+    flags = ["--ranks", 2, "--links", "1:1", "--rounds", 100, "--output_dir", tmp_path / "out"]
     before = samebits_namespaces()
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
-        # The jobs' processes exist once their logs do.
-        job.wait_for(lambda: len(list((tmp_path / "out").glob("*.log"))) >= 2)
-        os.kill(job.torchrun.pid, number)
+        # The last job is just being started when its log appears.
+        job.wait_for(
+            (tmp_path / "out" / "nodes-1.log" if os.geteuid() == 0 else tmp_path / "out" / "ranks-2.log").exists
+        )
+        os.kill(job.torchrun.pid, signal.SIGINT)
         done = job.finish()
         assert done.status == 130, done.err
         assert "every job that was started has ended" in done.err
-    assert samebits_namespaces() == before
+    assert samebits_namespaces() <= before
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
