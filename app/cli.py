@@ -209,6 +209,7 @@ def launch(
     main: Callable[..., None],
     description: str | None,
     add_arguments: Callable[[SettingsParser], None] | None = None,
+    has_trainer_engines: bool = False,
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
@@ -220,6 +221,7 @@ def launch(
             process group itself.
         description: The docstring of the entry point, for `--help`.
         add_arguments: As for `parse_flags`.
+        has_trainer_engines: Whether the program accepts `--deepspeed` and `--fsdp`.
     """
     gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
@@ -235,6 +237,8 @@ def launch(
         try:
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments)
             check_accelerate_environment(settings)
+            if not has_trainer_engines:
+                refuse_trainer_engines(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem

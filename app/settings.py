@@ -288,6 +288,10 @@ class Settings(
             (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
             (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
             (
+                not self.profile or self.trainer_engine is None,
+                f"--profile can't divide the steps of {self.trainer_engine}: remove it, or use --strategy",
+            ),
+            (
                 self.ddp_comm_hook == "no" or self.trainer_engine is None,
                 f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.trainer_engine}",
             ),

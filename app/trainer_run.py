@@ -337,4 +337,4 @@ class ReviewTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    launch(main, __doc__)
+    launch(main, __doc__, has_trainer_engines=True)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
 from app.checkpoint.state import TrainingState
-from app.cli import refuse_trainer_engines
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
 from app.distributed.collectives import raise_on_all_ranks, reduce_mean
@@ -102,8 +101,6 @@ def build_bert(size: tuple[int, int, int, int], settings: Settings, world: World
 def set_up(settings: Settings, world: World) -> Bench:
     """Build the data and the model, without a run folder. Collective."""
     quiet_libraries(world)
-    with raise_on_all_ranks(world):
-        refuse_trainer_engines(settings)
     data = build_data(settings, world)
     return distribute(settings, data, build_model(settings, data, world).model, world)
 
