@@ -19,7 +19,7 @@ from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_
 from app.distributed.process_group import join
 from app.errors import UserError, escape_unencodable_output, shorten
 from app.flag_hints import hint_for
-from app.settings import GROUPS, Settings
+from app.settings import GROUPS, Settings, refuse_trainer_engines
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
@@ -180,20 +180,6 @@ def parse_flags(
     names = {field.name for field in fields(Settings)}
     own_flags = {name: values.pop(name) for name in list(values) if name not in names}
     return Settings(**values), own_flags
-
-
-def refuse_trainer_engines(settings: Settings) -> None:
-    """Refuse `--deepspeed` and `--fsdp` in programs that do not train with Trainer alone.
-
-    Raises:
-        UserError: a flag is given.
-    """
-    for name in ("deepspeed", "fsdp"):
-        if getattr(settings, name):
-            raise UserError(
-                f"--{name}: only app.trainer_run has it: remove it, and compare finished runs with python -m "
-                "app.compare RUN RUN"
-            )
 
 
 def as_flags(settings: Settings) -> list[str]:

@@ -29,7 +29,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from app.cli import as_flags, refuse_trainer_engines, settings_parser
+from app.cli import as_flags, settings_parser
 from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.program import refuse_dry_run, run_program
@@ -40,7 +40,7 @@ from app.report.render import write_comparison
 from app.runs.folder import create_folder
 from app.runs.reader import read_run
 from app.runs.schema import RUNS
-from app.settings import LARGEST_COUNT, Settings
+from app.settings import LARGEST_COUNT, Settings, refuse_trainer_engines
 
 # The options of this program, which are not settings of a training run.
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")

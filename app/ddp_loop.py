@@ -36,6 +36,7 @@ from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
+from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
@@ -43,7 +44,6 @@ from app.training.dropout import seed_micro_batch
 from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
-from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
@@ -127,11 +127,11 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             #    the device until its end, where one collective gathers them from the ranks. A collective in every step
             #    would delay training for a number that is only displayed.
             record.add_step(step, step / plan.steps_per_epoch, losses, norm, learning_rate, batches)
-            prepared.profiler.step()
             if step % settings.logging_steps == 0 or step == plan.total_steps:
                 record.write_steps()
                 bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
             bar.update()
+            prepared.profiler.step()  # counts the step, with --profile; after the last one, writes the trace
 
             # If any rank is asked to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks save a checkpoint and stop after the
             # same step. Save before evaluating, because the process may be killed before an evaluation ends.

@@ -1,7 +1,7 @@
 """Hints for flags of `TrainingArguments`, of example scripts and of launchers that this project does not have.
 
-Spelling similarity alone would mislead: `--per_device_eval_batch_size` resembles `--per_device_train_batch_size`, and
-`--fsdp` resembles `--seed`. These flags are therefore looked up before similar names are suggested.
+Spelling similarity alone would mislead: `--per_device_eval_batch_size` resembles `--per_device_train_batch_size`. These
+flags are therefore looked up before similar names are suggested.
 """
 
 from __future__ import annotations

@@ -68,12 +68,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 @torch.no_grad()
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32."""
-    enabled = precision in ("bf16", "fp16")
-    return torch.autocast(device.type, dtype=DTYPES[precision] if enabled else torch.bfloat16, enabled=enabled)
-
-
 def measure_peak_flops(device: torch.device, precision: str) -> float:
     """Measure the peak of this rank's device in FLOP/s with square matrix products, for devices without a data sheet.
 

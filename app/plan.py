@@ -15,7 +15,7 @@ import sys
 
 import psutil
 
-from app.cli import refuse_trainer_engines, settings_parser
+from app.cli import settings_parser
 from app.distributed.launcher import check_gpus, default_nproc_per_node
 from app.errors import RunError, UserError
 from app.experiments.program import run_job, run_program
@@ -23,7 +23,7 @@ from app.files import write_text
 from app.report.plan_charts import draw_memory, draw_traffic
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
-from app.settings import STRATEGIES, Settings
+from app.settings import STRATEGIES, Settings, refuse_trainer_engines
 from app.sizes import mib, parse_size
 from app.training.plan import Plan, build_plan
 from app.training.plan_tables import describe_plan
@@ -54,9 +54,9 @@ def _main() -> int:
         check_machine(plan)
     text = describe_plan(plan, budget)
     folder = create_folder(settings.output_dir, RUNS / "plans")
-    write_text(folder / "plan.md", f"{text}\n![Memory](memory.png)\n![Traffic](traffic.png)\n")
     draw_memory(plan).savefig(folder / "memory.png", dpi=150)
     draw_traffic(plan).savefig(folder / "traffic.png", dpi=150)
+    write_text(folder / "plan.md", f"{text}\n![Memory](memory.png)\n![Traffic](traffic.png)\n")
     print(f"{text}\nwritten to {folder}/: plan.md, memory.png, traffic.png", flush=True)
     for benchmark in BENCHMARKS if measure else ():
         print(f"\n# Measured: {benchmark}\n", flush=True)

@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 from app.errors import UserError, shorten
 
+COMPRESSING = ("ddp", "zero1")  # the strategies that have --ddp_comm_hook
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # the values of --strategy
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
 SAMPLE_CSV = REPOSITORY / "data" / "sample_reviews.csv"
 TINY = "tiny"
 LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up to this value
+MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
 MAX_THREADS = 1024  # OpenMP aborts the process if the system cannot provide the requested threads
 
 
@@ -266,7 +268,7 @@ class Settings(
             number("adam_beta2", lambda x: 0 <= x < 1, "0 or more and below 1"),
             number("adam_epsilon", lambda x: x > 0, "above 0"),
             number("max_grad_norm", lambda x: x >= 0, "0 or more"),
-            number("profile", lambda n: 0 <= n <= LARGEST_COUNT, f"0 or more {at_most}"),
+            number("profile", lambda n: 0 <= n <= MAX_PROFILED, f"between 0 and {MAX_PROFILED}"),
             number("seed", lambda x: 0 <= x <= LARGEST_COUNT, f"between 0 and {LARGEST_COUNT}"),
             number("threads", lambda n: 0 <= n <= MAX_THREADS, f"between 0 and {MAX_THREADS}"),
             (
@@ -286,6 +288,10 @@ class Settings(
                 "--fsdp, --deepspeed and --strategy exclude each other: give only one of them",
             ),
             (not self.fsdp or self.precision != "fp16", "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"),
+            (
+                not self.dry_run or self.trainer_engine is None,
+                "--dry_run plans --strategy: remove --deepspeed or --fsdp",
+            ),
             (self.deepspeed != "", "--deepspeed is empty: must name a JSON file"),
             (
                 not self.profile or self.trainer_engine is None,
@@ -296,7 +302,7 @@ class Settings(
                 f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.trainer_engine}",
             ),
             (
-                self.ddp_comm_hook == "no" or self.strategy in ("ddp", "zero1"),
+                self.ddp_comm_hook == "no" or self.strategy in COMPRESSING,
                 f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.strategy}",
             ),
             (
@@ -337,9 +343,7 @@ class Settings(
     @property
     def trainer_engine(self) -> str | None:
         """The engine that Trainer uses instead of a strategy of this project, or None."""
-        if self.deepspeed is not None:
-            return "DeepSpeed"
-        return "Trainer's FSDP2" if self.fsdp else None
+        return trainer_engine(self.deepspeed, self.fsdp)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""
@@ -350,6 +354,24 @@ GROUPS = (
     *(DataSettings, ModelSettings, TrainingSettings, EvaluationSettings),
     *(CheckpointSettings, ProcessSettings, OutputSettings),
 )
+
+
+def trainer_engine(deepspeed: str | None, fsdp: bool | None) -> str | None:
+    """Return the engine that `--deepspeed` or `--fsdp` selects, or None without them."""
+    if deepspeed is not None:
+        return "DeepSpeed"
+    return "Trainer's FSDP2" if fsdp else None
+
+
+def refuse_trainer_engines(settings: Settings) -> None:
+    """Refuse `--deepspeed` and `--fsdp` in programs that do not train with Trainer alone.
+
+    Raises:
+        UserError: a flag is given.
+    """
+    for name in ("deepspeed", "fsdp"):
+        if getattr(settings, name):
+            raise UserError(f"--{name}: only app.trainer_run has it: start that, or use --strategy")
 
 
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:

@@ -36,6 +36,7 @@ from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
+from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.strategies.deepspeed_engine import complete
 from app.strategies.loss_scale import LossScale
@@ -44,7 +45,6 @@ from app.training.dropout import seed_micro_batch
 from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
-from app.training.precision import mixed_precision
 from app.training.prepare import Preparation, prepare
 from app.training.trainer_arguments import forget_engine, training_arguments
 
@@ -115,8 +115,9 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
-    with complete(prepared.model.parameters(), write=True):
-        prepared.record.load_best(prepared.model)
+    if prepared.settings.load_best_model_at_end:
+        with complete(prepared.model.parameters(), write=True):
+            prepared.record.load_best(prepared.model)
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

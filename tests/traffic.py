@@ -15,7 +15,7 @@ from worlds import batch_plan
 from app.bench.harness import Bench
 from app.bench.traffic import Counts, as_counts, count_third_step
 from app.distributed.world import World
-from app.model.load import training_dtype
+from app.model.precision import training_dtype
 from app.settings import Settings
 from app.strategies.select import select_strategy
 from app.training.plan import plan_step

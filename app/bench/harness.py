@@ -22,7 +22,7 @@ from app.ddp_loop import train_step
 from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
 from app.errors import AgreedError
-from app.settings import Settings
+from app.settings import COMPRESSING, STRATEGIES, Settings
 from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
 from app.strategies.select import select_strategy
@@ -31,6 +31,15 @@ from app.training.console import quiet_libraries
 
 # Layers, hidden size, attention heads, intermediate size.
 SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
+
+
+def with_each_strategy(settings: Settings) -> list[Settings]:
+    """Return the settings with each strategy that supports them."""
+    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else COMPRESSING
+    return [
+        replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
+        for strategy in strategies
+    ]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -22,14 +21,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
-from app.bench.harness import SIZES, Bench, build_named, distribute
+from app.bench.harness import SIZES, Bench, build_named, distribute, with_each_strategy
 from app.cli import SettingsParser, launch
 from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.markdown import markdown_table
-from app.settings import STRATEGIES, Settings
+from app.model.precision import mixed_precision
+from app.settings import Settings
 from app.sizes import mib
 from app.strategies.planner import gathered_after_forward
 from app.strategies.shards import local_part
@@ -37,7 +37,6 @@ from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.plan import plan_step
-from app.training.precision import mixed_precision
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 
@@ -53,8 +52,8 @@ def main(settings: Settings, sizes: bool) -> None:
         world.print_main("In MiB:\n")
         world.print_main(markdown_table(["model", "strategy", "rank", *KINDS], [], text_columns=2).rstrip())
         for name in SIZES if sizes else [settings.model]:
-            for strategy in STRATEGIES:
-                measure(name, replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
+            for with_strategy in with_each_strategy(settings):
+                measure(name, with_strategy, data, world)
 
 
 def measure(name: str, settings: Settings, data: ReviewData, world: World) -> None:

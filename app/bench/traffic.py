@@ -20,14 +20,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.bench.harness import Bench, distribute
+from app.bench.harness import Bench, distribute, with_each_strategy
 from app.cli import launch
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.errors import RunError
 from app.markdown import markdown_table
-from app.settings import STRATEGIES, Settings
+from app.settings import Settings
 from app.strategies.planner import bytes_of
 from app.strategies.traffic import Collective
 from app.training.build import ReviewData, build_data, build_model
@@ -48,7 +48,6 @@ ARGUMENTS = {
     "_reduce_scatter_base_": ("reduce-scatter", 1),
 }
 
-COMPRESSING = ("ddp", "zero1")  # the strategies that have --ddp_comm_hook
 STEPS = 3  # the last one is counted
 
 
@@ -56,8 +55,8 @@ def main(settings: Settings) -> None:
     with join(settings) as world:
         quiet_libraries(world)
         data = build_data(settings, world)
-        for strategy in STRATEGIES if settings.ddp_comm_hook == "no" else COMPRESSING:
-            compare(replace(settings, strategy=strategy), data, world)  # type: ignore[arg-type]
+        for with_strategy in with_each_strategy(settings):
+            compare(with_strategy, data, world)
 
 
 def compare(settings: Settings, data: ReviewData, world: World) -> None:

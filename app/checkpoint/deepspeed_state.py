@@ -28,7 +28,7 @@ class DeepSpeedState(TrainingState):
         tensors = {}
         for name, tensor in self._gathered():
             if self.world.is_main_process:
-                tensors[name] = tensor.detach().cpu().clone()
+                tensors[name] = tensor.detach().to("cpu", copy=True)
         return tensors
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,15 +48,26 @@ class DeepSpeedState(TrainingState):
 
     def _restore(self, shards: ShardReader) -> None:
         """Restore AdamW's state. The weights were loaded before the engine was created from them."""
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         # Without DeepSpeed, a parameter that has had no gradient has no state; here its moments stay zero.
         trained = [(name, p) for name, p in self.model.named_parameters() if f"step.{name}" in shards]
         self._allocate_moments(shards.read_replicated(f"step.{trained[0][0]}"))
         for name, parameter in trained:
             for key in MOMENTS:
-                value = shards.read_replicated(f"{key}.{name}")
-                safe_set_full_optimizer_state(parameter, value.to(self.world.device), key)
+                value = shards.read(f"{key}.{name}", parameter)  # all rows, which other strategies have sharded
+                self._set_moment(parameter, value.to(self.world.device), key)
+
+    def _set_moment(self, parameter: torch.nn.Parameter, value: torch.Tensor, key: str) -> None:
+        """Write a complete moment into the parts that this rank holds."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if not hasattr(parameter, "ds_tensor"):  # stages 1 and 2
+            safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # Stage 3 pads a parameter whose elements can't be divided among the ranks; DeepSpeed's own function for
+        # complete tensors does not.
+        size = parameter.ds_tensor.numel()
+        padded = torch.nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
+        safe_set_local_optimizer_state(parameter, padded[size * self.world.rank :][:size], key)
 
     def _allocate_moments(self, steps: torch.Tensor) -> None:
         """Create AdamW's state of this rank's parts, which otherwise exists only after the first step."""

@@ -105,6 +105,11 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
             message names what can; or there are fewer training rows than one batch needs.
     """
     logical_ranks = settings.logical_ranks or world_size
+    if settings.ddp_comm_hook == "power_sgd" and logical_ranks != world_size:
+        raise UserError(
+            f"--ddp_comm_hook power_sgd keeps compression errors of each rank, so its results depend on the number of "
+            f"ranks: {logical_ranks} logical ranks need {_count(logical_ranks, 'rank')}, not {world_size}"
+        )
     is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
     if logical_ranks != world_size and not is_power_of_two:  # fewer ranks would form another tree
         raise UserError(
@@ -116,11 +121,6 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         raise UserError(
             f"--logical_ranks {logical_ranks} can't be divided among {_count(world_size, 'rank')}: start "
             f"{' or '.join(map(str, sizes))} rank(s)"
-        )
-    if settings.ddp_comm_hook == "power_sgd" and logical_ranks != world_size:
-        raise UserError(
-            f"--ddp_comm_hook power_sgd keeps compression errors of each rank, so its results depend on the number of "
-            f"ranks: {logical_ranks} logical ranks need {_count(logical_ranks, 'rank')}, not {world_size}"
         )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
     shares = logical_ranks * accumulation

@@ -56,7 +56,7 @@ UNSUPPORTED_BACKENDS = {
 }
 INSTEAD = {
     "DeepSpeed": "unset it, and use app.trainer_run --deepspeed",
-    "FSDP": "unset it, and use --strategy zero2 or zero3",
+    "FSDP": "unset it, and use --strategy zero2 or zero3, or app.trainer_run --fsdp",
 }
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 
@@ -83,7 +83,8 @@ def check_accelerate_environment(settings: Settings) -> None:
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():
         if _is_true(name):
-            raise _contradiction(name, "the settings select the engine", INSTEAD.get(backend, "unset it"))
+            reason = "the settings select the engine" if backend in INSTEAD else f"{backend} is not supported"
+            raise _contradiction(name, reason, INSTEAD.get(backend, "unset it"))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
@@ -121,7 +122,7 @@ def select_deepspeed_accelerator(device_type: str) -> None:
     os.environ["DS_ACCELERATOR"] = device_type
 
 
-def forget_trainer_engine() -> None:
+def unset_engine_variables() -> None:
     """Remove the variables by which accelerate would make later Trainers of this process use DeepSpeed or FSDP."""
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         os.environ.pop(name, None)

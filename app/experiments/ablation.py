@@ -32,13 +32,13 @@ from app.experiments.ablation_table import Outcome, measure_effect
 from app.experiments.ablation_variants import Variant, build_variants, plan_variant
 from app.model.hub import resolve_commit
 from app.model.load import load_classifier
+from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.dropout import seed_micro_batch
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
-from app.training.precision import mixed_precision
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:

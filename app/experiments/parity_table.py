@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from app.cli import refuse_trainer_engines, settings_parser
+from app.cli import settings_parser
 from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
 from app.experiments.program import refuse_dry_run, run_program
@@ -31,7 +31,7 @@ from app.report.bitwise import first_difference
 from app.runs.folder import create_folder
 from app.runs.reader import Run
 from app.runs.schema import RUNS
-from app.settings import Settings
+from app.settings import Settings, refuse_trainer_engines
 
 RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)
 SAMPLING, PRECISION = ("random", "group_by_length"), ("fp32", "bf16")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.manager import latest_first, step_of, was_complete
-from app.cli import as_flags, refuse_trainer_engines, settings_parser
+from app.cli import as_flags, settings_parser
 from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
@@ -35,7 +35,7 @@ from app.experiments.train_pair import PATHS
 from app.files import write_text
 from app.runs.folder import create_folder
 from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import LARGEST_COUNT, STRATEGIES, Settings
+from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_trainer_engines
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("undisturbed", "killed")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from app.hardware import autocast
 from app.model.empty import empty_batch, empty_model, without_data
+from app.model.precision import autocast
 from app.settings import Settings
 
 

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from app.hardware import autocast
+from app.errors import UserError
 from app.model.checkpointing import checkpoint_activations
-from app.model.load import build_from_config, training_dtype
+from app.model.load import build_from_config
+from app.model.precision import autocast, training_dtype
 from app.settings import Settings
 
 aten = torch.ops.aten
@@ -26,16 +27,22 @@ def without_data(device: torch.device) -> Iterator[None]:
 
     Args:
         device: decides which kernels a model uses. It need not exist.
+
+    Raises:
+        UserError: what the model computes depends on the values of tensors.
     """
-    with FakeTensorMode(), torch.device(device), OneEndPerRow():
-        yield
+    try:
+        with FakeTensorMode(), torch.device(device), OneEndPerRow():
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        raise UserError(f"this model can't be planned, because its computation depends on data: {problem}") from None
 
 
 class OneEndPerRow(TorchDispatchMode):
-    """Answer the questions about values that encoder-decoders such as BART and T5 ask, which classify a text's end.
+    """Supply the values that the forward pass of encoder-decoders such as BART and T5 depends on.
 
-    They select the hidden state of the end-of-sequence token in each row, and check that all rows have equally many.
-    Here every row has one.
+    They classify the end of a text: they select the hidden state of the end-of-sequence token in each row, and check
+    that all rows have equally many. Here every row has one.
     """
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
@@ -85,7 +90,7 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
         return auto_class.from_pretrained(
             settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **kwargs
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as problem:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as problem:
         # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
         reason = NOT_CACHED if offline else f"cannot be loaded: {first_line(problem)}"
         raise UserError(f"--model {settings.model}: {reason}") from None
@@ -113,6 +118,8 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
 
 
 def first_line(problem: Exception) -> str:
-    """Return the first line of an exception's message, or its type if the message is empty."""
+    """Return the first line of an exception's message, with the next one if it only announces that, or its type."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return lines[0] if lines else type(problem).__name__
+    if not lines:
+        return type(problem).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -28,6 +28,7 @@ from transformers.utils import (
 
 from app.errors import UserError
 from app.model.hub import check_folder, fetch, first_line
+from app.model.precision import training_dtype
 from app.model.tiny_bert import learn_tokenizer, tiny_config
 from app.settings import TINY, ModelSettings, Settings
 
@@ -162,11 +163,6 @@ def load_classifier(
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings))
     return Classifier(model, pretrained, origin)
-
-
-def training_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype of weights and buffers."""
-    return torch.float64 if settings.precision == "fp64" else torch.float32
 
 
 def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ class RunRecord:
         write_json(self.folder / schema.SPLIT.name, split_content(self.info))
         if self.settings.output_dir is None and self.resume.folder is None:
             point_latest(self.folder)  # only now: `auto` looks there for settings.json
+        shutil.rmtree(self.folder / schema.PROFILE_STAGING, ignore_errors=True)  # of a process that was killed
         copy_best(self.resume.best, self.folder, self.checkpoints.folder)
         for name in schema.LOGS:
             before = step_to_evaluate if name == schema.EVALUATIONS.name else None

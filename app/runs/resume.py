@@ -17,7 +17,7 @@ from app.errors import AlreadyFinished, UserError
 from app.hardware import device_name
 from app.runs.find_checkpoint import Found, find_checkpoint, folder_of_this_job
 from app.runs.schema import BEST_PREFIX, RUN_STATE, STEPS, checkpoint_files
-from app.settings import Settings
+from app.settings import Settings, trainer_engine
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def changes_since(state: Mapping[str, Any], settings: Settings, world: World) ->
     """
     recorded = state.get("settings", {})
     # Trainer's engines add gradients in an order that depends on the number of ranks.
-    earlier = Settings(deepspeed=recorded.get("deepspeed"), fsdp=bool(recorded.get("fsdp")))
-    engines = [earlier.trainer_engine, settings.trainer_engine]
+    engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
     offload = {"cuda": settings.cpu_offload}.get(world.device.type)
     pairs = [
         ("device", state.get("device"), device_name(world.device)),

@@ -30,6 +30,7 @@ PREDICTIONS = "predictions.csv"
 LOCK = ".lock"
 
 PROFILE = "profile"  # a folder
+PROFILE_STAGING = ".profile.tmp"
 TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev
 PROFILE_SUMMARY, PROFILE_TEXT = "summary.json", "summary.md"
 

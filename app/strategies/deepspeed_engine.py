@@ -59,7 +59,7 @@ class DeepSpeed(PlainAdamW):
         for name, tensor in model.state_dict(keep_vars=True).items():
             with complete([tensor]):
                 if self.world.is_main_process:
-                    state[name] = tensor.detach().cpu().clone()
+                    state[name] = tensor.detach().to("cpu", copy=True)
         return state
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from app.settings import COMPRESSING
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES
 from app.strategies.reduction import MOST_IN_FLIGHT
@@ -83,17 +84,20 @@ def plan_memory(
     complete = sum(map(bytes_of, parameters))
     n_partial_sums = (logical_ranks_per_rank - 1).bit_length()
     in_progress = complete if accumulation_steps > 1 else 0
-    if strategy in ("ddp", "zero1"):
-        exchange = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
+    if strategy in COMPRESSING:
+        element = parameters[0].element_size()
+        sent = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else element  # bytes of an element that is exchanged
+        received = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
+        exchange = received * sent // element
         if comm_hook in DTYPES:  # the rounded copy of every bucket
-            exchange += sum(parameter.numel() for parameter in parameters) * DTYPES[comm_hook].itemsize
+            exchange += complete * sent // element
         elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
             exchange = 4 * complete
         shares = [complete] * ranks
         if strategy == "zero1":
             shares = [sum(map(bytes_of, share)) for share in assign_to_ranks(parameters, ranks)]
         # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
-        sums = n_partial_sums * complete
+        sums = n_partial_sums * complete * sent // element
         return [
             RankMemory(complete + frozen, complete, MOMENTS * share, 0, exchange, in_progress, sums) for share in shares
         ]

@@ -87,8 +87,8 @@ def reduce_scatter_pairwise(chunks: torch.Tensor, group: dist.ProcessGroup | Non
 def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
     """Return views of the gradients of a bucket's parameters in its buffer, or in a copy of it in another dtype.
 
-    DDP lays a gradient out like its parameter. `bucket.gradients()` takes each of them for contiguous, which mixes up
-    the elements of a parameter that is not, such as a transposed one.
+    DDP lays a gradient out like its parameter. `bucket.gradients()` assumes that each of them is contiguous, which
+    mixes up the elements of a parameter that is not, such as a transposed one.
     """
     views, start = [], 0
     for parameter in bucket.parameters():

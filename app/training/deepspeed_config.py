@@ -13,20 +13,27 @@ from app.distributed.collectives import broadcast_object, raise_on_all_ranks
 from app.distributed.environment import select_deepspeed_accelerator
 from app.distributed.world import World
 from app.errors import UserError, shorten
-from app.settings import Settings
+from app.settings import Settings, refuse_trainer_engines
 from app.training.optim import warmup_steps
 
 Config = dict[str, Any]
 
 INSTALLATION = (
-    "bash run_scripts/setup.sh --deepspeed, or DS_BUILD_OPS=0 pip install --no-build-isolation 'samebits[deepspeed]'"
+    "bash run_scripts/setup.sh --deepspeed, or DS_BUILD_OPS=0 pip install --no-build-isolation -e '.[deepspeed]'"
 )
 # What DeepSpeed calls the schedules of `--lr_scheduler_type`.
 SCHEDULERS = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
 # Sections that only print or tune communication. They are handed to DeepSpeed as they are.
-WITHOUT_EFFECT_ON_RESULTS = {
-    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
+WITHOUT_EFFECT_ON_RESULTS: Mapping[str, type] = {
+    "steps_per_print": int,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "comms_logger": dict,
+    "flops_profiler": dict,
 }
+LARGEST_INTEGER = 2**63 - 1  # what PyTorch accepts as a size
+JSON_TYPES = {int: "an integer", bool: "true or false", dict: "an object"}
 # Values of `zero_optimization` that may not be changed: others change results, or are not supported here.
 FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_quantized_weights": (False, "communication is in fp32"),
@@ -35,6 +42,7 @@ FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_hpz_partition_size": (1, "parameters are sharded over all ranks"),
     "compute_grad_norm": (True, "every step records its gradient norm"),
     "zenflow": (None, "every step updates all parameters"),
+    "legacy_stage1": (False, "DeepSpeed does not support it any more"),
     "offload_optimizer.ratio": (1.0, "the optimizer state is offloaded as a whole"),
     "offload_optimizer.super_offload": (False, "the optimizer is PyTorch's AdamW"),
     "cpu_offload": (None, "the name today is offload_optimizer"),
@@ -48,9 +56,8 @@ def check_engine(path_name: str, settings: Settings, world: World) -> None:
     Raises:
         UserError: the path is not trainer_run, DeepSpeed is not installed, or `--fsdp` has no GPUs.
     """
-    if settings.trainer_engine is not None and path_name != "trainer_run":
-        flag = "--fsdp" if settings.fsdp else "--deepspeed"
-        raise UserError(f"{flag}: only the Trainer path has it: start app.trainer_run, or use --strategy")
+    if path_name != "trainer_run":
+        refuse_trainer_engines(settings)
     if settings.fsdp and world.device.type == "cpu":
         raise UserError("--fsdp needs GPUs: on CPUs Trainer would train with plain DDP; use --strategy zero3")
     if settings.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
@@ -108,6 +115,8 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
     problems: list[str] = []
     for key, value in flatten(config):
         section = key.partition(".")[0]
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            problems.append(f"{key} is {as_json(value)}: must be at most {LARGEST_INTEGER}")
         if section in WITHOUT_EFFECT_ON_RESULTS or section == "zero_optimization":
             continue
         if key in determined:
@@ -116,19 +125,37 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
                 problems.append(f'{key} is {as_json(value)}, but {source}: remove it or set "auto"')
         elif not key.startswith(("fp16.", "bf16.")):  # their other keys have no effect, because both are off
             problems.append(f"{key} is not supported: remove it")
+    for key, kind in WITHOUT_EFFECT_ON_RESULTS.items():
+        if key in config and type(config[key]) is not kind:
+            problems.append(f"{key} is {as_json(config[key])}: must be {JSON_TYPES[kind]}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         problems += zero_problems(zero)
-    else:
+    elif zero is None:
         problems.append('zero_optimization is missing: add "zero_optimization": {"stage": 2}, or remove --deepspeed')
+    else:
+        problems.append(f'zero_optimization is {as_json(zero)}: must be an object, such as {{"stage": 2}}')
     if problems:
-        raise UserError(f"{file}: {problems[0]}")
+        raise UserError(f"{file}: {'; '.join(problems)}")
     assert isinstance(zero, dict)
     check_zero_section(file, zero)
     kept = {key: value for key, value in config.items() if key in WITHOUT_EFFECT_ON_RESULTS}
     filled = {key: value for key, (value, _) in determined.items() if "." not in key}
+    # Trainer writes "no clipping" as infinity, which JSON has not, so let it fill that in.
+    filled["gradient_clipping"] = settings.max_grad_norm or "auto"
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
     return kept | filled | {"zero_optimization": zero} | (autocast if settings.bf16 else {})
+
+
+def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
+    """List what makes a resumed run differ by rounding from the run that wrote the checkpoint.
+
+    Args:
+        state: the content of run_state.json.
+        config: as returned by `complete_config`.
+    """
+    before, now = (state.get("deepspeed_config") or {}).get("zero_optimization"), config["zero_optimization"]
+    return () if before in (None, now) else (f"zero_optimization: {as_json(now)}, was {as_json(before)}",)
 
 
 def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
@@ -145,8 +172,7 @@ def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[An
         "train_batch_size": flag("train_batch_size"),
         "train_micro_batch_size_per_gpu": (plan.micro_size, f"the batch is divided as {plan}"),
         "gradient_accumulation_steps": (plan.micro_batches_per_step, f"the batch is divided as {plan}"),
-        # Trainer writes "no clipping" as infinity, which JSON has not, so let it fill that in.
-        "gradient_clipping": (settings.max_grad_norm or "auto", f"--max_grad_norm is {settings.max_grad_norm}"),
+        "gradient_clipping": flag("max_grad_norm"),
         # PyTorch's AdamW, as in the other strategies, also where DeepSpeed would choose and compile its own.
         "zero_allow_untested_optimizer": (True, "the optimizer is PyTorch's AdamW"),
         "zero_force_ds_cpu_optimizer": (False, "the optimizer is PyTorch's AdamW"),
@@ -180,6 +206,9 @@ def zero_problems(zero: Mapping[str, Any]) -> Iterator[str]:
         if values.get(key, only) != only:
             yield f"zero_optimization.{key} is {as_json(values[key])}, but {reason}: remove it"
     for section in ("offload_optimizer", "offload_param"):
+        if not isinstance(zero.get(section), dict | None):
+            value = as_json(zero[section])
+            yield f'zero_optimization.{section} is {value}: must be an object, such as {{"device": "cpu"}}'
         device = values.get(f"{section}.device", "none")
         if device not in ("none", "cpu"):
             yield f"zero_optimization.{section}.device is {as_json(device)}: must be cpu or none"

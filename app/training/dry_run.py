@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
-from app.errors import UserError
 from app.settings import Settings
 from app.training.plan import build_plan
 from app.training.plan_tables import describe_run_plan
@@ -19,9 +18,6 @@ def print_plan(path_name: str, settings: Settings, world: World) -> None:
     Raises:
         AgreedError: a user's mistake on any rank.
     """
-    with raise_on_all_ranks(world):
-        if settings.deepspeed is not None or settings.fsdp:
-            raise UserError("--dry_run plans --strategy: remove --deepspeed or --fsdp")
     settings, _ = resolve_settings(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process:

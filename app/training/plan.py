@@ -31,16 +31,16 @@ class Plan:
         order: the parameters that get a gradient, in the order in which backward() computes them.
         batches: how the rows of the step are divided.
         device: where the ranks train.
-        count: returns the activations of a number of rows of `--max_length` tokens.
+        count: returns the activations of a number of rows of `--max_length` tokens, with the run's precision and
+            activation checkpointing or with others.
     """
 
     settings: Settings
-    config: PretrainedConfig
     model: PreTrainedModel
     order: list[torch.nn.Parameter]
     batches: BatchPlan
     device: torch.device
-    count: Callable[[int], Activations]
+    count: Callable[..., Activations]
 
     @property
     def activations(self) -> Activations:
@@ -81,16 +81,6 @@ class Plan:
             self.settings.ddp_comm_hook,
         )
 
-    def activations_with(self, precision: str, activation_checkpointing: bool) -> Activations:
-        """Return the activations of a micro-batch under other settings."""
-        settings = replace(
-            self.settings,
-            precision=precision,  # type: ignore[arg-type]
-            bf16=False,
-            activation_checkpointing=activation_checkpointing,
-        )
-        return count_activations(settings, self.config, self.batches.micro_size, self.device)
-
 
 def build_plan(settings: Settings, ranks: int) -> Plan:
     """Read the data and the model's config, and plan a training step.
@@ -116,16 +106,17 @@ def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, 
         model = empty_model(settings, config)
         add_gradients_per_block(model)
         order = gradient_order(model, settings, batches.micro_size, device)
-    return Plan(settings, config, model, order, batches, device, activation_counter(settings, config, device))
-
-
-def activation_counter(
-    settings: Settings, config: PretrainedConfig, device: torch.device
-) -> Callable[[int], Activations]:
-    """Return a function that counts the activations of a number of rows of `--max_length` tokens."""
 
     @cache
-    def count(rows: int) -> Activations:
-        return count_activations(settings, config, rows, device)
+    def count(rows: int, precision: str | None = None, activation_checkpointing: bool | None = None) -> Activations:
+        variant = replace(
+            settings,
+            precision=precision or settings.precision,  # type: ignore[arg-type]
+            bf16=False,
+            activation_checkpointing=(
+                settings.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
+            ),
+        )
+        return count_activations(variant, config, rows, device)
 
-    return count
+    return Plan(settings, model, order, batches, device, count)

@@ -15,6 +15,7 @@ from app.training.plan import Plan
 RANKS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
 Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set
 VARIANTS: tuple[Variant, ...] = (*((strategy, False) for strategy in STRATEGIES), ("zero3", True))
+RANKS_NOTE = "Each rank has the micro-batches of this plan, so the global batch grows with the number of ranks."
 TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
     "much as it sends. Sizes are those of the tensor that is reduced, sent or gathered."
@@ -30,14 +31,14 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
         f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, VARIANTS)}",
-        f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}",
+        f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}\n{RANKS_NOTE}\n",
         f"## Activations, in MiB\n\n{table_of_activations(plan)}",
     ]
     if budget is not None:
         parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
     parts += [
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, STRATEGIES)}",
-        f"## Traffic by the number of ranks, in MiB\n\n{table_of_traffic_by_ranks(plan)}",
+        f"## Traffic by the number of ranks, in MiB\n\n{table_of_traffic_by_ranks(plan)}\n{RANKS_NOTE}\n",
         f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n",
     ]
     return "\n".join(parts)
@@ -108,9 +109,12 @@ def table_of_activations(plan: Plan) -> str:
 
 def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
     """Yield precision, checkpointing (yes or no), and the activations of a micro-batch."""
-    for precision in ("fp32", "bf16"):
+    own = plan.settings.precision or "fp32"
+    # With fp64, parameters and gradients are in fp64 too, and the plan has no others.
+    for precision in ("fp64",) if own == "fp64" else dict.fromkeys(("fp32", "bf16", own)):
         for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):
-            yield precision, "yes" if checkpointing else "no", plan.activations_with(precision, checkpointing)
+            activations = plan.count(plan.batches.micro_size, precision, checkpointing)
+            yield precision, "yes" if checkpointing else "no", activations
 
 
 def table_of_what_fits(plan: Plan, budget: int) -> str:

@@ -25,7 +25,7 @@ from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import describe_ranks, describe_run, quiet_libraries
-from app.training.deepspeed_config import Config, check_engine, complete_config, read_config
+from app.training.deepspeed_config import Config, changes_of_config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
 from app.training.profiling import StepProfiler
 
@@ -92,6 +92,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
         if deepspeed_config is not None:
             deepspeed_config = complete_config(deepspeed_config, settings, data.plan)
+            resume = replace(resume, changes=(*resume.changes, *changes_of_config(resume.state, deepspeed_config)))
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
@@ -164,6 +165,7 @@ def check_settings(settings: Settings, world: World) -> None:
         AgreedError: names the flags and the ranks that differ from rank 0.
     """
     mine = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
+    mine["deepspeed"] = settings.deepspeed is not None  # rank 0 reads the file
     by_rank = all_gather_object(mine, world)
     with raise_on_all_ranks(world):
         for rank, theirs in enumerate(by_rank):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from app.distributed.world import World
 from app.errors import RunError, escape_control_characters
 from app.files import commit, write_json, write_text
 from app.runs.record import RunRecord
-from app.runs.schema import PROFILE, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
+from app.runs.schema import PROFILE, PROFILE_STAGING, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
 from app.settings import Settings
 from app.training.step_breakdown import CATEGORIES, Event, StepTimes, divide_steps, mean
 
@@ -87,7 +87,7 @@ class StepProfiler:
         events = events_of(finished)
         warn_without_kernels(events, self.world)
         ranks = all_gather_object(divide_steps(events), self.world)
-        staging = self.folder.with_name(f".{PROFILE}.tmp")
+        staging = self.folder.with_name(PROFILE_STAGING)
 
         def create() -> None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -167,12 +167,14 @@ def write_trace(finished: profile, path: Path) -> None:
     """Write the trace for Perfetto, compressed.
 
     Raises:
-        OSError: it can't be written.
-        ValueError: it is not complete. kineto does not report it if the disk is full.
+        OSError: it can't be written completely.
     """
     plain = path.with_suffix("")
     finished.export_chrome_trace(str(plain))
-    json.loads(plain.read_text("utf-8"))
+    with plain.open("rb") as file:
+        file.seek(max(0, plain.stat().st_size - 16))
+        if not file.read().rstrip().endswith(b"}"):  # kineto does not report it if the disk is full
+            raise OSError(errno.ENOSPC, "the trace is incomplete: the disk may be full")
     with plain.open("rb") as source, gzip.open(path, "wb") as target:
         shutil.copyfileobj(source, target)
     plain.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from app.distributed.environment import forget_trainer_engine
+from app.distributed.environment import unset_engine_variables
 from app.distributed.world import World
 from app.strategies.trainer_fsdp import fsdp_config
 from app.training.prepare import Preparation
@@ -45,4 +45,4 @@ def forget_engine() -> None:
     Call it when Trainer has been created.
     """
     unset_hf_deepspeed_config()  # with stage 3, from_pretrained would shard the next model
-    forget_trainer_engine()
+    unset_engine_variables()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.bench import checkpoint_cost, memory, recipe, traffic
-from app.bench.harness import set_up
+from app.bench.harness import set_up, with_each_strategy
 from app.errors import RunError
 from app.settings import STRATEGIES, Settings
 from app.strategies.traffic import Collective
@@ -75,3 +75,10 @@ def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, world,
     out = capsys.readouterr().out
     assert "| all-reduce | gradients: bucket 1 | 1 | 1 | 0 |" in out
     assert "| broadcast | not predicted | 8,192 | 0 | 1 |" in out
+
+
+def test_every_strategy_that_supports_the_settings_is_measured():
+    assert [one.strategy for one in with_each_strategy(Settings())] == list(STRATEGIES)
+    assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
+    offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
+    assert [one.cpu_offload for one in offloaded] == [False, False, False, True]

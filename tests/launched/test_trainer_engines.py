@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from jobs import TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
 from safetensors.torch import load_file
@@ -78,6 +79,9 @@ RUNS = {
         "ddp": ddp(),
         **{name: with_config(name) for name in CONFIGS if name not in FAST},
         "stage-2-resumed": with_config("stage-2", resume("stage-2")),
+        "zero3": ddp("--strategy=zero3"),
+        "zero3-as-stage-2": with_config("stage-2", resume("zero3")),
+        "zero3-as-stage-3": with_config("stage-3", resume("zero3")),
         "stage-3-as-ddp": ddp(resume("stage-3")),
         "evaluated-only": with_config("stage-3", resume("stage-3", 4)),
         "best-ddp": ddp(*BEST),
@@ -108,6 +112,9 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[str], Path]:
     def train(group: str) -> Path:
         folder: Path = tmp_path_factory.mktemp(group)
         write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
+        reviews = pd.read_csv(folder / "reviews.csv")
+        reviews.loc[::3, "label"] = 2  # three classes: a bias that can't be divided among two ranks
+        reviews.to_csv(folder / "reviews.csv", index=False)
         write_subset(hotel_csv, folder / "more_reviews.csv", 1500)
         write_configs(folder)
         mistakes = (
@@ -182,20 +189,29 @@ def test_a_resumed_run_is_bitwise_identical(trained, group, name):
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [("fast", "stage-1-as-3"), pytest.param("slow", "stage-3-as-ddp", marks=pytest.mark.slow)],
+    [
+        ("fast", "stage-1-as-3"),
+        *(
+            pytest.param("slow", name, marks=pytest.mark.slow)
+            for name in ("stage-3-as-ddp", "zero3-as-stage-2", "zero3-as-stage-3")
+        ),
+    ],
 )
 def test_a_run_resumes_with_another_stage_or_without_deepspeed(trained, group, name):
     folder = trained(group)
     assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
     assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
-    announced = "engine: PyTorch, was DeepSpeed" in json.loads((folder / "out.json").read_text())[name]
-    assert announced == (name == "stage-3-as-ddp")
+    announcements = {"stage-1-as-3": "zero_optimization: ", "stage-3-as-ddp": "engine: PyTorch, was DeepSpeed"}
+    announcements |= dict.fromkeys(("zero3-as-stage-2", "zero3-as-stage-3"), "engine: DeepSpeed, was PyTorch")
+    out = json.loads((folder / "out.json").read_text())[name]
+    assert announcements[name] in out
+    assert "not bitwise identical to an undisturbed run" in out
 
 
 def test_a_mistake_is_one_line_that_names_what_to_change(trained):
     folder = trained("fast")
     mistakes = json.loads((folder / "mistakes.json").read_text())
-    assert "only the Trainer path has it" in mistakes["wrong-path"]
+    assert "only app.trainer_run has it" in mistakes["wrong-path"]
     assert 'train_batch_size is 64, but --train_batch_size is 16: remove it or set "auto"' in mistakes["contradiction"]
     assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
     assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]

@@ -7,7 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedConfig
 
+from app.errors import UserError
 from app.model.activations import count_activations
+from app.model.empty import without_data
 from app.settings import Settings
 
 SMALL = {
@@ -70,3 +72,11 @@ def test_checkpointing_keeps_less_and_more_rows_keep_more():
 def test_weights_of_any_size_need_no_memory():
     large = BertConfig(hidden_size=8192, num_hidden_layers=2, num_attention_heads=64, intermediate_size=32768)
     assert count_activations(Settings(max_length=8), large, 1, CPU).saved > 0
+
+
+def test_a_computation_that_depends_on_data_is_refused():
+    with (
+        pytest.raises(UserError, match=r"can't be planned, because its computation depends on data"),
+        without_data(CPU),
+    ):
+        torch.ones(3).sum().item()

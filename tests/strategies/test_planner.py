@@ -113,3 +113,7 @@ def test_compressed_gradients_need_memory(strategy):
     model = Shapes([(10, 4), (6, 4)])  # 64 elements
     for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 16 * 64}.items():
         assert {memory.exchange for memory in plan_memory(model, strategy, 2, comm_hook=hook)} == {size}
+    for hook, element in {"no": 4, "bf16": 2}.items():
+        (memory, *_) = plan_memory(model, strategy, 4, logical_ranks_per_rank=2, comm_hook=hook)
+        copy = 2 * 64 if hook == "bf16" else 0
+        assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)

@@ -99,7 +99,21 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"zero_optimization": {"stage": 0}}, {}, "zero_optimization.stage is 0: must be 1, 2 or 3"),
         ({"zero_optimization": {}}, {}, "zero_optimization.stage is null: must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": True}}, {}, "zero_optimization.stage is true: must be 1, 2 or 3"),
-        ({"zero_optimization": 2}, {}, "zero_optimization is missing"),
+        ({"zero_optimization": 2}, {}, 'zero_optimization is 2: must be an object, such as {"stage": 2}'),
+        ({"steps_per_print": 5}, {}, "zero_optimization is missing"),
+        (ZERO | {"comms_logger": "x"}, {}, 'comms_logger is "x": must be an object'),
+        (ZERO | {"steps_per_print": True}, {}, "steps_per_print is true: must be an integer"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**30}},
+            {},
+            "zero_optimization.reduce_bucket_size is",
+        ),
+        ({"zero_optimization": {"stage": 2, "legacy_stage1": True}}, {}, "zero_optimization.legacy_stage1 is true"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "auto"}},
+            {},
+            'zero_optimization.offload_optimizer is "auto": must be an object',
+        ),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
             {},
@@ -164,10 +178,10 @@ def test_only_the_trainer_path_has_it_and_only_if_it_is_installed(monkeypatch):
     world = fake_world()
     check_engine("ddp_loop", Settings(), world)
     for flag, given in (("deepspeed", Settings(deepspeed="ds.json")), ("fsdp", Settings(fsdp=True))):
-        with pytest.raises(UserError, match=f"--{flag}: only the Trainer path has it"):
+        with pytest.raises(UserError, match=f"--{flag}: only app.trainer_run has it"):
             check_engine("ddp_loop", given, world)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"DeepSpeed is not installed: run .*samebits\[deepspeed\]"):
+    with pytest.raises(UserError, match=r"DeepSpeed is not installed: run .*\.\[deepspeed\]"):
         check_engine("trainer_run", Settings(deepspeed="ds.json"), world)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     check_engine("trainer_run", Settings(deepspeed="ds.json"), world)
