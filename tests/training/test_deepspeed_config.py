@@ -100,7 +100,7 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"zero_optimization": {}}, {}, "zero_optimization.stage is null: must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": True}}, {}, "zero_optimization.stage is true: must be 1, 2 or 3"),
         ({"zero_optimization": 2}, {}, 'zero_optimization is 2: must be an object, such as {"stage": 2}'),
-        ({"steps_per_print": 5}, {}, "zero_optimization is missing"),
+        ({"zero_optimization": None}, {}, "zero_optimization is missing"),
         (ZERO | {"comms_logger": "x"}, {}, 'comms_logger is "x": must be an object'),
         (ZERO | {"steps_per_print": True}, {}, "steps_per_print is true: must be an integer"),
         (
