@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -28,7 +28,7 @@ class AlphaBeta:
         alpha_error: standard error of alpha.
         beta_error: standard error of beta.
         covariance: of the estimates of alpha and beta.
-        scatter: standard deviation of measured / fitted - 1.
+        scatter: standard deviation of fitted / measured - 1.
         relative_error: median of |fitted / measured - 1| over the points.
         points: the number of points that were fitted.
     """
@@ -50,6 +50,17 @@ class AlphaBeta:
             messages: how many latencies to count, for an algorithm that sends several messages one after another.
         """
         return messages * self.alpha + size * self.beta
+
+    def scaled(self, factor: float) -> AlphaBeta:
+        """Return the line of times that are `factor` times as long."""
+        return replace(
+            self,
+            alpha=self.alpha * factor,
+            beta=self.beta * factor,
+            alpha_error=self.alpha_error * factor,
+            beta_error=self.beta_error * factor,
+            covariance=self.covariance * factor**2,
+        )
 
     def confidence_interval(self, size: float, confidence: float = 0.95, messages: float = 1) -> tuple[float, float]:
         """Return the interval in which the line itself is, in seconds. Arguments as for `seconds`."""

@@ -36,6 +36,11 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * rounded:g} ms" if rounded < 1 else f"{rounded:g} s"
 
 
+def format_bandwidth(beta: float) -> str:
+    """Return the bandwidth, from the seconds per byte, such as 1.25 GB/s; `–` if bytes take no time."""
+    return f"{_round(1 / beta / 1e9):g} GB/s" if beta else "–"
+
+
 def _round(value: float) -> float:
     return float(f"{value:.3g}")
 

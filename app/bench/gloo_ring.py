@@ -114,7 +114,7 @@ class _Simulation:
         self._schedule(self.software_free_at, self._receive, bucket)
 
     def _receive(self, bucket: int) -> None:
-        """Go on after a segment has been received, and added to this rank's own in the first phase."""
+        """Continue after a segment has been received, and added to this rank's own in the first phase."""
         self.received[bucket] += 1
         per_phase = self.segments[bucket]
         if self.posted[bucket] % per_phase:

@@ -20,7 +20,7 @@ import sys
 from app.bench.cluster_report import ClusterFlags
 from app.bench.harness import SIZES
 from app.bench.page import as_html, as_text
-from app.bench.scaling_measure import Plan, cores, measure, open_jobs
+from app.bench.scaling_measure import Plan, measure, open_jobs, usable_cores
 from app.bench.scaling_predict import fit
 from app.bench.scaling_report import describe, raw_data, sections
 from app.bench.shaped_link import Link
@@ -63,9 +63,10 @@ def _main() -> int:
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
         method = jobs.link.method if jobs.link else None
-    fits = fit(rounds)
+    n_cores = len(usable_cores())
+    fits = fit(rounds, n_cores, plan.threads)
     facts = describe(plan, method)
-    report = sections(plan, rounds, fits, cluster, cores())
+    report = sections(plan, rounds, fits, cluster, n_cores)
     for section in report:
         print(f"\n{as_text(section)}")
     write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report)})

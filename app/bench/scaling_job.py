@@ -186,7 +186,8 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
         task: `sizes` in bytes, and how often to `repeat` each.
 
     Returns:
-        For each size: `bytes`, the median of the `seconds`, and `cpu_seconds` averaged over ranks and repetitions.
+        For each size: `bytes`, the median of the `seconds` on the slowest rank, and `cpu_seconds` averaged over ranks
+        and repetitions.
     """
     results = []
     for size in task["sizes"]:
@@ -197,8 +198,8 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
         seconds = [timed(partial(dist.all_reduce, tensor)) for _ in range(task["repeat"])]
         mine = statistics.median(seconds), (time.process_time() - cpu_began) / task["repeat"]
         ranks = all_gather_object(mine, world)
-        mean_seconds, mean_cpu = (statistics.mean(one[i] for one in ranks) for i in range(2))
-        results.append({"bytes": tensor.nbytes, "seconds": mean_seconds, "cpu_seconds": mean_cpu})
+        slowest, mean_cpu = max(one[0] for one in ranks), statistics.mean(one[1] for one in ranks)
+        results.append({"bytes": tensor.nbytes, "seconds": slowest, "cpu_seconds": mean_cpu})
     return results
 
 

@@ -52,7 +52,7 @@ class Measurement:
 
     Attributes:
         result: from `app.bench.scaling_job`.
-        others: share of this machine's CPU time that other processes used meanwhile.
+        others: share of the CPU time of this process's cores that other processes used meanwhile.
     """
 
     result: Any
@@ -176,14 +176,17 @@ def measure(plan: Plan, jobs: Jobs) -> list[Round]:
 def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:
     """Do something, and measure which share of the CPU time other processes have used meanwhile."""
 
-    def busy() -> float:
-        times = psutil.cpu_times()._asdict()
-        return float(sum(seconds for kind, seconds in times.items() if kind not in NOT_COUNTED))
-
-    began, busy_before, own_before = time.monotonic(), busy(), jobs.cpu_seconds()
+    began, busy_before, own_before = time.monotonic(), busy_seconds(), jobs.cpu_seconds()
     result = work()
-    others = busy() - busy_before - (jobs.cpu_seconds() - own_before)
-    return Measurement(result, max(0.0, others / (cores() * (time.monotonic() - began))))
+    others = busy_seconds() - busy_before - (jobs.cpu_seconds() - own_before)
+    return Measurement(result, max(0.0, others / (len(usable_cores()) * (time.monotonic() - began))))
+
+
+def busy_seconds() -> float:
+    """Return the CPU time that all processes together have used so far on the cores that this process may use."""
+    usable = usable_cores()
+    times = [one._asdict() for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in usable]
+    return float(sum(seconds for core in times for kind, seconds in core.items() if kind not in NOT_COUNTED))
 
 
 def _perform(key: Key, plan: Plan, jobs: Jobs) -> Any:
@@ -213,6 +216,6 @@ def _measure_link(size: int, nodes: TaskJob, link: ShapedLink) -> dict[str, floa
     return result | {"cpu_seconds": result["cpu_seconds"] + emulation}
 
 
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> set[int]:
+    """Return the numbers of the CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

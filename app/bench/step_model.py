@@ -92,7 +92,7 @@ def predict_step(computation: Computation, network: Network, cores: Cores) -> fl
     """Return the predicted time of a step in seconds.
 
     Args:
-        computation: measured with a core for each thread.
+        computation: with a core for each thread.
         network: between the ranks.
         cores: of each node.
     """
@@ -119,7 +119,7 @@ class LocalNetwork:
     the ring as well as for the all-to-all and the all-gather of `app.strategies.reduction`.
 
     Attributes:
-        wall: seconds of an all-reduce among two ranks.
+        wall: seconds of an all-reduce among two ranks, with a core for each thread.
         cpu: CPU seconds of each of the two ranks.
         cores: which the ranks share.
     """
