@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -123,16 +124,26 @@ class SettingsParser(HfArgumentParser):
         return {name: parsed[name] for name in (str(key).replace("-", "_") for key in content) if name in parsed}
 
 
+def program_name() -> str:
+    """Return the module that this process was started with, such as `app.bench.memory`."""
+    spec = sys.modules["__main__"].__spec__  # None if it was started as a file
+    return spec.name if spec else f"app.{Path(sys.argv[0]).stem}"
+
+
+def command_line() -> str:
+    """Return the command that started this process, without torchrun."""
+    return shlex.join(["python", "-m", program_name(), *sys.argv[1:]])
+
+
 def settings_parser(description: str | None) -> SettingsParser:
     """Create a parser with every training flag and `--config`.
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
     """
-    program = Path(sys.argv[0]).stem
     parser = SettingsParser(
         GROUPS,  # type: ignore[arg-type]
-        prog=f"python -m app.{program}",
+        prog=f"python -m {program_name()}",
         usage="%(prog)s [--flag VALUE …]",
         description=description,
         formatter_class=HelpFormatter,

@@ -17,6 +17,7 @@ from app.bench.cluster_report import ClusterFlags, cluster_section
 from app.bench.page import Figure, Section, Table
 from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Key, Plan, Round, usable_cores
 from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict, rounds_used
+from app.cli import command_line
 from app.hardware import git_commit
 
 ABOUT_RATIOS = (
@@ -39,6 +40,7 @@ def describe(plan: Plan, method: str | None) -> dict[str, str]:
         "PyTorch": torch.__version__,
         "commit": git_commit() or "unknown",
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "command": command_line(),
     }
 
 

@@ -13,11 +13,11 @@ from app.bench import collectives_section
 from app.bench.alpha_beta import bus_bandwidth_factor
 from app.bench.charts import Line, format_seconds, format_size, time_by_size
 from app.bench.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
-from app.bench.collectives_section import ELEMENT, SMALLEST, fit_line, measure_collectives, sizes_up_to
+from app.bench.collectives_section import ELEMENT, SMALLEST, check_largest, fit_line, measure_collectives, sizes_up_to
 from app.bench.communication import add_arguments
 from app.bench.page import Chunk, as_html, as_text
 from app.cli import parse_flags
-from app.errors import UserError
+from app.errors import AgreedError, UserError
 from app.settings import Settings
 
 
@@ -79,6 +79,23 @@ def test_sizes_that_do_not_fit_into_memory_are_skipped(world, monkeypatch):
         2**12,
         2**14,
     }
+
+
+def test_too_few_sizes_for_a_fit_are_one_line(world, monkeypatch):
+    with pytest.raises(UserError, match=r"^--largest_mib 0.015625: .* among 2000 ranks: use 0.13 or more$"):
+        check_largest(2**14, 2000)
+    check_largest(2**14, 256)
+    monkeypatch.setattr(collectives_section, "largest_that_fits", lambda world: 2**13)
+    with pytest.raises(AgreedError, match=r"^the free memory is enough for 2 sizes"):
+        measure_collectives(Settings(disable_tqdm=True), world, 2**18, 1e-4)
+
+
+@given(st.integers(1, 10**6))
+def test_the_size_that_is_suggested_is_enough(ranks):
+    try:
+        check_largest(2**14, ranks)
+    except UserError as problem:
+        check_largest(int(float(str(problem).split()[-3]) * 2**20), ranks)
 
 
 def test_a_point_is_the_median_of_its_rounds():
