@@ -62,18 +62,11 @@ class AlphaBeta:
             covariance=self.covariance * factor**2,
         )
 
-    def confidence_interval(self, size: float, confidence: float = 0.95, messages: float = 1) -> tuple[float, float]:
-        """Return the interval in which the line itself is, in seconds. Arguments as for `seconds`."""
-        return self._interval(size, confidence, messages, scatter=0)
-
-    def prediction_interval(self, size: float, confidence: float = 0.95, messages: float = 1) -> tuple[float, float]:
-        """Return the interval in which a further measurement is expected, in seconds. Arguments as for `seconds`."""
-        return self._interval(size, confidence, messages, self.scatter)
-
-    def _interval(self, size: float, confidence: float, messages: float, scatter: float) -> tuple[float, float]:
-        middle = self.seconds(size, messages)
-        variance = (messages * self.alpha_error) ** 2 + (size * self.beta_error) ** 2
-        variance += 2 * messages * size * self.covariance + (scatter * middle) ** 2
+    def prediction_interval(self, size: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Return the interval in which the measured time of another tensor is expected, in seconds."""
+        middle = self.seconds(size)
+        variance = self.alpha_error**2 + (size * self.beta_error) ** 2
+        variance += 2 * size * self.covariance + (self.scatter * middle) ** 2
         half = float(student.ppf((1 + confidence) / 2, self.points - 2)) * math.sqrt(max(0.0, variance))
         return max(0.0, middle - half), middle + half
 

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 
 from app.bench import scaling_charts as charts
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.charts import format_bandwidth, format_seconds
+from app.bench.charts import format_seconds
 from app.bench.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from app.bench.page import Figure, Section, Table
-from app.bench.scaling_measure import MODES, Plan
+from app.bench.scaling_measure import MODES, ScalingPlan
 from app.bench.scaling_predict import Fits, Interval, at_bound, over
+from app.sizes import format_bandwidth
 
 MOST_RANKS = 1024
 
@@ -32,7 +33,7 @@ class ClusterFlags:
     batch: int
 
 
-def cluster_section(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
+def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
     """Return the section.
 
     Args:
@@ -79,7 +80,9 @@ def cluster_section(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mappi
     )
 
 
-def _cluster_points(mode: str, algorithm: str, plan: Plan, fits: Fits, flags: ClusterFlags) -> dict[int, Interval]:
+def _cluster_points(
+    mode: str, algorithm: str, plan: ScalingPlan, fits: Fits, flags: ClusterFlags
+) -> dict[int, Interval]:
     points = {}
     for ranks in cluster_ranks(flags.ranks_per_node):
         rows = flags.batch / ranks if mode == "strong" else float(plan.rows)

@@ -11,15 +11,7 @@ import psutil
 import torch
 
 from app.bench.alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
-from app.bench.charts import (
-    Line,
-    bandwidth_by_size,
-    format_bandwidth,
-    format_seconds,
-    format_size,
-    limits_of,
-    time_by_size,
-)
+from app.bench.charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
 from app.bench.collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
 from app.bench.page import Chunk, Figure, Part, Picture, Section, Table
 from app.bench.timing import time_calls
@@ -27,6 +19,7 @@ from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.errors import AgreedError, UserError
 from app.settings import Settings
+from app.sizes import format_bandwidth, format_size, gigabytes
 
 SMALLEST, STEP = 2**10, 4  # bytes, and the ratio of one size to the next
 ELEMENT = 4  # bytes of an fp32 number
@@ -241,8 +234,3 @@ def time_table(lines: Mapping[str, Line]) -> Table:
     sizes = next(iter(lines.values())).sizes
     rows = [(name, *(f"{1e3 * seconds:.3g}" for seconds in line.seconds)) for name, line in lines.items()]
     return Table("Median times, ms", ("", *map(format_size, sizes)), rows)
-
-
-def gigabytes(value: float) -> str:
-    """Return bytes or bytes per second in 1e9."""
-    return f"{value / 1e9:.3g}"

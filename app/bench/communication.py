@@ -9,10 +9,8 @@ runs/communication/). docs/communication.md explains how to read them.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,13 @@ from app.bench.collectives_section import check_largest, measure_collectives
 from app.bench.compression import settings_by_hook
 from app.bench.compression_section import measure_compression
 from app.bench.page import Section, as_html, as_text
-from app.cli import SettingsParser, command_line, launch
+from app.cli import SettingsParser, command_line, count, launch, positive
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.errors import UserError, escape_control_characters
+from app.errors import UserError, escape_control_characters, shorten
 from app.files import write_json, write_text
-from app.hardware import device_name, git_commit
+from app.hardware import describe_machine
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
 from app.settings import Settings
@@ -56,7 +54,7 @@ def add_arguments(parser: SettingsParser) -> None:
     )
     parser.add_argument("--seconds_per_point", type=positive, default=1.0, metavar="X", help=ABOUT_SECONDS)
     parser.add_argument(
-        "--seeds", type=whole_number, default=3, metavar="N", help="trainings with each kind of compressed gradients"
+        "--seeds", type=count, default=3, metavar="N", help="trainings with each kind of compressed gradients"
     )
 
 
@@ -64,25 +62,7 @@ def size_in_mib(text: str) -> float:
     """Parse `--largest_mib`."""
     value = positive(text)
     if not SMALLEST_LIMIT <= value <= 2**20:
-        raise argparse.ArgumentTypeError(f"{text}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
-    return value
-
-
-def whole_number(text: str) -> int:
-    """Parse `--seeds`."""
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 1000:
-        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 999")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
     return value
 
 
@@ -97,7 +77,7 @@ def main(
             check(names, settings, largest, seeds, world)
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
-        facts = describe_machine(world)
+        facts = describe(world)
         world.print_main(headline(facts))
         measured = []
         for name in names:
@@ -162,18 +142,14 @@ def measure(name: str, settings: Settings, world: World, largest: int, seconds_p
     return training_step.measure_step(name, settings, STEP_SECONDS * seconds_per_point, world)
 
 
-def describe_machine(world: World) -> dict[str, str]:
-    """Return facts about the machine that every figure depends on, by name. Collective."""
+def describe(world: World) -> dict[str, str]:
+    """Return facts about the machine and the job that every figure depends on, by name. Collective."""
     nodes = len(set(all_gather_object(socket.gethostname(), world)))
-    commit = git_commit() or "unknown"
     return {
         "ranks": f"{world.size} on {nodes} node(s)",
         "backend": dist.get_backend(),
-        "device": f"{device_name(world.device)}, {os.cpu_count()} CPU cores",
         "threads": f"{torch.get_num_threads()} per rank",
-        "PyTorch": torch.__version__,
-        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        **describe_machine(world.device),
         "command": command_line(),
     }
 

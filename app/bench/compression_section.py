@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 
-from app.bench.charts import format_size
 from app.bench.compression import Measured, measure_hooks, settings_by_hook
 from app.bench.page import Figure, Part, Section, Table
 from app.distributed.collectives import raise_on_all_ranks
@@ -16,6 +15,7 @@ from app.distributed.world import World
 from app.report.plots import INK, NEUTRAL, SERIES_COLORS, render_svg
 from app.report.statistics import PairedSeeds, paired_seeds
 from app.settings import Settings
+from app.sizes import MIB, format_size
 from app.training.build import build_data
 from app.training.console import quiet_libraries
 
@@ -148,8 +148,8 @@ def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
     """Plot the bytes of each hook as bars, each with its number."""
 
     def draw(canvas: Canvas) -> None:
-        axes = canvas.add_subplot(xlabel="MB (1e6 bytes)")
-        sent = [one.sent / 1e6 for one in measured.values()]
+        axes = canvas.add_subplot(xlabel="MiB")
+        sent = [one.sent / MIB for one in measured.values()]
         bars = axes.barh(list(measured), sent, color=SERIES_COLORS[0], height=0.6)
         axes.bar_label(bars, [f"{value:.3g}" for value in sent], padding=4, color=INK)
         axes.set_xlim(0, 1.15 * max(*sent, 1e-9))

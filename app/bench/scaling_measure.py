@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from app.bench.namespaces import NamespacesUnavailable
 from app.bench.shaped_link import Link, ShapedLink, shaped_link
 from app.bench.task_job import TaskJob, task_job
+from app.hardware import usable_cores
 
 MODES = ("strong", "weak")
 FIT_RANKS = 2  # the fit sees no more than two ranks
@@ -66,7 +66,7 @@ Round = dict[Key, Measurement]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """What to measure.
 
     Attributes:
@@ -122,7 +122,7 @@ class Jobs:
 
 
 @contextmanager
-def open_jobs(plan: Plan, folder: Path) -> Iterator[Jobs]:
+def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
     """Start a job for each number of ranks, and one on two nodes; end them all at the end of the block.
 
     If this machine can't have two nodes, this is printed and they are left out.
@@ -154,7 +154,7 @@ def open_jobs(plan: Plan, folder: Path) -> Iterator[Jobs]:
             job.wait()
 
 
-def measure(plan: Plan, jobs: Jobs) -> list[Round]:
+def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     """Measure everything once per round. Every second round has the opposite order."""
     configurations = plan.configurations(links=jobs.nodes is not None)
     rows = {one.rows for one in configurations if one.ranks > 1} | {plan.rows}
@@ -189,7 +189,7 @@ def busy_seconds() -> float:
     return float(sum(seconds for core in times for kind, seconds in core.items() if kind not in NOT_COUNTED))
 
 
-def _perform(key: Key, plan: Plan, jobs: Jobs) -> Any:
+def _perform(key: Key, plan: ScalingPlan, jobs: Jobs) -> Any:
     """Let a job measure something: see `Key`."""
     steps = {"length": plan.length, "steps": plan.steps}
     if isinstance(key, int):
@@ -214,8 +214,3 @@ def _measure_link(size: int, nodes: TaskJob, link: ShapedLink) -> dict[str, floa
     (result,) = nodes.perform(sizes=[size], repeat=ALL_REDUCE_REPETITIONS)
     emulation = (link.cpu_seconds() - before) / (ALL_REDUCE_REPETITIONS + 1) / 2
     return result | {"cpu_seconds": result["cpu_seconds"] + emulation}
-
-
-def usable_cores() -> set[int]:
-    """Return the numbers of the CPU cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

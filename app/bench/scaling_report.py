@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 import torch
 
 from app.bench import scaling_charts as charts
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.charts import format_bandwidth, format_seconds, format_size
+from app.bench.charts import format_seconds
 from app.bench.cluster_report import ClusterFlags, cluster_section
 from app.bench.page import Figure, Section, Table
-from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Key, Plan, Round, usable_cores
+from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
 from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict, rounds_used
 from app.cli import command_line
-from app.hardware import git_commit
+from app.hardware import describe_machine
+from app.sizes import format_bandwidth, format_size
 
 ABOUT_RATIOS = (
     "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
@@ -26,7 +25,7 @@ ABOUT_RATIOS = (
 )
 
 
-def describe(plan: Plan, method: str | None) -> dict[str, str]:
+def describe(plan: ScalingPlan, method: str | None) -> dict[str, str]:
     """Return facts about the machine and the job, by name.
 
     Args:
@@ -34,17 +33,17 @@ def describe(plan: Plan, method: str | None) -> dict[str, str]:
     """
     return {
         "model": f"{plan.size}, {plan.length} tokens per row",
-        "machine": f"{platform.machine()}, {len(usable_cores())} CPU cores, {plan.threads} thread(s) per rank",
+        "threads": f"{plan.threads} per rank",
         "link": method or "none",
         "rounds": f"{plan.rounds} of {plan.steps} steps",
-        "PyTorch": torch.__version__,
-        "commit": git_commit() or "unknown",
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        **describe_machine(torch.device("cpu")),
         "command": command_line(),
     }
 
 
-def sections(plan: Plan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlags, n_cores: int) -> list[Section]:
+def sections(
+    plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlags, n_cores: int
+) -> list[Section]:
     """Return the sections of the page."""
     measured = {key: measured_interval(key, rounds) for key in rounds[0] if isinstance(key, Configuration)}
     predicted = {key: predict(key, fits, n_cores, plan.threads) for key in measured if key.ranks > 1}
@@ -60,7 +59,7 @@ def sections(plan: Plan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlag
     return [*parts, _inputs(rounds, fits, used), cluster_section(plan, fits, flags, own_core)]
 
 
-def raw_data(plan: Plan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
+def raw_data(plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
     """Return all numbers for scaling.json."""
     return {
         "plan": asdict(plan) | {"links": [str(link) for link in plan.links]},
@@ -80,7 +79,7 @@ def _name(key: object) -> str:
 
 
 def _one_node(
-    plan: Plan,
+    plan: ScalingPlan,
     measured: Mapping[Configuration, Interval],
     predicted: Mapping[Configuration, Interval],
     used: Mapping[Key, str],

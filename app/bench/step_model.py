@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.gloo_ring import Path, simulate_ring
+from app.bench.gloo_ring import LinkPath, simulate_ring
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class TwoNodes:
 
     def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
         """Return when each bucket's exchange has finished."""
-        path = Path(self.bytes_per_second, self.delay, software=self.wall.beta)
+        path = LinkPath(self.bytes_per_second, self.delay, software=self.wall.beta)
         return simulate_ring([at + self.wall.alpha for at in ready], sizes, path)
 
     def cpu_seconds(self, size: int) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.bench import collectives_section
 from app.bench.alpha_beta import bus_bandwidth_factor
-from app.bench.charts import Line, format_seconds, format_size, time_by_size
+from app.bench.charts import Line, format_seconds, time_by_size
 from app.bench.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
 from app.bench.collectives_section import ELEMENT, SMALLEST, check_largest, fit_line, measure_collectives, sizes_up_to
 from app.bench.communication import add_arguments
@@ -19,6 +19,7 @@ from app.bench.page import Chunk, as_html, as_text
 from app.cli import parse_flags
 from app.errors import AgreedError, UserError
 from app.settings import Settings
+from app.sizes import format_size
 
 
 def test_there_are_eight_collectives_and_each_has_a_bus_bandwidth():
@@ -133,10 +134,10 @@ def test_a_chart_has_a_legend_if_it_has_several_lines():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--largest_mib", "many"], "argument --largest_mib: many: must be a positive number"),
-        (["--largest_mib", "nan"], "argument --largest_mib: nan: must be a positive number"),
+        (["--largest_mib", "many"], "argument --largest_mib: many: must be a number above 0"),
+        (["--largest_mib", "nan"], "argument --largest_mib: nan: must be a number above 0"),
         (["--largest_mib", "0.01"], r"argument --largest_mib: 0.01: must be from 0.015625 \(16 KiB\) to 1,048,576"),
-        (["--seconds_per_point", "0"], "argument --seconds_per_point: 0: must be a positive number"),
+        (["--seconds_per_point", "0"], "argument --seconds_per_point: 0: must be a number above 0"),
         (["--sections", "weather"], "argument --sections: invalid choice: 'weather'"),
         (["--sections"], "argument --sections: expected at least one argument"),
     ],

@@ -13,17 +13,24 @@ import pytest
 
 from app.bench import scaling, scaling_measure
 from app.bench.cluster_report import ClusterFlags, cluster_ranks
-from app.bench.gloo_ring import Path as LinkPath
-from app.bench.gloo_ring import simulate_ring
+from app.bench.gloo_ring import LinkPath, simulate_ring
 from app.bench.namespaces import NamespacesUnavailable
 from app.bench.page import Table, as_html, as_text
-from app.bench.scaling_measure import ALL_REDUCE_SIZES, Configuration, Measurement, Plan, Round, measure, open_jobs
+from app.bench.scaling_measure import (
+    ALL_REDUCE_SIZES,
+    Configuration,
+    Measurement,
+    Round,
+    ScalingPlan,
+    measure,
+    open_jobs,
+)
 from app.bench.scaling_predict import fit, measured_interval, predict, rounds_used, undisturbed
 from app.bench.scaling_report import raw_data, sections
 from app.bench.shaped_link import Link
 
 MIB = 2**20
-PLAN = Plan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
+PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
 CLUSTER = ClusterFlags(8, (100.0, 10.0), (None, None), batch=1024)
 FORWARD, UPDATE, PER_ROW = 0.01, 0.05, 0.025  # seconds
 LOCAL, LINK = (0.001, 1e-9), (0.002, 1.5e-9)  # α and β
@@ -33,7 +40,6 @@ def computation(rows: int) -> dict[str, Any]:
     backward = FORWARD + PER_ROW * rows
     return {
         "seconds": backward + UPDATE,
-        "cpu_seconds": 0.0,
         "buckets": [(2 * MIB, backward / 2), (50 * MIB, backward)],
     }
 
@@ -151,7 +157,7 @@ def test_the_report_marks_what_is_measured_and_what_is_predicted():
 
 
 def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
-    plan = Plan("BERT 4 x 312", [2], [], 32, 8, 64, 3, 3, threads=1)
+    plan = ScalingPlan("BERT 4 x 312", [2], [], 32, 8, 64, 3, 3, threads=1)
     whole = synthetic_round()
     kept = {key: one for key, one in whole.items() if key != "link" and not isinstance(key, Configuration)}
     kept |= {key: whole[key] for key in plan.configurations(False)}
