@@ -88,6 +88,7 @@ def measure_hooks(
     variants = {hook: Variant(hooked) for hook, hooked in short.items()}
     comparison = compare(models(settings)[0], variants, data, seconds, world)
     sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
+    gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
     hide_bar = settings.disable_tqdm or not world.is_main_process
     with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
@@ -95,7 +96,7 @@ def measure_hooks(
             data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():
                 accuracies[hook].append(train(replace(hooked, seed=seed), data, world))
-                gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
+                gc.collect()
                 bar.update()
     measured = {hook: Measured(comparison.seconds[hook], sent[hook], accuracies[hook]) for hook in by_hook}
     return measured, training_steps(settings, data)

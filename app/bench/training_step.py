@@ -110,19 +110,22 @@ def variants_of(name: str, settings: Settings, n_train: int, ranks: int) -> dict
     Raises:
         UserError: the batch can't be divided for one of them.
     """
-    variants: dict[str, Variant]
-    if name == "breakdown":
-        variants = {"": Variant(settings)}
-    else:
-        settings = plain_ddp(settings)
-        plan = plan_batches(settings, n_train, ranks)
-        rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
-        variants = {
-            "buckets": lambda: bucket_variants(settings),
-            "no_sync": lambda: no_sync_variants(settings, rows, n_train),
-            "unused_parameters": lambda: unused_variants(settings),
-            "reduction": lambda: reduction_variants(settings, ranks),
-        }[name]()
+    plain = plain_ddp(settings)
+    match name:
+        case "breakdown":
+            variants = {"": Variant(settings)}
+        case "buckets":
+            variants = bucket_variants(plain)
+        case "no_sync":
+            plan = plan_batches(plain, n_train, ranks)
+            rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
+            variants = no_sync_variants(plain, rows, n_train)
+        case "unused_parameters":
+            variants = unused_variants(plain)
+        case "reduction":
+            variants = reduction_variants(plain, ranks)
+        case _:
+            raise ValueError(f"no section is called {name}")
     for variant in variants.values():
         plan_batches(variant.settings, n_train, ranks)
     return variants
