@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -57,11 +59,33 @@ class ConfigLoader(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-class SettingsParser(HfArgumentParser):
-    """An `HfArgumentParser` that raises a one-line `UserError` instead of printing its usage and exiting."""
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that raises a one-line `UserError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shorten(message, 300)} (--help lists all flags)")
+
+
+def count(text: str) -> int:
+    """Parse a positive whole number, as the `type` of a flag."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a whole number, 1 or more")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Parse a positive number, as the `type` of a flag."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a number above 0")
+    return value
+
+
+class SettingsParser(OneLineParser, HfArgumentParser):
+    """A parser of all settings, and of the flags that a program adds."""
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
@@ -123,16 +147,26 @@ class SettingsParser(HfArgumentParser):
         return {name: parsed[name] for name in (str(key).replace("-", "_") for key in content) if name in parsed}
 
 
+def program_name() -> str:
+    """Return the module that this process was started with, such as `app.bench.memory`."""
+    spec = sys.modules["__main__"].__spec__  # None if it was started as a file
+    return spec.name if spec else f"app.{Path(sys.argv[0]).stem}"
+
+
+def command_line() -> str:
+    """Return the command that started this process, without torchrun."""
+    return shlex.join(["python", "-m", program_name(), *sys.argv[1:]])
+
+
 def settings_parser(description: str | None) -> SettingsParser:
     """Create a parser with every training flag and `--config`.
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
     """
-    program = Path(sys.argv[0]).stem
     parser = SettingsParser(
         GROUPS,  # type: ignore[arg-type]
-        prog=f"python -m app.{program}",
+        prog=f"python -m {program_name()}",
         usage="%(prog)s [--flag VALUE …]",
         description=description,
         formatter_class=HelpFormatter,

@@ -32,9 +32,9 @@ from pathlib import Path
 from app.cli import as_flags, settings_parser
 from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
-from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
+from app.program import refuse_dry_run, run_program
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.render import write_comparison
 from app.runs.folder import create_folder

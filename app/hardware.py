@@ -8,6 +8,9 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 
 import torch
 
@@ -146,6 +149,33 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({platform.machine()})"
+
+
+def usable_cores() -> set[int]:
+    """Return the numbers of the CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as Linux reports it; elsewhere, or if there is none, the machine's architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.machine()
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Return facts about the machine and the code that a measured time depends on, by name."""
+    names = [device_name(device)] if device.type == "cuda" else []
+    commit = git_commit() or "unknown"
+    return {
+        "machine": ", ".join([*names, cpu_name(), f"{len(usable_cores())} CPU cores"]),
+        "PyTorch": torch.__version__,
+        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+    }
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -18,8 +18,8 @@ import psutil
 from app.cli import settings_parser
 from app.distributed.launcher import check_gpus, default_nproc_per_node
 from app.errors import RunError, UserError
-from app.experiments.program import run_job, run_program
 from app.files import write_text
+from app.program import run_job, run_program
 from app.report.plan_charts import draw_memory, draw_traffic
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS

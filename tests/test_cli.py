@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import SettingsParser, as_flags, parse_flags, parse_settings
+from app.cli import SettingsParser, as_flags, command_line, parse_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -275,6 +277,17 @@ def test_a_program_gets_its_own_flags_beside_the_settings():
         parse_flags(None, ["--sizes", "x"], add_sizes)
     with pytest.raises(UserError, match="unknown argument --sizes"):
         parse_flags(None, ["--sizes", "1"])
+
+
+def test_the_help_names_the_module_that_was_started(capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("app.bench.memory", None))
+    monkeypatch.setattr(sys, "argv", ["/somewhere/memory.py", "--csv", "a b.csv"])
+    with pytest.raises(SystemExit):
+        parse_flags("The description.", ["--help"])
+    assert "python -m app.bench.memory [--flag VALUE" in capsys.readouterr().out
+    assert command_line() == "python -m app.bench.memory --csv 'a b.csv'"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command_line() == "python -m app.memory --csv 'a b.csv'"
 
 
 def test_the_help_lists_the_flags_of_the_program(capsys):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import hardware
 from app.hardware import DATA_SHEETS, measure_peak_flops, peak_flops
 
 
@@ -68,3 +71,13 @@ def test_a_measured_peak_is_plausible_and_leaves_the_random_state_alone(device, 
     assert torch.equal(torch.get_rng_state(), before)
     listed = peak_flops(torch.cuda.get_device_name(), precision) if device == "cuda" else None
     assert listed is None or 0.3 * listed < peak < 1.05 * listed
+
+
+def test_the_cpu_has_the_name_that_linux_reports_and_otherwise_its_architecture(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "Path", lambda _: file)
+    assert hardware.cpu_name() == platform.machine(), "there is no such file"
+    file.write_text("processor\t: 0\nmodel name\t: A CPU: 2 GHz\nflags\t: fpu\n")
+    assert hardware.cpu_name() == "A CPU: 2 GHz"
+    monkeypatch.setattr(hardware, "usable_cores", lambda: {3, 5})
+    assert hardware.describe_machine(torch.device("cpu"))["machine"] == "A CPU: 2 GHz, 2 CPU cores"

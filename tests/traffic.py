@@ -12,8 +12,9 @@ from architectures import CONFIGS
 from transformers import AutoModelForSequenceClassification, BertConfig, DistilBertConfig, PreTrainedConfig
 from worlds import batch_plan
 
+from app.bench.count_collectives import Counts, count_third_step
 from app.bench.harness import Bench
-from app.bench.traffic import Counts, as_counts, count_third_step
+from app.bench.traffic import as_counts
 from app.distributed.world import World
 from app.model.precision import training_dtype
 from app.settings import Settings

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -28,7 +28,7 @@ class AlphaBeta:
         alpha_error: standard error of alpha.
         beta_error: standard error of beta.
         covariance: of the estimates of alpha and beta.
-        scatter: standard deviation of measured / fitted - 1.
+        scatter: standard deviation of fitted / measured - 1.
         relative_error: median of |fitted / measured - 1| over the points.
         points: the number of points that were fitted.
     """
@@ -51,18 +51,22 @@ class AlphaBeta:
         """
         return messages * self.alpha + size * self.beta
 
-    def confidence_interval(self, size: float, confidence: float = 0.95, messages: float = 1) -> tuple[float, float]:
-        """Return the interval in which the line itself is, in seconds. Arguments as for `seconds`."""
-        return self._interval(size, confidence, messages, scatter=0)
+    def scaled(self, factor: float) -> AlphaBeta:
+        """Return the line of times that are `factor` times as long."""
+        return replace(
+            self,
+            alpha=self.alpha * factor,
+            beta=self.beta * factor,
+            alpha_error=self.alpha_error * factor,
+            beta_error=self.beta_error * factor,
+            covariance=self.covariance * factor**2,
+        )
 
-    def prediction_interval(self, size: float, confidence: float = 0.95, messages: float = 1) -> tuple[float, float]:
-        """Return the interval in which a further measurement is expected, in seconds. Arguments as for `seconds`."""
-        return self._interval(size, confidence, messages, self.scatter)
-
-    def _interval(self, size: float, confidence: float, messages: float, scatter: float) -> tuple[float, float]:
-        middle = self.seconds(size, messages)
-        variance = (messages * self.alpha_error) ** 2 + (size * self.beta_error) ** 2
-        variance += 2 * messages * size * self.covariance + (scatter * middle) ** 2
+    def prediction_interval(self, size: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Return the interval in which the measured time of another tensor is expected, in seconds."""
+        middle = self.seconds(size)
+        variance = self.alpha_error**2 + (size * self.beta_error) ** 2
+        variance += 2 * size * self.covariance + (self.scatter * middle) ** 2
         half = float(student.ppf((1 + confidence) / 2, self.points - 2)) * math.sqrt(max(0.0, variance))
         return max(0.0, middle - half), middle + half
 

@@ -13,31 +13,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from app.bench.alpha_beta import AlphaBeta
 from app.report.plots import SERIES_COLORS, render_svg
+from app.sizes import format_size, three_digits
 
-KIB = 2**10
 DASHES = ("-", (0, (4, 2)))
 MARKERS = "osD^vPXd"
 
 
-def format_size(size: float) -> str:
-    """Return a number of bytes with three digits and a binary unit, such as 64 KiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < KIB:
-            return f"{_round(size):g} {unit}"
-        size /= KIB
-    return f"{_round(size):g} GiB"
-
-
 def format_seconds(seconds: float) -> str:
     """Return a time with three digits and a unit, such as 52.1 µs."""
-    rounded = _round(seconds)
+    rounded = three_digits(seconds)
     if rounded < 1e-3:
         return f"{1e6 * rounded:g} µs"
     return f"{1e3 * rounded:g} ms" if rounded < 1 else f"{rounded:g} s"
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.3g}")
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,10 @@ class Cluster:
         """Return the seconds of an all-reduce.
 
         `ring`: one ring through all nodes, which enters and leaves each node once. Its messages all travel at the same
-        time, so that the slower hop determines the time of each round. `tree`: two binary trees over the nodes, within
-        which the ranks form a chain of trees; again the slower hop limits the rate, and latencies add up along the
-        path. `hierarchical`: a ring reduce-scatter within each node, ring all-reduces between the nodes, in which each
-        rank of a node has its part of the tensor and its share of the link, and a ring all-gather within each node.
+        time, so that the slower hop determines the time of each round. `tree`: two binary trees over the nodes, and two
+        over the ranks of each node; again the slower hop limits the rate, and latencies add up along the path.
+        `hierarchical`: a ring reduce-scatter within each node, ring all-reduces between the nodes, in which each rank
+        of a node has its part of the tensor and its share of the link, and a ring all-gather within each node.
 
         Args:
             algorithm: one of `ALGORITHMS`.

@@ -10,10 +10,11 @@ from app.bench.alpha_beta import AlphaBeta
 from app.bench.charts import format_seconds
 from app.bench.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from app.bench.page import Figure, Section, Table
-from app.bench.scaling_measure import MODES, Plan
+from app.bench.scaling_measure import MODES, ScalingPlan
 from app.bench.scaling_predict import Fits, Interval, at_bound, over
+from app.sizes import format_bandwidth
 
-CLUSTER_RANKS = tuple(2**n for n in range(11))  # 1 to 1,024
+MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,17 @@ class ClusterFlags:
     batch: int
 
 
-def cluster_section(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
+def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
     """Return the section.
 
     Args:
         measured: steps of weak scaling by the number of ranks, where each has a core of its own.
     """
     predicted = {mode: {name: _cluster_points(mode, name, plan, fits, flags) for name in ALGORITHMS} for mode in MODES}
-    within, between = _describe_hop(flags.node, fits.local), _describe_hop(flags.link, fits.link or fits.local)
+    within = _describe_hop(flags.node, fits.local, "measured on this machine")
+    assumed = "not measured: assumed to be as fast as within this machine"
+    over_link = "measured over the unshaped link" if fits.link else assumed
+    between = _describe_hop(flags.link, fits.link or fits.local, over_link)
     parts: list[Table | Figure] = []
     for mode in MODES:
         of_mode = predicted[mode]
@@ -47,8 +51,7 @@ def cluster_section(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mappi
         rows = [
             [f"{n:,}", *(format_seconds(of_mode[name][n].middle) for name in ALGORITHMS)]
             + [f"{base / of_mode[name][n].middle / (n if mode == 'strong' else 1):.0%}" for name in ALGORITHMS]
-            for n in CLUSTER_RANKS
-            if n in of_mode["ring"]
+            for n in of_mode["ring"]
         ]
         per = f"{flags.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
         header = ["ranks", *ALGORITHMS, *(f"efficiency, {name}" for name in ALGORITHMS)]
@@ -77,9 +80,11 @@ def cluster_section(plan: Plan, fits: Fits, flags: ClusterFlags, measured: Mappi
     )
 
 
-def _cluster_points(mode: str, algorithm: str, plan: Plan, fits: Fits, flags: ClusterFlags) -> dict[int, Interval]:
+def _cluster_points(
+    mode: str, algorithm: str, plan: ScalingPlan, fits: Fits, flags: ClusterFlags
+) -> dict[int, Interval]:
     points = {}
-    for ranks in CLUSTER_RANKS:
+    for ranks in cluster_ranks(flags.ranks_per_node):
         rows = flags.batch / ranks if mode == "strong" else float(plan.rows)
         if rows < 1:
             continue
@@ -94,6 +99,13 @@ def _cluster_points(mode: str, algorithm: str, plan: Plan, fits: Fits, flags: Cl
     return points
 
 
+def cluster_ranks(ranks_per_node: int) -> list[int]:
+    """Return numbers of ranks: powers of two on one node, and complete nodes, whose number is a power of two."""
+    one_node = [2**n for n in range(11) if 2**n < ranks_per_node]
+    nodes = [ranks_per_node * 2**n for n in range(11)]
+    return [ranks for ranks in one_node + nodes if ranks <= MOST_RANKS]
+
+
 def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:
     """Return a message's cost: as given, or from an all-reduce among two ranks: two messages of half a tensor."""
     gbit, microseconds = given
@@ -102,7 +114,7 @@ def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:
     return Hop(microseconds / 1e6, 8 / (gbit * 1e9))
 
 
-def _describe_hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> str:
+def _describe_hop(given: tuple[float | None, float | None], measured: AlphaBeta, source: str) -> str:
     hop = _hop(given, measured)
-    source = "measured on this machine" if given[0] is None else "as given"
-    return f"{format_seconds(hop.alpha)} per message and {1 / hop.beta / 1e9:.3g} GB/s ({source})"
+    source = source if given[0] is None else "as given"
+    return f"{format_seconds(hop.alpha)} per message and {format_bandwidth(hop.beta)} ({source})"

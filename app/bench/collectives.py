@@ -28,7 +28,7 @@ Content = list[tuple[int, int] | None]  # of one rank: the value and the origin 
 
 
 @dataclass(frozen=True)
-class Collective:
+class PicturedCollective:
     """A collective operation.
 
     Attributes:
@@ -44,14 +44,14 @@ class Collective:
 
 
 COLLECTIVES = (
-    Collective(
+    PicturedCollective(
         "scatter",
         "on rank 0",
         "chunk",
         "Rank 0 sends the r-th chunk of its tensor to rank r. No strategy here scatters: every rank loads the rows "
         "and the weights itself, and keeps its own.",
     ),
-    Collective(
+    PicturedCollective(
         "gather",
         "chunk",
         "on rank 0",
@@ -59,42 +59,42 @@ COLLECTIVES = (
         "on rank 0; zero2 and zero3 use an all-gather of one parameter after another, because that is what DTensor "
         "offers.",
     ),
-    Collective(
+    PicturedCollective(
         "reduce",
         "complete",
         "complete",
         "Rank 0 receives the sum. What the other ranks then hold is undefined; gloo leaves the partial sums that "
         "they have passed on. No strategy here reduces to a single rank, because every rank updates some parameters.",
     ),
-    Collective(
+    PicturedCollective(
         "broadcast",
         "complete",
         "complete",
         "Every rank receives the tensor of rank 0. DDP broadcasts the initial weights and the buffers, and with "
         "zero1 each rank broadcasts the parameters that it has updated.",
     ),
-    Collective(
+    PicturedCollective(
         "all-reduce",
         "complete",
         "complete",
         "Every rank receives the sum. DDP sums each bucket of gradients this way during the backward pass, and so do "
         "ddp and zero1 with two ranks; with more, they use the fixed tree (see all-to-all).",
     ),
-    Collective(
+    PicturedCollective(
         "reduce-scatter",
         "complete",
         "chunk",
         "Rank r receives the r-th chunk of the sum: the first half of a ring all-reduce. ZeRO-2, ZeRO-3 and FSDP "
         "reduce gradients this way, because each rank updates only its own shard.",
     ),
-    Collective(
+    PicturedCollective(
         "all-gather",
         "chunk",
         "complete",
         "Every rank receives the chunks of all ranks: the second half of a ring all-reduce. zero2 and zero3 gather the "
         "parameters of a block this way before they compute with them.",
     ),
-    Collective(
+    PicturedCollective(
         "all-to-all",
         "complete",
         "complete",
@@ -165,7 +165,7 @@ def take_pictures(world: World) -> list[Picture]:
 
 
 def run_once(
-    collective: Collective, size: int, world: World, group: dist.ProcessGroup | None
+    collective: PicturedCollective, size: int, world: World, group: dist.ProcessGroup | None
 ) -> tuple[Content, Content]:
     """Run a collective and return the content of this rank's memory before and after it.
 

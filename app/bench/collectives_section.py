@@ -10,14 +10,16 @@ from dataclasses import asdict
 import psutil
 import torch
 
-from app.bench.alpha_beta import bus_bandwidth_factor, fit_alpha_beta
-from app.bench.charts import Line, bandwidth_by_size, format_seconds, format_size, limits_of, time_by_size
-from app.bench.collectives import COLLECTIVES, VARIANTS, prepare, take_pictures
+from app.bench.alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
+from app.bench.charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
+from app.bench.collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
 from app.bench.page import Chunk, Figure, Part, Picture, Section, Table
 from app.bench.timing import time_calls
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
+from app.errors import AgreedError, UserError
 from app.settings import Settings
+from app.sizes import format_bandwidth, format_size, gigabytes
 
 SMALLEST, STEP = 2**10, 4  # bytes, and the ratio of one size to the next
 ELEMENT = 4  # bytes of an fp32 number
@@ -31,11 +33,12 @@ ABOUT_PICTURES = (
     "a rank has no memory. On the page, the color of a cell shows the rank that its data comes from, and a sum has "
     "the colors of all ranks that it contains."
 )
+FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the others do not take part in what is pictured."
 ABOUT_TIMES = (
     "The size is that of the complete tensor, as in nccl-tests: for an all-gather what each rank has at the end, for "
     "a scatter what rank 0 has. A time is the median over rounds, on the slowest rank; the calls of a round start "
     "one after another. The line is the α-β model, seconds = α + β x bytes, fitted to relative errors; the band is "
-    "the 95% interval in which it expects a further measurement. Algorithm bandwidth is size / time. Bus bandwidth "
+    "the 95% prediction interval of the median time at another size. Algorithm bandwidth is size / time. Bus bandwidth "
     "multiplies it by what each link has to carry at least, 2 (N - 1) / N for an all-reduce among N ranks, and is "
     "comparable across collectives and numbers of ranks."
 )
@@ -56,11 +59,17 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
     Args:
         largest: the largest tensor in bytes.
         seconds_per_point: about how long to time each collective with each size.
+
+    Raises:
+        AgreedError: there are too few sizes for a fit.
     """
-    pictures = take_pictures(world)
     sizes = sizes_up_to(largest, world.size)
     limit = largest_that_fits(world)
-    points = time_collectives([size for size in sizes if size <= limit], seconds_per_point, settings, world)
+    fitting = [size for size in sizes if size <= limit]
+    if len(fitting) < FEWEST_POINTS:
+        raise AgreedError(f"the free memory is enough for {len(fitting)} sizes of tensors; a fit needs {FEWEST_POINTS}")
+    pictures = take_pictures(world)
+    points = time_collectives(fitting, seconds_per_point, settings, world)
     lines = {name: fit_line(name, found) for name, found in points.items()}
     limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
     parts: list[Part] = []
@@ -76,6 +85,8 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
         )
     parts += [fit_table(lines, world), time_table(lines)]
     paragraphs = [ABOUT_PICTURES, ABOUT_TIMES, ABOUT_VARIANTS]
+    if world.size > MOST_PICTURED:
+        paragraphs.insert(1, FIRST_RANKS)
     if sizes[-1] > limit:
         skipped = ", ".join(format_size(size) for size in sizes if size > limit)
         paragraphs.append(
@@ -114,6 +125,20 @@ def largest_that_fits(world: World) -> int:
     else:
         free = psutil.virtual_memory().available // world.local_size
     return int(min(all_gather_object(free, world)) * USABLE / TENSORS_PER_RANK)
+
+
+def check_largest(largest: int, ranks: int) -> None:
+    """Check that there are enough sizes for a fit, which many ranks round up to the same number.
+
+    Raises:
+        UserError: there are not.
+    """
+    if len(sizes_up_to(largest, ranks)) < FEWEST_POINTS:
+        enough = math.ceil(100 * 16 * ranks * ELEMENT / 2**20) / 100  # three sizes, each 4 times the one before
+        raise UserError(
+            f"--largest_mib {largest / 2**20:g}: a fit needs {FEWEST_POINTS} sizes that can be divided among {ranks} "
+            f"ranks: use {enough:.2f} or more"
+        )
 
 
 def sizes_up_to(largest: int, ranks: int) -> list[int]:
@@ -175,9 +200,9 @@ def describe_fits(lines: Sequence[Line]) -> str:
     for line in lines:
         fit = line.fit
         name = f"{line.name}: " if len(lines) > 1 else ""
-        bandwidth = f"1/β = {gigabytes(1 / fit.beta)} GB/s" if fit.beta else "β = 0"
         texts.append(
-            f"{name}α = {format_seconds(fit.alpha)}, {bandwidth}, off by {fit.relative_error:.0%} in the median."
+            f"{name}α = {format_seconds(fit.alpha)}, 1/β = {format_bandwidth(fit.beta)}, median error "
+            f"{fit.relative_error:.0%}."
         )
     return " ".join(texts)
 
@@ -201,7 +226,7 @@ def fit_table(lines: Mapping[str, Line], world: World) -> Table:
     note = (
         f"± is the standard error. The last two columns are algorithm and bus bandwidth with {largest} (1 GB = 1e9 B)."
     )
-    return Table("α-β fits and bandwidths", ("", "α, µs", "1/β, GB/s", "off by", "GB/s", "bus GB/s"), rows, note)
+    return Table("α-β fits and bandwidths", ("", "α, µs", "1/β, GB/s", "median error", "GB/s", "bus GB/s"), rows, note)
 
 
 def time_table(lines: Mapping[str, Line]) -> Table:
@@ -209,8 +234,3 @@ def time_table(lines: Mapping[str, Line]) -> Table:
     sizes = next(iter(lines.values())).sizes
     rows = [(name, *(f"{1e3 * seconds:.3g}" for seconds in line.seconds)) for name, line in lines.items()]
     return Table("Median times, ms", ("", *map(format_size, sizes)), rows)
-
-
-def gigabytes(value: float) -> str:
-    """Return bytes or bytes per second in 1e9."""
-    return f"{value / 1e9:.3g}"

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from app.bench.harness import Bench, distribute, timed
-from app.bench.traffic import CountCollectives, sent_bytes
+from app.bench.count_collectives import STEPS, count_third_step, sent_bytes
+from app.bench.harness import distribute
+from app.bench.step_variants import Variant, compare, models, plain_ddp
+from app.data.sampler import plan_batches
 from app.ddp_loop import evaluate
-from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
+from app.errors import UserError
 from app.settings import Settings
 from app.training.build import ReviewData, build_data, build_model
-from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
 
 HOOKS = ("no", "fp16", "bf16", "power_sgd")  # the values of --ddp_comm_hook
-ROUNDS, STEPS = 7, 8  # timed steps per round
 MOST_STEPS = 150  # of a training, unless --max_steps is set
 
 
@@ -32,75 +30,82 @@ class Measured:
     """What was measured with one hook.
 
     Attributes:
-        seconds: per training step, in each round.
+        seconds: per training step, in each round, on the slowest rank.
         sent: bytes that a rank sends per step.
         accuracies: of the test rows, with each seed.
     """
 
-    seconds: list[float]
+    seconds: Sequence[float]
     sent: float
     accuracies: list[float]
 
 
-def measure_hooks(settings: Settings, world: World, seeds: int) -> tuple[dict[str, Measured], int]:
+def settings_by_hook(settings: Settings, seeds: int, n_train: int, ranks: int) -> tuple[dict[str, Settings], str]:
+    """Return the settings of a training with each hook, and why PowerSGD is left out, or "" if it is not.
+
+    The strategy is `ddp`, unless it is `zero1`, which has these hooks as well.
+
+    Args:
+        seeds: how many there will be, from `settings.seed` up.
+        n_train: number of training rows.
+
+    Raises:
+        UserError: a seed is too large, or the batch can't be divided.
+    """
+    settings = replace(plain_ddp(settings), strategy="zero1" if settings.strategy == "zero1" else "ddp")
+    replace(settings, seed=settings.seed + seeds - 1)  # raises if it is too large
+    by_hook, refusal = {}, ""
+    for hook in HOOKS:
+        try:
+            hooked = replace(settings, ddp_comm_hook=hook)  # type: ignore[arg-type]
+            plan_batches(hooked, n_train, ranks)
+            by_hook[hook] = hooked
+        except UserError as problem:
+            if hook != "power_sgd":
+                raise
+            refusal = str(problem)
+    return by_hook, refusal
+
+
+def measure_hooks(
+    by_hook: Mapping[str, Settings], data: ReviewData, seeds: int, seconds: float, world: World
+) -> tuple[dict[str, Measured], int]:
     """Time the training step with each hook, count its bytes, and train with each hook and seed. Collective.
 
     Args:
-        settings: of all trainings; `seed` is the first seed.
+        by_hook: the settings of the trainings, which differ in the hook only; `seed` is the first seed.
+        data: for the timed steps.
         seeds: how many.
+        seconds: about how long to time the step with each hook.
 
     Returns:
         What was measured, by hook, and the number of steps of a training.
-
-    Raises:
-        AgreedError: a user's mistake.
     """
-    quiet_libraries(world)
-    with raise_on_all_ranks(world):
-        by_hook = {hook: replace(settings, ddp_comm_hook=hook) for hook in HOOKS}  # type: ignore[arg-type]
-        replace(settings, seed=settings.seed + seeds - 1)  # raises if it is too large
-    hide_bar = settings.disable_tqdm or not world.is_main_process
-    seconds, sent = time_steps(by_hook, world, hide_bar)
+    settings = next(iter(by_hook.values()))
+    # PowerSGD compresses from the third step on, because 10% of so few steps is less than its minimum of 2. A call that
+    # is timed is preceded by two others.
+    short = {hook: replace(hooked, max_steps=STEPS) for hook, hooked in by_hook.items()}
+    variants = {hook: Variant(hooked) for hook, hooked in short.items()}
+    comparison = compare(models(settings)[0], variants, data, seconds, world)
+    sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
+    gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
+    hide_bar = settings.disable_tqdm or not world.is_main_process
     with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
             data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():
                 accuracies[hook].append(train(replace(hooked, seed=seed), data, world))
-                gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
+                gc.collect()
                 bar.update()
-    measured = {hook: Measured(seconds[hook], sent[hook], accuracies[hook]) for hook in by_hook}
+    measured = {hook: Measured(comparison.seconds[hook], sent[hook], accuracies[hook]) for hook in by_hook}
     return measured, training_steps(settings, data)
 
 
-def time_steps(
-    by_hook: Mapping[str, Settings], world: World, hide_bar: bool
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds per step in each round, and the bytes that a rank sends per step, by hook. Collective."""
-    benches, trainings = {}, {}
-    for hook, settings in by_hook.items():
-        # PowerSGD compresses from the third step on, because the training ends with the tenth.
-        short = replace(settings, max_steps=STEPS, disable_tqdm=True)
-        data = build_data(short, world)
-        bench = distribute(short, data, build_model(short, data, world).model, world)
-        optimizer = build_optimizer(bench.wrapped, short, 1e-4, bench.strategy)
-        benches[hook], trainings[hook] = bench, (optimizer, build_scheduler(optimizer, short, (ROUNDS + 2) * STEPS))
-    seconds: dict[str, list[float]] = {hook: [] for hook in by_hook}
-    timings = list(product(range(ROUNDS + 1), benches.items()))  # the first round warms up
-    for round_number, (hook, bench) in tqdm(timings, "timing", unit=" rounds", disable=hide_bar, leave=False):
-        bench.loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
-        took = timed(partial(bench.train_steps, bench.loader, *trainings[hook], STEPS), world)
-        if round_number:
-            seconds[hook].append(took / STEPS)
-    sent = {hook: count_sent(bench, *trainings[hook]) for hook, bench in benches.items()}
-    return seconds, sent
-
-
-def count_sent(bench: Bench, optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
-    """Return the bytes that a rank sends in one training step, on average over the ranks. Collective."""
-    with CountCollectives() as mode:
-        bench.train_steps(bench.loader, optimizer, scheduler, 1)
-    return sent_bytes(mode.counts, bench.world.size)
+def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
+    """Return the bytes that a rank sends in the third training step, on average over the ranks. Collective."""
+    bench = distribute(settings, data, build_model(settings, data, world).model, world)
+    return sent_bytes(count_third_step(bench), world.size)
 
 
 def training_steps(settings: Settings, data: ReviewData) -> int:

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 
-from app.bench.charts import format_size
-from app.bench.compression import Measured, measure_hooks
+from app.bench.compression import Measured, measure_hooks, settings_by_hook
 from app.bench.page import Figure, Part, Section, Table
+from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
 from app.report.plots import INK, NEUTRAL, SERIES_COLORS, render_svg
 from app.report.statistics import PairedSeeds, paired_seeds
 from app.settings import Settings
+from app.sizes import MIB, format_size
+from app.training.build import build_data
+from app.training.console import quiet_libraries
 
 PLAIN = "no"
 
@@ -28,10 +31,10 @@ ABOUT_BYTES = (
     "sends: 2 (N - 1) / N times the tensor for an all-reduce."
 )
 ABOUT_TIME = (
-    "Times are medians over rounds in which the hooks alternate. If a hook takes longer in every round, the last "
-    "column is the speed of a link below which it would pay off nevertheless: the bytes that it saves, divided by the "
-    "time that it costs. This assumes that nothing of the exchange is hidden behind the backward pass, so it is an "
-    "upper limit."
+    "Times are medians, on the slowest rank, over rounds in which the hooks alternate. If a hook takes longer in every "
+    "round, the last column is the speed of a link below which it would pay off nevertheless: the bytes that it saves, "
+    "divided by the time that it costs. This assumes that nothing of the exchange is hidden behind the backward pass, "
+    "so it is an upper limit."
 )
 ABOUT_ACCURACY = (
     "Accuracies are of the test rows after {steps} steps, for {seeds} seed(s) of split, initial weights, order and "
@@ -40,14 +43,26 @@ ABOUT_ACCURACY = (
 )
 
 
-def measure_compression(settings: Settings, world: World, seeds: int) -> Section:
-    """Measure all hooks, and return the section of the page. Collective. Arguments as for `measure_hooks`."""
-    measured, steps = measure_hooks(settings, world, seeds)
-    return as_section(measured, steps, world)
+def measure_compression(settings: Settings, seeds: int, seconds: float, world: World) -> Section:
+    """Measure all hooks, and return the section of the page. Collective. Arguments as for `measure_hooks`.
+
+    Raises:
+        AgreedError: a user's mistake.
+    """
+    quiet_libraries(world)
+    data = build_data(settings, world)
+    with raise_on_all_ranks(world):
+        by_hook, refusal = settings_by_hook(settings, seeds, len(data.split.train), world.size)
+    measured, steps = measure_hooks(by_hook, data, seeds, seconds, world)
+    return as_section(measured, steps, world, refusal)
 
 
-def as_section(measured: Mapping[str, Measured], steps: int, world: World) -> Section:
-    """Return the section of the page."""
+def as_section(measured: Mapping[str, Measured], steps: int, world: World, refusal: str = "") -> Section:
+    """Return the section of the page.
+
+    Args:
+        refusal: why PowerSGD is left out, or "" if it is not.
+    """
     effects = {hook: paired_seeds(one.accuracies, measured[PLAIN].accuracies) for hook, one in measured.items()}
     seeds = len(measured[PLAIN].accuracies)
     parts: list[Part] = [result_table(measured, effects)]
@@ -57,6 +72,8 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World) -> Se
             note = "Each dot is one seed; the line is the mean with its 95% confidence interval over the seeds."
             parts.append(Figure("Accuracy compared with no compression", accuracy_chart(measured, effects), note))
     paragraphs = [ABOUT, ABOUT_BYTES, ABOUT_TIME, ABOUT_ACCURACY.format(steps=steps, seeds=seeds)]
+    if refusal:
+        paragraphs.append(f"power_sgd is left out: {refusal}.")
     if world.size == 1:
         paragraphs.append("With one rank nothing is sent, but gradients are compressed in the same way.")
     data = {
@@ -84,16 +101,16 @@ def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedS
     header = (
         "hook",
         "ms per step",
-        "compared",
+        "relative time",
         "sent per step",
         "share",
         "accuracy",
         "difference, points",
-        "pays below",
+        "break-even link speed",
     )
     rows = []
     for hook, one in measured.items():
-        ratios = [a / b - 1 for a, b in zip(one.seconds, plain.seconds, strict=True)]
+        ratios = [a / b - 1 for a, b in zip(one.seconds, plain.seconds, strict=False)]
         compared = f"{statistics.median(ratios):+.1%} [{min(ratios):+.1%}, {max(ratios):+.1%}]"
         rows.append(
             (
@@ -107,7 +124,9 @@ def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedS
                 "" if hook == PLAIN else break_even(one, plain),
             )
         )
-    return Table("Time, bytes and accuracy", header, rows, "Compared: median of the rounds' ratios [lowest, highest].")
+    return Table(
+        "Time, bytes and accuracy", header, rows, "Relative time: median of the rounds' ratios [lowest, highest]."
+    )
 
 
 def describe_difference(effect: PairedSeeds) -> str:
@@ -119,7 +138,7 @@ def describe_difference(effect: PairedSeeds) -> str:
 
 def break_even(one: Measured, plain: Measured) -> str:
     """Return the speed of a link below which a hook makes a step faster, if nothing of the exchange is hidden."""
-    costs = [a - b for a, b in zip(one.seconds, plain.seconds, strict=True)]
+    costs = [a - b for a, b in zip(one.seconds, plain.seconds, strict=False)]  # one may have fewer rounds
     if one.sent >= plain.sent or min(costs) <= 0:
         return "–"
     return f"{8 * (plain.sent - one.sent) / statistics.median(costs) / 1e9:.2g} Gbit/s"
@@ -129,8 +148,8 @@ def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
     """Plot the bytes of each hook as bars, each with its number."""
 
     def draw(canvas: Canvas) -> None:
-        axes = canvas.add_subplot(xlabel="MB (1e6 bytes)")
-        sent = [one.sent / 1e6 for one in measured.values()]
+        axes = canvas.add_subplot(xlabel="MiB")
+        sent = [one.sent / MIB for one in measured.values()]
         bars = axes.barh(list(measured), sent, color=SERIES_COLORS[0], height=0.6)
         axes.bar_label(bars, [f"{value:.3g}" for value in sent], padding=4, color=INK)
         axes.set_xlim(0, 1.15 * max(*sent, 1e-9))

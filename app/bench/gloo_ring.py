@@ -24,7 +24,7 @@ WAKE_UP = 20e-6  # seconds until a waiting thread continues; it decides what is 
 
 
 @dataclass(frozen=True)
-class Path:
+class LinkPath:
     """The way of a segment from one rank to the other.
 
     Attributes:
@@ -39,7 +39,7 @@ class Path:
     software: float
 
 
-def simulate_ring(ready: Sequence[float], sizes: Sequence[int], path: Path) -> list[float]:
+def simulate_ring(ready: Sequence[float], sizes: Sequence[int], path: LinkPath) -> list[float]:
     """Return when the all-reduces of several buckets have finished, in seconds.
 
     Both ranks do the same at the same time, so one direction of the link is enough.
@@ -60,7 +60,7 @@ def segments_per_phase(size: int) -> int:
 class _Simulation:
     """A discrete event simulation: each event is a function that is called at its time."""
 
-    def __init__(self, sizes: Sequence[int], path: Path) -> None:
+    def __init__(self, sizes: Sequence[int], path: LinkPath) -> None:
         self.path = path
         self.segments = [segments_per_phase(size) for size in sizes]
         self.segment_bytes = [size / (2 * n) for size, n in zip(sizes, self.segments, strict=True)]
@@ -114,7 +114,7 @@ class _Simulation:
         self._schedule(self.software_free_at, self._receive, bucket)
 
     def _receive(self, bucket: int) -> None:
-        """Go on after a segment has been received, and added to this rank's own in the first phase."""
+        """Continue after a segment has been received, and added to this rank's own in the first phase."""
         self.received[bucket] += 1
         per_phase = self.segments[bucket]
         if self.posted[bucket] % per_phase:

@@ -37,6 +37,7 @@ from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.plan import plan_step
+from app.training.profiling import hide_profiler_messages
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 
@@ -110,6 +111,7 @@ def allocated(device: torch.device) -> Iterator[list[int]]:
         yield count
         count.append(torch.cuda.memory_allocated(device) - before)
         return
+    hide_profiler_messages()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield count
     events = profiler.profiler.kineto_results.events()

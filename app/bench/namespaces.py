@@ -7,6 +7,7 @@ the block, also if this process is killed.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,15 +58,29 @@ def network_namespaces() -> Iterator[list[str]]:
         env={"PATH": SYSTEM_PATH},
         start_new_session=True,
     ):
-        try:
+        with refusals_as_unavailable("network namespaces"):
             for name in names:
                 run_command(["ip", "netns", "add", name])
-        except subprocess.CalledProcessError as refusal:
-            problem = " ".join(refusal.stderr.split())
-            raise NamespacesUnavailable(f"two nodes on one machine need network namespaces: {problem}") from None
-        for name in names:
-            run_command(["ip", "-n", name, "link", "set", "lo", "up"])
+            for name in names:
+                run_command(["ip", "-n", name, "link", "set", "lo", "up"])
         yield names
+
+
+@contextmanager
+def refusals_as_unavailable(what: str) -> Iterator[None]:
+    """Turn a failed command of the block into `NamespacesUnavailable`.
+
+    Args:
+        what: two nodes need, for the message.
+
+    Raises:
+        NamespacesUnavailable: a command of the system has failed.
+    """
+    try:
+        yield
+    except subprocess.CalledProcessError as refusal:
+        problem = " ".join(refusal.stderr.split()) or f"{shlex.join(refusal.cmd)}: exit status {refusal.returncode}"
+        raise NamespacesUnavailable(f"two nodes on one machine need {what}: {problem}") from None
 
 
 def connect(names: Sequence[str]) -> None:

@@ -1,19 +1,19 @@
 """Benchmark: the fixed order of additions compared with DDP's plain all-reduce, in complete training steps.
 
-    torchrun --nproc_per_node=2 -m app.bench.reduction --csv reviews.csv
-    torchrun --nproc_per_node=4 -m app.bench.reduction --csv reviews.csv --threads 1
+    torchrun --standalone --nproc_per_node=2 -m app.bench.reduction --csv reviews.csv
+    torchrun --standalone --nproc_per_node=4 -m app.bench.reduction --csv reviews.csv --threads 1
 
 Trains the embedded model and a BERT of 4 layers x 312 with plain all-reduce, with as many logical ranks as processes,
 and with twice as many. Rounds of the three alternate, so that all are affected if the machine slows down. The result is
-the median of the rounds' ratios. Any training flag applies to all of them. `app.bench.communication` has the same
-comparison as one of its sections.
+the median of the rounds' ratios. Training flags apply to all of them, except that the strategy is `ddp` and gradients
+are not compressed. `app.bench.communication` has the same comparison as one of its sections.
 """
 
 from __future__ import annotations
 
 import statistics
 
-from app.bench.step_variants import Comparison, compare, models, reduction_variants
+from app.bench.step_variants import Comparison, compare, models, plain_ddp, reduction_variants
 from app.cli import launch
 from app.distributed.process_group import join
 from app.settings import Settings
@@ -26,6 +26,7 @@ SECONDS = 12.0  # for each variant
 def main(settings: Settings) -> None:
     with join(settings) as world:
         quiet_libraries(world)
+        settings = plain_ddp(settings)
         data = build_data(settings, world)
         for model in models(settings):
             comparison = compare(model, reduction_variants(settings, world.size), data, SECONDS, world)

@@ -14,19 +14,20 @@ docs/scaling.md explains the model and how to read the page.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 
 from app.bench.cluster_report import ClusterFlags
 from app.bench.harness import SIZES
 from app.bench.page import as_html, as_text
-from app.bench.scaling_measure import Plan, cores, measure, open_jobs
+from app.bench.scaling_measure import ScalingPlan, measure, open_jobs
 from app.bench.scaling_predict import fit
 from app.bench.scaling_report import describe, raw_data, sections
 from app.bench.shaped_link import Link
+from app.cli import OneLineParser, count, positive
 from app.errors import UserError, escape_control_characters, shorten
-from app.experiments.program import OneLineParser, run_program
 from app.files import write_json, write_text
+from app.hardware import usable_cores
+from app.program import run_program
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
 
@@ -41,7 +42,7 @@ def main() -> int:
 
 def _main() -> int:
     arguments = parse()
-    plan = Plan(
+    plan = ScalingPlan(
         size=arguments.model,
         ranks=sorted(set(arguments.ranks)),
         links=list(dict.fromkeys(arguments.links)),
@@ -63,9 +64,10 @@ def _main() -> int:
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
         method = jobs.link.method if jobs.link else None
-    fits = fit(rounds)
+    n_cores = len(usable_cores())
+    fits = fit(rounds, n_cores, plan.threads)
     facts = describe(plan, method)
-    report = sections(plan, rounds, fits, cluster, cores())
+    report = sections(plan, rounds, fits, cluster, n_cores)
     for section in report:
         print(f"\n{as_text(section)}")
     write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report)})
@@ -112,7 +114,7 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def check(plan: Plan) -> None:
+def check(plan: ScalingPlan) -> None:
     """Check values that depend on each other.
 
     Raises:
@@ -125,24 +127,6 @@ def check(plan: Plan) -> None:
         raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
     if plan.length > 512:
         raise UserError(f"--length {plan.length}: must be at most 512, which is what BERT's position embedding has")
-
-
-def count(text: str) -> int:
-    """Parse a positive whole number."""
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a whole number, 1 or more")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a number above 0")
-    return value
 
 
 def link(text: str) -> Link:

@@ -22,7 +22,7 @@ def over_ranks(
     label: str,
     measured: Points,
     predicted: Points,
-    ideal: Callable[[int], float] | None = None,
+    ideal: Callable[[int], float],
 ) -> Markup:
     """Plot measured and predicted values over the number of ranks, with their intervals.
 
@@ -33,9 +33,8 @@ def over_ranks(
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="ranks", ylabel=label)
-        if ideal is not None:
-            ranks = sorted({*measured, *predicted})
-            axes.plot(ranks, [ideal(n) for n in ranks], color=NEUTRAL, linewidth=1.2, label="ideal")
+        ranks = sorted({*measured, *predicted})
+        axes.plot(ranks, [ideal(n) for n in ranks], color=NEUTRAL, linewidth=1.2, label="ideal")
         _draw(axes, measured, MEASURED, "o", "measured", filled=True)
         _draw(axes, predicted, PREDICTED, "D", "predicted", filled=False)
         _use_ranks(axes)

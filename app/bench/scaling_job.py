@@ -153,8 +153,8 @@ def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
         task: `rows` of each rank, `length` of a row, and the number of `steps`.
 
     Returns:
-        `seconds` of a step, on the slowest rank; `cpu_seconds` of a step, averaged over the ranks; and `buckets`, if
-        nothing was exchanged: for each bucket its bytes and when it was ready, in seconds after the step began.
+        `seconds` of a step, on the slowest rank; and `buckets`, if nothing was exchanged: for each bucket its bytes and
+        when it was ready, in seconds after the step began.
     """
     batch = replica.random_batch(task["rows"], task["length"])
     # DDP rearranges its buckets after the first step, and TCP adapts to a link.
@@ -162,18 +162,15 @@ def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
     barrier(world)
     recorded = getattr(replica.strategy, "ready", [])
     recorded.clear()
-    cpu_began = time.process_time()
     began = replica.train(batch, task["steps"])
     seconds = (time.perf_counter() - began[0]) / task["steps"]
-    cpu_seconds = (time.process_time() - cpu_began) / task["steps"]
     per_step = len(recorded) // task["steps"]
     ready = [(size, at - began[i // per_step]) for i, (size, at) in enumerate(recorded)]
-    ranks = all_gather_object((seconds, cpu_seconds, ready), world)
+    ranks = all_gather_object((seconds, ready), world)
     return {
         "seconds": max(one[0] for one in ranks),
-        "cpu_seconds": statistics.mean(one[1] for one in ranks),
         "buckets": [
-            (ready[i][0], statistics.mean(at for _, _, ready in ranks for _, at in ready[i::per_step]))
+            (ready[i][0], statistics.mean(at for _, ready in ranks for _, at in ready[i::per_step]))
             for i in range(per_step)
         ],
     }
@@ -186,7 +183,8 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
         task: `sizes` in bytes, and how often to `repeat` each.
 
     Returns:
-        For each size: `bytes`, the median of the `seconds`, and `cpu_seconds` averaged over ranks and repetitions.
+        For each size: `bytes`, the median of the `seconds` on the slowest rank, and `cpu_seconds` averaged over ranks
+        and repetitions.
     """
     results = []
     for size in task["sizes"]:
@@ -197,8 +195,8 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
         seconds = [timed(partial(dist.all_reduce, tensor)) for _ in range(task["repeat"])]
         mine = statistics.median(seconds), (time.process_time() - cpu_began) / task["repeat"]
         ranks = all_gather_object(mine, world)
-        mean_seconds, mean_cpu = (statistics.mean(one[i] for one in ranks) for i in range(2))
-        results.append({"bytes": tensor.nbytes, "seconds": mean_seconds, "cpu_seconds": mean_cpu})
+        slowest, mean_cpu = max(one[0] for one in ranks), statistics.mean(one[1] for one in ranks)
+        results.append({"bytes": tensor.nbytes, "seconds": slowest, "cpu_seconds": mean_cpu})
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from app.bench.namespaces import NamespacesUnavailable
 from app.bench.shaped_link import Link, ShapedLink, shaped_link
 from app.bench.task_job import TaskJob, task_job
+from app.hardware import usable_cores
 
 MODES = ("strong", "weak")
 FIT_RANKS = 2  # the fit sees no more than two ranks
@@ -52,7 +52,7 @@ class Measurement:
 
     Attributes:
         result: from `app.bench.scaling_job`.
-        others: share of this machine's CPU time that other processes used meanwhile.
+        others: share of the CPU time of this process's cores that other processes used meanwhile.
     """
 
     result: Any
@@ -66,7 +66,7 @@ Round = dict[Key, Measurement]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """What to measure.
 
     Attributes:
@@ -122,7 +122,7 @@ class Jobs:
 
 
 @contextmanager
-def open_jobs(plan: Plan, folder: Path) -> Iterator[Jobs]:
+def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
     """Start a job for each number of ranks, and one on two nodes; end them all at the end of the block.
 
     If this machine can't have two nodes, this is printed and they are left out.
@@ -154,7 +154,7 @@ def open_jobs(plan: Plan, folder: Path) -> Iterator[Jobs]:
             job.wait()
 
 
-def measure(plan: Plan, jobs: Jobs) -> list[Round]:
+def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     """Measure everything once per round. Every second round has the opposite order."""
     configurations = plan.configurations(links=jobs.nodes is not None)
     rows = {one.rows for one in configurations if one.ranks > 1} | {plan.rows}
@@ -176,17 +176,20 @@ def measure(plan: Plan, jobs: Jobs) -> list[Round]:
 def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:
     """Do something, and measure which share of the CPU time other processes have used meanwhile."""
 
-    def busy() -> float:
-        times = psutil.cpu_times()._asdict()
-        return float(sum(seconds for kind, seconds in times.items() if kind not in NOT_COUNTED))
-
-    began, busy_before, own_before = time.monotonic(), busy(), jobs.cpu_seconds()
+    began, busy_before, own_before = time.monotonic(), busy_seconds(), jobs.cpu_seconds()
     result = work()
-    others = busy() - busy_before - (jobs.cpu_seconds() - own_before)
-    return Measurement(result, max(0.0, others / (cores() * (time.monotonic() - began))))
+    others = busy_seconds() - busy_before - (jobs.cpu_seconds() - own_before)
+    return Measurement(result, max(0.0, others / (len(usable_cores()) * (time.monotonic() - began))))
 
 
-def _perform(key: Key, plan: Plan, jobs: Jobs) -> Any:
+def busy_seconds() -> float:
+    """Return the CPU time that all processes together have used so far on the cores that this process may use."""
+    usable = usable_cores()
+    times = [one._asdict() for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in usable]
+    return float(sum(seconds for core in times for kind, seconds in core.items() if kind not in NOT_COUNTED))
+
+
+def _perform(key: Key, plan: ScalingPlan, jobs: Jobs) -> Any:
     """Let a job measure something: see `Key`."""
     steps = {"length": plan.length, "steps": plan.steps}
     if isinstance(key, int):
@@ -211,8 +214,3 @@ def _measure_link(size: int, nodes: TaskJob, link: ShapedLink) -> dict[str, floa
     (result,) = nodes.perform(sizes=[size], repeat=ALL_REDUCE_REPETITIONS)
     emulation = (link.cpu_seconds() - before) / (ALL_REDUCE_REPETITIONS + 1) / 2
     return result | {"cpu_seconds": result["cpu_seconds"] + emulation}
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,14 +1,14 @@
-"""Predict the step time of each measured configuration from what two ranks have shown."""
+"""Predict the step time of each measured configuration from measurements with two ranks."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from app.bench.alpha_beta import AlphaBeta, fit_alpha_beta
-from app.bench.scaling_measure import Configuration, Key, Round
+from app.bench.scaling_measure import FIT_RANKS, Configuration, Key, Round
 from app.bench.step_model import Computation, Cores, LocalNetwork, Network, TwoNodes, predict_step
 
 DISTURBED = 0.1  # share of the CPU time that other processes may use
@@ -27,13 +27,18 @@ class Interval:
 class Fits:
     """What the predictions are made from: medians over the undisturbed rounds.
 
+    Times of computations, and of exchanges on one node, are converted to a core for each thread: they are measured with
+    `FIT_RANKS` ranks on the cores of this machine, and divided by `slowdown`.
+
     Attributes:
+        slowdown: how much longer the measurements took than with a core for each thread.
         computation: of a rank, by its number of rows.
         spread: shortest and longest computation, relative to the median.
         local, local_cpu: all-reduce among two ranks on one node: seconds, and CPU seconds of each.
         link, link_cpu: the same for two nodes and an unshaped link; None: not measured.
     """
 
+    slowdown: float
     computation: dict[int, Computation]
     spread: tuple[float, float]
     local: AlphaBeta
@@ -45,24 +50,36 @@ class Fits:
 def undisturbed(rounds: Sequence[Round], key: Key) -> list[Any]:
     """Return the results of the rounds in which other processes used at most `DISTURBED` of the CPU time.
 
-    If there is none, return the result of the least disturbed round.
+    If there is none, return the results of all rounds.
     """
-    measurements = [one[key] for one in rounds]
-    least = min(one.others for one in measurements)
-    return [one.result for one in measurements if one.others <= max(DISTURBED, least)]
+    calm = [one[key].result for one in rounds if one[key].others <= DISTURBED]
+    return calm or [one[key].result for one in rounds]
 
 
-def fit(rounds: Sequence[Round]) -> Fits:
-    """Fit the model to the measurements that it may see."""
+def rounds_used(rounds: Sequence[Round], key: Key) -> str:
+    """Return how many rounds `undisturbed` returns, such as `4 of 5`."""
+    calm = sum(one[key].others <= DISTURBED for one in rounds)
+    return f"{calm} of {len(rounds)}" if calm else f"all {len(rounds)}, disturbed"
+
+
+def fit(rounds: Sequence[Round], cores: int, threads: int) -> Fits:
+    """Fit the model to the measurements with at most two ranks.
+
+    Args:
+        cores: of this machine.
+        threads: of each rank.
+    """
+    slowdown = Cores(cores, FIT_RANKS, threads).slowdown
     results = {rows: undisturbed(rounds, rows) for rows in rounds[0] if isinstance(rows, int)}
     computation = {rows: _median_computation(several) for rows, several in results.items()}
     ratios = [one["seconds"] / computation[rows].seconds for rows, several in results.items() for one in several]
     local = undisturbed(rounds, "local")
     link = undisturbed(rounds, "link") if "link" in rounds[0] else None
     return Fits(
-        computation,
+        slowdown,
+        {rows: one.scaled(1 / slowdown) for rows, one in computation.items()},
         (min(ratios), max(ratios)),
-        _fit_medians(local, "seconds"),
+        _fit_medians(local, "seconds").scaled(1 / slowdown),
         _fit_medians(local, "cpu_seconds"),
         _fit_medians(link, "seconds") if link else None,
         _fit_medians(link, "cpu_seconds") if link else None,
@@ -112,8 +129,7 @@ def predict(configuration: Configuration, fits: Fits, cores: int, threads: int) 
 
 def at_bound(fit: AlphaBeta, size: int, end: int | None) -> AlphaBeta:
     """Return the line through the lower (0) or upper (1) end of the 95% prediction interval at a size."""
-    factor = 1.0 if end is None else fit.prediction_interval(size)[end] / fit.seconds(size)
-    return replace(fit, alpha=fit.alpha * factor, beta=fit.beta * factor)
+    return fit if end is None else fit.scaled(fit.prediction_interval(size)[end] / fit.seconds(size))
 
 
 def measured_interval(configuration: Configuration, rounds: Sequence[Round]) -> Interval:

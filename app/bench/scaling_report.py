@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 import torch
 
 from app.bench import scaling_charts as charts
-from app.bench.charts import format_seconds, format_size
+from app.bench.alpha_beta import AlphaBeta
+from app.bench.charts import format_seconds
 from app.bench.cluster_report import ClusterFlags, cluster_section
 from app.bench.page import Figure, Section, Table
-from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Plan, Round, cores
-from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict
-from app.hardware import git_commit
+from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
+from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict, rounds_used
+from app.cli import command_line
+from app.hardware import describe_machine
+from app.sizes import format_bandwidth, format_size
+
+ABOUT_RATIOS = (
+    "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
+    "Vertical lines: the interval of T(N) alone."
+)
 
 
-def describe(plan: Plan, method: str | None) -> dict[str, str]:
+def describe(plan: ScalingPlan, method: str | None) -> dict[str, str]:
     """Return facts about the machine and the job, by name.
 
     Args:
@@ -27,31 +33,33 @@ def describe(plan: Plan, method: str | None) -> dict[str, str]:
     """
     return {
         "model": f"{plan.size}, {plan.length} tokens per row",
-        "machine": f"{platform.machine()}, {cores()} CPU cores, {plan.threads} thread(s) per rank",
+        "threads": f"{plan.threads} per rank",
         "link": method or "none",
         "rounds": f"{plan.rounds} of {plan.steps} steps",
-        "PyTorch": torch.__version__,
-        "commit": git_commit() or "unknown",
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        **describe_machine(torch.device("cpu")),
+        "command": command_line(),
     }
 
 
-def sections(plan: Plan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlags, n_cores: int) -> list[Section]:
+def sections(
+    plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlags, n_cores: int
+) -> list[Section]:
     """Return the sections of the page."""
     measured = {key: measured_interval(key, rounds) for key in rounds[0] if isinstance(key, Configuration)}
     predicted = {key: predict(key, fits, n_cores, plan.threads) for key in measured if key.ranks > 1}
-    parts = [_one_node(plan, measured, predicted, n_cores)]
+    used = {key: rounds_used(rounds, key) for key in rounds[0]}
+    parts = [_one_node(plan, measured, predicted, used, n_cores)]
     if any(key.link is not None for key in measured):
-        parts.append(_two_nodes(measured, predicted))
+        parts.append(_two_nodes(measured, predicted, used))
     own_core = {
         key.ranks: one
         for key, one in measured.items()
         if key.mode == "weak" and key.link is None and key.ranks * plan.threads <= n_cores
     }
-    return [*parts, _inputs(rounds, fits), cluster_section(plan, fits, flags, own_core)]
+    return [*parts, _inputs(rounds, fits, used), cluster_section(plan, fits, flags, own_core)]
 
 
-def raw_data(plan: Plan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
+def raw_data(plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
     """Return all numbers for scaling.json."""
     return {
         "plan": asdict(plan) | {"links": [str(link) for link in plan.links]},
@@ -71,7 +79,11 @@ def _name(key: object) -> str:
 
 
 def _one_node(
-    plan: Plan, measured: Mapping[Configuration, Interval], predicted: Mapping[Configuration, Interval], n_cores: int
+    plan: ScalingPlan,
+    measured: Mapping[Configuration, Interval],
+    predicted: Mapping[Configuration, Interval],
+    used: Mapping[Key, str],
+    n_cores: int,
 ) -> Section:
     tables, figures = [], []
     for mode in MODES:
@@ -81,6 +93,7 @@ def _one_node(
         header = [
             "ranks",
             "rows per rank",
+            "rounds",
             "measured",
             "range",
             "predicted",
@@ -89,7 +102,9 @@ def _one_node(
             "speedup",
             "efficiency",
         ]
-        tables.append(Table(f"{mode} scaling: {rows}", header, [_row(key, measured, predicted, base) for key in keys]))
+        tables.append(
+            Table(f"{mode} scaling: {rows}", header, [_row(key, measured, predicted, used[key], base) for key in keys])
+        )
         if base is None:
             continue
         figure = "speedup" if mode == "strong" else "efficiency"
@@ -98,7 +113,7 @@ def _one_node(
         )
         title = f"{mode} scaling: {figure} over one rank"
         svg = charts.over_ranks(title, figure, points, model, ideal=float if mode == "strong" else lambda n: 1.0)
-        figures.append(Figure(title, svg, "Vertical lines: intervals."))
+        figures.append(Figure(title, svg, ABOUT_RATIOS))
     return Section(
         "one_node",
         "Strong and weak scaling on this machine",
@@ -117,10 +132,11 @@ def _row(
     key: Configuration,
     measured: Mapping[Configuration, Interval],
     predicted: Mapping[Configuration, Interval],
+    used: str,
     base: float | None,
 ) -> list[str]:
     one = measured[key]
-    row = [str(key.ranks), str(key.rows), format_seconds(one.middle), _range(one)]
+    row = [str(key.ranks), str(key.rows), used, format_seconds(one.middle), _range(one)]
     if key in predicted:
         two = predicted[key]
         row += [format_seconds(two.middle), _range(two), f"{two.middle / one.middle - 1:+.1%}"]
@@ -136,12 +152,15 @@ def _range(one: Interval) -> str:
     return f"{format_seconds(one.low)} to {format_seconds(one.high)}"
 
 
-def _two_nodes(measured: Mapping[Configuration, Interval], predicted: Mapping[Configuration, Interval]) -> Section:
+def _two_nodes(
+    measured: Mapping[Configuration, Interval], predicted: Mapping[Configuration, Interval], used: Mapping[Key, str]
+) -> Section:
     keys = [key for key in predicted if key.link is not None]
     rows = [
         [
             f"{key.mode}, {key.link}",
             str(key.rows),
+            used[key],
             format_seconds(measured[key].middle),
             _range(measured[key]),
             format_seconds(predicted[key].middle),
@@ -150,7 +169,7 @@ def _two_nodes(measured: Mapping[Configuration, Interval], predicted: Mapping[Co
         ]
         for key in keys
     ]
-    header = ["link", "rows per rank", "measured", "range", "predicted", "interval", "error"]
+    header = ["link", "rows per rank", "rounds", "measured", "range", "predicted", "interval", "error"]
     parts: list[Table | Figure] = [Table("step times", header, rows)]
     for mode in MODES:
         of_mode = [key for key in keys if key.mode == mode]
@@ -162,8 +181,8 @@ def _two_nodes(measured: Mapping[Configuration, Interval], predicted: Mapping[Co
         "two_nodes",
         "Two nodes and a shaped link",
         [
-            "The nodes are network namespaces on this machine. All links are unseen: the predictions know the rate and "
-            "the delay of a link, and all-reduces over the same link without shaping.",
+            "The nodes are network namespaces on this machine. No measurement over a shaped link is an input of the "
+            "predictions: they use its rate and its delay, and all-reduces over the same link without shaping.",
         ],
         parts,
         _comparison(measured, predicted, with_link=True),
@@ -188,24 +207,31 @@ def _comparison(
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
+def _inputs(rounds: Sequence[Round], fits: Fits, used: Mapping[Key, str]) -> Section:
     buckets = next(iter(fits.computation.values())).buckets
     computation = [
-        [str(rows), format_seconds(one.seconds), *(format_seconds(at) for _, at in one.buckets)]
+        [str(rows), used[rows], format_seconds(one.seconds), *(format_seconds(at) for _, at in one.buckets)]
         for rows, one in fits.computation.items()
     ]
-    header = ["rows per rank", "step", *(f"bucket of {format_size(size)} ready" for size, _ in buckets)]
-    lines = {
-        "one node": fits.local,
-        "one node, CPU time per rank": fits.local_cpu,
-        "two nodes, unshaped link": fits.link,
-        "two nodes, CPU time per rank": fits.link_cpu,
-    }
-    rows = [
-        [name, format_seconds(one.alpha), f"{1 / one.beta / 1e9:.2f} GB/s", f"{one.relative_error:.0%}"]
-        for name, one in lines.items()
+    header = ["rows per rank", "rounds", "step", *(f"bucket of {format_size(size)} ready" for size, _ in buckets)]
+    lines: list[tuple[str, Key, AlphaBeta | None]] = [
+        ("one node", "local", fits.local),
+        ("one node, CPU time per rank", "local", fits.local_cpu),
+        ("two nodes, unshaped link", "link", fits.link),
+        ("two nodes, CPU time per rank", "link", fits.link_cpu),
+    ]
+    exchanges = [
+        [name, used[key], format_seconds(one.alpha), format_bandwidth(one.beta), f"{one.relative_error:.0%}"]
+        for name, key, one in lines
         if one is not None
     ]
+    shared = (
+        f"Measured with more threads than cores: times, except for CPU time and the link, are divided by "
+        f"{fits.slowdown:g}, to be those with a core for each thread."
+        if fits.slowdown > 1
+        else ""
+    )
+    header_of_exchanges = ["", "rounds", "α", "1 / β", "median error"]
     everything = [one for measured in rounds for one in measured.values()]
     disturbed = sum(one.others > DISTURBED for one in everything)
     return Section(
@@ -213,11 +239,11 @@ def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
         "What the predictions are made from",
         [
             f"In {disturbed} of {len(everything)} measurements, other processes used more than {DISTURBED:.0%} of the "
-            "CPU time. They are left out where an undisturbed round remains.",
+            "CPU time. They are left out where an undisturbed round remains; “rounds” is how many each row rests on.",
         ],
         [
-            Table("computation of a step without exchanges, two ranks at once", header, computation),
-            Table("all-reduce among two ranks: α + β x bytes", ["", "α", "1 / β", "median error"], rows),
+            Table("computation of a step without exchanges, two ranks at once", header, computation, shared),
+            Table("all-reduce among two ranks: α + β x bytes", header_of_exchanges, exchanges, shared),
         ],
         {"disturbed": disturbed, "measurements": len(everything)},
     )

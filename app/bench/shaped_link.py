@@ -18,7 +18,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,14 +32,15 @@ from app.bench.namespaces import (
     connect,
     inside,
     network_namespaces,
+    refusals_as_unavailable,
     run_command,
 )
 from app.settings import REPOSITORY
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 NETEM_PACKETS = 1_000_000  # netem drops packets beyond its limit; by default 1,000, less than a fast, long link holds
-# A node's congestion control would otherwise begin anew after each computation that is longer than TCP's retransmission
-# timeout (0.2 s and more). BBR, the default of some machines, estimates the rate of the link and reduces it at times.
+# TCP would otherwise return to slow start in every step whose computation is longer than its retransmission timeout
+# (0.2 s and more). BBR, the default of some machines, estimates the rate of the link and reduces it at times.
 TCP_SETTINGS = {"tcp_slow_start_after_idle": "0", "tcp_congestion_control": "reno"}
 
 
@@ -92,19 +93,21 @@ def shaped_link() -> Iterator[ShapedLink]:
     """Create two network namespaces and an unshaped link between them, and remove them at the end of the block.
 
     Raises:
-        NamespacesUnavailable: not Linux, not root, or the kernel has neither netem nor TUN devices.
+        NamespacesUnavailable: not Linux, not root, the kernel has neither netem nor TUN devices, or a command fails.
     """
     with network_namespaces() as names, ExitStack() as stack:
-        connect(names)
-        link: ShapedLink = NetemLink(names)
-        try:
-            link.shape(Link())
-        except (OSError, subprocess.CalledProcessError):
-            run_command(["ip", "-n", names[0], "link", "delete", INTERFACE])
-            link = stack.enter_context(_forwarded_link(names))
-        for name in names:
-            for setting, value in TCP_SETTINGS.items():
-                run_command(inside(name, ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]))
+        with refusals_as_unavailable("a link between them"):
+            link: ShapedLink = NetemLink(names)
+            try:
+                connect(names)
+                link.shape(Link())
+            except (OSError, subprocess.CalledProcessError):
+                with suppress(subprocess.CalledProcessError):  # there is none, if it could not be created
+                    run_command(["ip", "-n", names[0], "link", "delete", INTERFACE])
+                link = stack.enter_context(_forwarded_link(names))
+            for name in names:
+                for setting, value in TCP_SETTINGS.items():
+                    run_command(inside(name, ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]))
         yield link
 
 

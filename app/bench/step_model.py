@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.gloo_ring import Path, simulate_ring
+from app.bench.gloo_ring import LinkPath, simulate_ring
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def predict_step(computation: Computation, network: Network, cores: Cores) -> fl
     """Return the predicted time of a step in seconds.
 
     Args:
-        computation: measured with a core for each thread.
+        computation: with a core for each thread.
         network: between the ranks.
         cores: of each node.
     """
@@ -119,7 +119,7 @@ class LocalNetwork:
     the ring as well as for the all-to-all and the all-gather of `app.strategies.reduction`.
 
     Attributes:
-        wall: seconds of an all-reduce among two ranks.
+        wall: seconds of an all-reduce among two ranks, with a core for each thread.
         cpu: CPU seconds of each of the two ranks.
         cores: which the ranks share.
     """
@@ -176,7 +176,7 @@ class TwoNodes:
 
     def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
         """Return when each bucket's exchange has finished."""
-        path = Path(self.bytes_per_second, self.delay, software=self.wall.beta)
+        path = LinkPath(self.bytes_per_second, self.delay, software=self.wall.beta)
         return simulate_ring([at + self.wall.alpha for at in ready], sizes, path)
 
     def cpu_seconds(self, size: int) -> float:

@@ -77,6 +77,11 @@ def models(settings: Settings) -> list[str]:
     return [EMBEDDED, "BERT 4 x 312"] if settings.model == TINY else [settings.model]
 
 
+def plain_ddp(settings: Settings) -> Settings:
+    """Return the settings with `--strategy ddp` and gradients that are not compressed."""
+    return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no")
+
+
 def reduction_variants(settings: Settings, ranks: int) -> dict[str, Variant]:
     """Return plain all-reduce, and the fixed order with as many logical ranks as processes and with twice as many."""
     variants = {"plain all-reduce": Variant(replace(settings, logical_ranks=None), PlainDDP)}

@@ -26,9 +26,11 @@ from app.bench.step_variants import (
     compare,
     endless,
     models,
+    plain_ddp,
     reduction_variants,
 )
-from app.distributed.collectives import all_gather_object
+from app.data.sampler import plan_batches
+from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.world import World
 from app.settings import Settings
 from app.training.build import ReviewData, build_data
@@ -66,7 +68,7 @@ ABOUT_NO_SYNC = (
 ABOUT_UNUSED = (
     "With --ddp_find_unused_parameters, DDP walks through the graph of each forward pass to find parameters without a "
     "gradient, and the ranks exchange which parameters they have used. All parameters of these models are used, so "
-    "the difference is what the search costs for nothing."
+    "the difference is pure overhead."
 )
 ABOUT_REDUCTION = (
     "Plain all-reduce adds gradients in an order that depends on the number of ranks. The fixed tree always adds the "
@@ -83,19 +85,50 @@ def measure_step(name: str, settings: Settings, seconds: float, world: World) ->
         seconds: about how long to time each variant of a step.
     """
     quiet_libraries(world)
-    if name == "breakdown":
-        return measure_breakdown(settings, build_data(settings, world), world)
-    settings = replace(settings, strategy="ddp", cpu_offload=False)
     data = build_data(settings, world)
+    if name == "breakdown":
+        return measure_breakdown(settings, data, world)
+    with raise_on_all_ranks(world):
+        variants = variants_of(name, settings, len(data.split.train), world.size)
     if name == "no_sync":
-        return measure_no_sync(settings, data, seconds, world)
-    variants, title, about = {
-        "buckets": (bucket_variants(settings), "Bucket size", ABOUT_BUCKETS),
-        "unused_parameters": (unused_variants(settings), "Searching for unused parameters", ABOUT_UNUSED),
-        "reduction": (reduction_variants(settings, world.size), "Plain all-reduce and fixed tree", ABOUT_REDUCTION),
+        return measure_no_sync(variants, data, seconds, world)
+    title, about = {
+        "buckets": ("Bucket size", ABOUT_BUCKETS),
+        "unused_parameters": ("Searching for unused parameters", ABOUT_UNUSED),
+        "reduction": ("Plain all-reduce and fixed tree", ABOUT_REDUCTION),
     }[name]
     comparisons = [compare(model, variants, data, seconds, world) for model in models(settings)]
     return section_of(name, title, about, comparisons, "step", world)
+
+
+def variants_of(name: str, settings: Settings, n_train: int, ranks: int) -> dict[str, Variant]:
+    """Return the variants that a section compares. All of them can be trained.
+
+    Args:
+        n_train: number of training rows.
+
+    Raises:
+        UserError: the batch can't be divided for one of them.
+    """
+    plain = plain_ddp(settings)
+    match name:
+        case "breakdown":
+            variants = {"": Variant(settings)}
+        case "buckets":
+            variants = bucket_variants(plain)
+        case "no_sync":
+            plan = plan_batches(plain, n_train, ranks)
+            rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
+            variants = no_sync_variants(plain, rows, n_train)
+        case "unused_parameters":
+            variants = unused_variants(plain)
+        case "reduction":
+            variants = reduction_variants(plain, ranks)
+        case _:
+            raise ValueError(f"no section is called {name}")
+    for variant in variants.values():
+        plan_batches(variant.settings, n_train, ranks)
+    return variants
 
 
 def bucket_variants(settings: Settings) -> dict[str, Variant]:
@@ -127,12 +160,10 @@ def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, V
     }
 
 
-def measure_no_sync(settings: Settings, data: ReviewData, seconds: float, world: World) -> Section:
+def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: float, world: World) -> Section:
     """Time micro-batches of which only every k-th exchanges gradients. Collective."""
-    rows = data.plan.global_size // data.plan.accumulation_steps  # of one micro-batch on all ranks
-    variants = no_sync_variants(settings, rows, len(data.split.train))
     comparisons = []
-    for model in models(settings):
+    for model in models(next(iter(variants.values())).settings):
         found = compare(model, variants, data, seconds, world, micro_batches=max(SYNC_EVERY))
         per_micro_batch = {
             name: [one / variants[name].settings.gradient_accumulation_steps for one in rounds]
@@ -189,7 +220,7 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
         model: {"milliseconds": step.parts, "communication": step.communication, "unprofiled": 1000 * unprofiled[model]}
         for model, step in by_model.items()
     }
-    return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy} | content)
+    return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy, "models": content})
 
 
 def profile_steps(train: Callable[..., None], bench: Bench) -> list[list[StepTimes]]:

@@ -25,11 +25,12 @@ from pathlib import Path
 
 import psutil
 
+from app.cli import OneLineParser
 from app.distributed.launcher import TorchrunJob
 from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
 from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subjects
-from app.experiments.program import OneLineParser, run_program
+from app.program import run_program
 from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang

@@ -24,9 +24,9 @@ from itertools import product
 from app.cli import settings_parser
 from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
-from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import train_pair
 from app.files import write_text
+from app.program import refuse_dry_run, run_program
 from app.report.bitwise import first_difference
 from app.runs.folder import create_folder
 from app.runs.reader import Run

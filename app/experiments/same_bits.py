@@ -30,9 +30,9 @@ from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
 from app.experiments.fault_injection import hash_results
-from app.experiments.program import refuse_dry_run, run_program
 from app.experiments.train_pair import PATHS
 from app.files import write_text
+from app.program import refuse_dry_run, run_program
 from app.runs.folder import create_folder
 from app.runs.schema import CHECKPOINTS, RUNS
 from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_trainer_engines

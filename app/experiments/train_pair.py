@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.errors import RunError
-from app.experiments.program import run_job
+from app.program import run_job
 from app.runs.folder import create_folder
 from app.runs.reader import Run, read_run
 from app.runs.schema import RUNS

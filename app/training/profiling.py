@@ -127,13 +127,17 @@ class StepProfiler:
         return first_failure(problem, self.world)
 
 
+def hide_profiler_messages() -> None:
+    """Hide that kineto reports its start and its stop; no message has a level above this. Call it before profiling."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 def start_profiler(steps: int, world: World) -> profile:
     """Start a profiler that records a number of steps after the first ones; call its `step()` after each step."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # Otherwise kineto reports on standard error that it starts and stops; no message has a level above this.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    hide_profiler_messages()
     profiler = profile(
         activities=activities, schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=steps, repeat=1), acc_events=True
     )

@@ -63,18 +63,13 @@ def test_noise_moves_the_line_by_a_few_standard_errors(alpha, beta, noise, seed)
 def test_intervals_cover_as_often_as_they_promise(noise, confidence):
     alpha, beta, size, trials = 5e-5, 1e-9, 50_000, 600
     generator = np.random.default_rng(3)
-    of_line = of_measurement = of_alpha = of_messages = 0
+    covered_at = dict.fromkeys((0, size), 0)
     for _ in range(trials):
         fit = noisy(alpha, beta, noise, generator)
-        low, high = fit.confidence_interval(size, confidence)
-        of_line += low <= alpha + beta * size <= high
-        low, high = fit.confidence_interval(0, confidence)
-        of_alpha += low <= alpha <= high
-        low, high = fit.confidence_interval(size, confidence, messages=14)
-        of_messages += low <= 14 * alpha + beta * size <= high
-        low, high = fit.prediction_interval(size, confidence)
-        of_measurement += low <= (alpha + beta * size) * (1 + noise * generator.standard_normal()) <= high
-    for covered in (of_line, of_measurement, of_alpha, of_messages):
+        for n in covered_at:
+            low, high = fit.prediction_interval(n, confidence)
+            covered_at[n] += low <= (alpha + beta * n) * (1 + noise * generator.standard_normal()) <= high
+    for covered in covered_at.values():
         interval = binomtest(covered, trials).proportion_ci(0.9999)
         assert interval.low <= confidence + 0.02
         assert interval.high >= confidence - 0.02, "the noise is not exactly that of the weights"

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from app.bench import collectives_section
 from app.bench.alpha_beta import bus_bandwidth_factor
-from app.bench.charts import Line, format_seconds, format_size, time_by_size
+from app.bench.charts import Line, format_seconds, time_by_size
 from app.bench.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
-from app.bench.collectives_section import ELEMENT, SMALLEST, fit_line, measure_collectives, sizes_up_to
+from app.bench.collectives_section import ELEMENT, SMALLEST, check_largest, fit_line, measure_collectives, sizes_up_to
 from app.bench.communication import add_arguments
 from app.bench.page import Chunk, as_html, as_text
 from app.cli import parse_flags
-from app.errors import UserError
+from app.errors import AgreedError, UserError
 from app.settings import Settings
+from app.sizes import format_size
 
 
 def test_there_are_eight_collectives_and_each_has_a_bus_bandwidth():
@@ -81,6 +82,23 @@ def test_sizes_that_do_not_fit_into_memory_are_skipped(world, monkeypatch):
     }
 
 
+def test_too_few_sizes_for_a_fit_are_one_line(world, monkeypatch):
+    with pytest.raises(UserError, match=r"^--largest_mib 0.015625: .* among 2000 ranks: use 0.13 or more$"):
+        check_largest(2**14, 2000)
+    check_largest(2**14, 256)
+    monkeypatch.setattr(collectives_section, "largest_that_fits", lambda world: 2**13)
+    with pytest.raises(AgreedError, match=r"^the free memory is enough for 2 sizes"):
+        measure_collectives(Settings(disable_tqdm=True), world, 2**18, 1e-4)
+
+
+@given(st.integers(1, 10**6))
+def test_the_size_that_is_suggested_is_enough(ranks):
+    try:
+        check_largest(2**14, ranks)
+    except UserError as problem:
+        check_largest(int(float(str(problem).split()[-3]) * 2**20), ranks)
+
+
 def test_a_point_is_the_median_of_its_rounds():
     line = fit_line("broadcast", [(size, [9.0, size, 1e9]) for size in (100, 200, 300)])
     assert line.seconds == [100, 200, 300]
@@ -116,10 +134,10 @@ def test_a_chart_has_a_legend_if_it_has_several_lines():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--largest_mib", "many"], "argument --largest_mib: many: must be a positive number"),
-        (["--largest_mib", "nan"], "argument --largest_mib: nan: must be a positive number"),
+        (["--largest_mib", "many"], "argument --largest_mib: many: must be a number above 0"),
+        (["--largest_mib", "nan"], "argument --largest_mib: nan: must be a number above 0"),
         (["--largest_mib", "0.01"], r"argument --largest_mib: 0.01: must be from 0.015625 \(16 KiB\) to 1,048,576"),
-        (["--seconds_per_point", "0"], "argument --seconds_per_point: 0: must be a positive number"),
+        (["--seconds_per_point", "0"], "argument --seconds_per_point: 0: must be a number above 0"),
         (["--sections", "weather"], "argument --sections: invalid choice: 'weather'"),
         (["--sections"], "argument --sections: expected at least one argument"),
     ],

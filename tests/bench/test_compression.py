@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from worlds import fake_world
 
-from app.bench import compression
-from app.bench.compression import Measured, measure_hooks, training_steps
+from app.bench import step_variants, timing
+from app.bench.compression import Measured, measure_hooks, settings_by_hook, training_steps
 from app.bench.compression_section import as_section, measure_compression
+from app.bench.count_collectives import CountCollectives, sent_bytes
 from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_text
-from app.bench.traffic import CountCollectives, sent_bytes
+from app.bench.step_variants import EMBEDDED
 from app.errors import AgreedError
 from app.settings import Settings
 from app.training.build import build_data, build_model
@@ -24,8 +25,9 @@ HOOKS = ("no", "fp16", "bf16", "power_sgd")
 @pytest.fixture
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compression, "ROUNDS", 2)
-    monkeypatch.setattr(compression, "STEPS", 3)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {EMBEDDED: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, max_steps=4, disable_tqdm=True)
 
 
@@ -61,14 +63,16 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
 
 
 def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world):
-    measured, steps = measure_hooks(settings, world, seeds=2)
+    data = build_data(settings, world)
+    by_hook, _ = settings_by_hook(settings, 2, len(data.split.train), 1)
+    measured, steps = measure_hooks(by_hook, data, 2, 0.001, world)
     assert steps == 4
     assert tuple(measured) == HOOKS
     for one in measured.values():
-        assert (len(one.seconds), len(one.accuracies), one.sent) == (2, 2, 0)
+        assert (len(one.seconds), len(one.accuracies), one.sent) == (1, 2, 0)
         assert min(one.seconds) > 0
         assert all(0 <= accuracy <= 1 for accuracy in one.accuracies)
-    again, _ = measure_hooks(settings, world, seeds=1)
+    again, _ = measure_hooks(by_hook, data, 1, 0.001, world)
     assert [one.accuracies for one in again.values()] == [one.accuracies[:1] for one in measured.values()]
 
 
@@ -81,12 +85,39 @@ def test_a_training_is_short_unless_its_length_is_given(settings, world):
     assert training_steps(monkey, build_data(monkey, world)) == 150
 
 
-@pytest.mark.parametrize("change", [{"strategy": "zero3"}, {"precision": "fp16"}, {"seed": 2**31 - 1}])
-def test_settings_that_a_hook_refuses_are_a_mistake(settings, world, change):
-    for name, value in change.items():
-        setattr(settings, name, value)
-    with pytest.raises(AgreedError, match=r"--ddp_comm_hook|--seed"):
-        measure_compression(settings, world, seeds=2)
+@pytest.mark.parametrize(
+    ("change", "hooks", "reason"),
+    [
+        ({}, HOOKS, ""),
+        ({"strategy": "zero1", "ddp_comm_hook": "bf16"}, HOOKS, ""),
+        ({"strategy": "zero3", "cpu_offload": True}, HOOKS, ""),
+        ({"precision": "fp16"}, HOOKS[:3], "--ddp_comm_hook power_sgd: an overflow in fp16"),
+        ({"logical_ranks": 4}, HOOKS[:3], "4 logical ranks need 4 ranks, not 2"),
+        ({"ddp_find_unused_parameters": True}, HOOKS[:3], "--ddp_find_unused_parameters"),
+    ],
+)
+def test_a_hook_is_left_out_if_the_settings_exclude_it(change, hooks, reason):
+    by_hook, refusal = settings_by_hook(Settings(train_batch_size=8, **change), seeds=1, n_train=90, ranks=2)
+    assert tuple(by_hook) == hooks
+    assert [one.ddp_comm_hook for one in by_hook.values()] == [*hooks]
+    assert {(one.strategy, one.cpu_offload) for one in by_hook.values()} == {
+        ("zero1" if change.get("strategy") == "zero1" else "ddp", False)
+    }
+    assert reason in refusal
+    assert bool(reason) == bool(refusal)
+
+
+def test_the_section_says_why_a_hook_is_left_out():
+    rest = {hook: one for hook, one in MEASURED.items() if hook != "power_sgd"}
+    section = as_section(rest, 150, fake_world(0, 2), "four <ranks>")
+    assert "power_sgd is left out: four <ranks>." in section.paragraphs
+    assert "power_sgd" not in section.data["hooks"]
+
+
+def test_a_seed_that_is_too_large_is_a_mistake(settings, world):
+    settings.seed = 2**31 - 1
+    with pytest.raises(AgreedError, match="--seed"):
+        measure_compression(settings, 2, 0.001, world)
 
 
 MEASURED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,18 +12,25 @@ from typing import Any
 import pytest
 
 from app.bench import scaling, scaling_measure
-from app.bench.cluster_report import ClusterFlags
-from app.bench.gloo_ring import Path as LinkPath
-from app.bench.gloo_ring import simulate_ring
+from app.bench.cluster_report import ClusterFlags, cluster_ranks
+from app.bench.gloo_ring import LinkPath, simulate_ring
 from app.bench.namespaces import NamespacesUnavailable
-from app.bench.page import as_html, as_text
-from app.bench.scaling_measure import ALL_REDUCE_SIZES, Configuration, Measurement, Plan, Round, measure, open_jobs
-from app.bench.scaling_predict import fit, measured_interval, predict, undisturbed
+from app.bench.page import Table, as_html, as_text
+from app.bench.scaling_measure import (
+    ALL_REDUCE_SIZES,
+    Configuration,
+    Measurement,
+    Round,
+    ScalingPlan,
+    measure,
+    open_jobs,
+)
+from app.bench.scaling_predict import fit, measured_interval, predict, rounds_used, undisturbed
 from app.bench.scaling_report import raw_data, sections
 from app.bench.shaped_link import Link
 
 MIB = 2**20
-PLAN = Plan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
+PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
 CLUSTER = ClusterFlags(8, (100.0, 10.0), (None, None), batch=1024)
 FORWARD, UPDATE, PER_ROW = 0.01, 0.05, 0.025  # seconds
 LOCAL, LINK = (0.001, 1e-9), (0.002, 1.5e-9)  # α and β
@@ -32,7 +40,6 @@ def computation(rows: int) -> dict[str, Any]:
     backward = FORWARD + PER_ROW * rows
     return {
         "seconds": backward + UPDATE,
-        "cpu_seconds": 0.0,
         "buckets": [(2 * MIB, backward / 2), (50 * MIB, backward)],
     }
 
@@ -42,7 +49,7 @@ def all_reduces(alpha: float, beta: float) -> list[dict[str, float]]:
 
 
 def true_step(key: Configuration) -> float:
-    """The time of a step by hand, on two cores. The small bucket's exchange is always hidden."""
+    """The time of a step on two cores, as a formula. The small bucket's exchange is always hidden."""
     slowdown = max(1, key.ranks / 2)
     if key.ranks == 1:
         return computation(key.rows)["seconds"]
@@ -67,10 +74,36 @@ def synthetic_round(noise: float = 1.0, others: float = 0.0) -> Round:
 
 @pytest.mark.parametrize("key", [key for key in PLAN.configurations(True) if key.ranks > 1], ids=str)
 def test_a_machine_that_follows_the_model_is_predicted_exactly(key):
-    predicted = predict(key, fit([synthetic_round()] * 3), cores=2, threads=1)
+    predicted = predict(key, fit([synthetic_round()] * 3, cores=2, threads=1), cores=2, threads=1)
     assert predicted.middle == pytest.approx(true_step(key), rel=1e-6)
     assert predicted.low <= predicted.middle * 1.000001
     assert predicted.high >= predicted.middle * 0.999999
+
+
+def test_steps_by_hand():
+    fits = fit([synthetic_round()] * 3, cores=2, threads=1)
+    # Four ranks on two cores take twice as long: 0.26 s of computation, half of the small bucket's exchange (3.145728 +
+    # 3 ms, hidden, but it takes CPU time), and the large bucket's: 3 ms and 1.5 x 52.4288 ms.
+    four = predict(Configuration("weak", 4, 8), fits, cores=2, threads=1)
+    assert four.middle == pytest.approx(2 * (0.26 + 0.006145728 / 2 + 0.0816432))
+    # Two delays for the buffers; 0.26 s; half of 2 + 3.145728 ms; 2 ms, and 50 segments, each of which takes 8.388608
+    # ms on the link, one delay, and half of the software's 1.572864 ms.
+    nodes = predict(Configuration("weak", 2, 8, Link(1, 5)), fits, cores=2, threads=1)
+    segments = 50 * (0.008388608 + 0.005 + 0.000786432)
+    assert nodes.middle == pytest.approx(0.01 + 0.26 + 0.005145728 / 2 + 0.002 + segments, rel=0.003)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (1, 1)])
+def test_cores_that_two_ranks_share_while_they_are_measured_do_not_count_twice(cores, threads):
+    """As measured: 0.26 s, half of the small bucket's exchange, because no core is idle, and the large bucket's."""
+    fits = fit([synthetic_round()] * 3, cores, threads)
+    assert fits.slowdown == 2
+    assert fits.computation[8].seconds == pytest.approx(0.13), "with a core for each thread"
+    two = predict(Configuration("weak", 2, 8), fits, cores, threads)
+    # CPU time is no waiting time, so it is not converted; it displaces twice as much of a computation that shares.
+    assert two.middle == pytest.approx(0.26 + 2 * (0.001 + 0.002097152) / 2 + 0.001 + 0.0524288)
+    four = predict(Configuration("weak", 4, 8), fits, cores, threads)
+    assert four.middle == pytest.approx(2 * (0.26 + 0.006145728 + 0.0816432))
 
 
 def test_disturbed_rounds_are_left_out():
@@ -78,12 +111,33 @@ def test_disturbed_rounds_are_left_out():
     rounds = [synthetic_round(1.0), synthetic_round(3.0, others=0.5), synthetic_round(1.1)]
     assert measured_interval(key, rounds).high == pytest.approx(1.1 * true_step(key))
     rounds = [synthetic_round(2.0, others=0.9), synthetic_round(3.0, others=0.5)]
-    assert [one["seconds"] for one in undisturbed(rounds, key)] == [3.0 * true_step(key)], "the least disturbed one"
+    found = [one["seconds"] for one in undisturbed(rounds, key)]
+    assert found == [2.0 * true_step(key), 3.0 * true_step(key)], "all, because there is no other"
+
+
+def test_the_report_says_how_many_rounds_a_row_rests_on():
+    calm, disturbed = synthetic_round(), synthetic_round(others=0.5)
+    assert rounds_used([calm, disturbed, calm], "local") == "2 of 3"
+    assert rounds_used([disturbed, disturbed], "local") == "all 2, disturbed"
+    report = sections(PLAN, [calm, disturbed], fit([calm, disturbed], 2, 1), CLUSTER, n_cores=2)
+    for section in report[:3]:
+        for table in section.parts:
+            if isinstance(table, Table):
+                assert {row[list(table.header).index("rounds")] for row in table.rows} == {"1 of 2"}
+
+
+def test_other_processes_are_those_on_the_cores_of_this_process(monkeypatch):
+    Times = namedtuple("Times", ["user", "idle"])
+    monkeypatch.setattr(
+        scaling_measure.psutil, "cpu_times", lambda percpu: [Times(float(10**n), 7.0) for n in range(4)]
+    )
+    monkeypatch.setattr(scaling_measure, "usable_cores", lambda: {1, 3})
+    assert scaling_measure.busy_seconds() == 1010
 
 
 def test_the_report_marks_what_is_measured_and_what_is_predicted():
     rounds = [synthetic_round(noise) for noise in (0.98, 1.0, 1.02)]
-    fits = fit(rounds)
+    fits = fit(rounds, 2, 1)
     report = sections(PLAN, rounds, fits, CLUSTER, n_cores=2)
     page = as_html("Scaling", {}, report, "scaling.json")
     assert "<script" not in page
@@ -103,12 +157,37 @@ def test_the_report_marks_what_is_measured_and_what_is_predicted():
 
 
 def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
-    plan = Plan("BERT 4 x 312", [2], [], 32, 8, 64, 3, 3, threads=1)
+    plan = ScalingPlan("BERT 4 x 312", [2], [], 32, 8, 64, 3, 3, threads=1)
     whole = synthetic_round()
     kept = {key: one for key, one in whole.items() if key != "link" and not isinstance(key, Configuration)}
     kept |= {key: whole[key] for key in plan.configurations(False)}
-    report = sections(plan, [kept], fit([kept]), CLUSTER, n_cores=2)
+    report = sections(plan, [kept], fit([kept], 2, 1), CLUSTER, n_cores=2)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
+    between = replace(CLUSTER, link=(None, None))
+    text = " ".join(as_text(sections(plan, [kept], fit([kept], 2, 1), between, n_cores=2)[-1]).split())
+    assert "1 GB/s (not measured: assumed to be as fast as within this machine)" in text
+    text = " ".join(as_text(sections(PLAN, [whole], fit([whole], 2, 1), between, n_cores=2)[-1]).split())
+    assert "0.667 GB/s (measured over the unshaped link)" in text
+
+
+def test_a_line_whose_bytes_take_no_time_has_no_bandwidth():
+    found = synthetic_round()
+    for key, (alpha, _) in (("local", LOCAL), ("link", LINK)):
+        found[key] = Measurement(all_reduces(alpha, 0.0), others=0.0)
+    fits = fit([found], 2, 1)
+    assert fits.local.beta == 0
+    report = sections(PLAN, [found], fits, replace(CLUSTER, link=(None, None)), n_cores=2)
+    assert "500 µs per message and – (measured on this machine)" in " ".join(as_text(report[-1]).split())
+
+
+def test_nodes_of_a_cluster_are_complete():
+    assert cluster_ranks(8) == [2**n for n in range(11)]
+    assert cluster_ranks(6) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
+    assert cluster_ranks(1) == [2**n for n in range(11)]
+    assert cluster_ranks(4096) == [2**n for n in range(11)]
+    rounds = [synthetic_round()]
+    cluster = sections(PLAN, rounds, fit(rounds, 2, 1), replace(CLUSTER, ranks_per_node=6), n_cores=2)[-1]
+    assert list(map(int, cluster.data["strong"]["ring"])) == cluster_ranks(6)
 
 
 class FakeJob:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
+from contextlib import contextmanager
 
 import pytest
 
-from app.bench import link_forwarder, namespaces
+from app.bench import link_forwarder, namespaces, shaped_link
 from app.bench.link_forwarder import Direction
 from app.bench.namespaces import NamespacesUnavailable, network_namespaces
 from app.bench.shaped_link import Link, netem_options
@@ -35,6 +37,26 @@ def test_a_link_is_described_by_rate_and_delay():
 def test_without_iproute2_it_says_so(monkeypatch):
     monkeypatch.setattr(namespaces, "SYSTEM_PATH", "/nowhere")
     with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
+        pass
+
+
+def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
+    @contextmanager
+    def two_namespaces():
+        yield ["a", "b"]
+
+    def refuse(command):
+        raise subprocess.CalledProcessError(1, command, stderr="RTNETLINK answers:\nnot permitted\n")
+
+    monkeypatch.setattr(shaped_link, "network_namespaces", two_namespaces)
+    monkeypatch.setattr(namespaces, "run_command", refuse)
+    monkeypatch.setattr(shaped_link, "run_command", refuse)
+    monkeypatch.setattr(shaped_link, "_create_tun", lambda name: os.open(os.devnull, os.O_RDWR))
+    problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
+    with pytest.raises(NamespacesUnavailable, match=problem), shaped_link.shaped_link():
+        pass
+    monkeypatch.setattr(namespaces.shutil, "which", lambda *_, **__: "ip")
+    with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():
         pass
 
 

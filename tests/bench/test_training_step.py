@@ -12,7 +12,14 @@ from app.bench import recipe, reduction, step_variants, timing, training_step
 from app.bench.harness import set_up
 from app.bench.page import Table, as_html, as_text
 from app.bench.step_variants import EMBEDDED, Comparison, compare, models, reduction_variants
-from app.bench.training_step import SECTIONS, bucket_variants, measure_step, no_sync_variants, unused_variants
+from app.bench.training_step import (
+    SECTIONS,
+    bucket_variants,
+    measure_step,
+    no_sync_variants,
+    unused_variants,
+    variants_of,
+)
 from app.errors import AgreedError, UserError
 from app.settings import Settings
 from app.training.build import build_data
@@ -55,7 +62,7 @@ def test_a_section_compares_every_variant_with_the_first(settings, world, name):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
     section = measure_step("breakdown", replace(settings, strategy=strategy), 0.001, world)
-    parts = section.data[EMBEDDED]["milliseconds"]
+    parts = section.data["models"][EMBEDDED]["milliseconds"]
     figure, table = section.parts
     rows = {row[0]: row[1:] for row in table.rows}
     assert [*parts] == [*rows][: len(CATEGORIES)] == [*CATEGORIES]
@@ -64,6 +71,17 @@ def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
     assert float(rows["communication"][0]) >= float(rows["exposed communication"][0]) - 0.01
     assert strategy in section.title
     assert all(name in figure.svg for name in CATEGORIES)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "breakdown"])
+@pytest.mark.parametrize("change", [{"strategy": "zero3", "cpu_offload": True}, {"ddp_comm_hook": "power_sgd"}])
+def test_a_section_has_variants_whatever_the_strategy_and_the_compression(name, change):
+    variants = variants_of(name, Settings(train_batch_size=8, **change), n_train=90, ranks=1)
+    assert list(variants) == NAMES.get(name, [""])
+    kept = {(v.settings.strategy, v.settings.cpu_offload, v.settings.ddp_comm_hook) for v in variants.values()}
+    given = Settings(**change)
+    expected = (given.strategy, given.cpu_offload, given.ddp_comm_hook) if name == "breakdown" else ("ddp", False, "no")
+    assert kept == {expected}
 
 
 def test_every_section_can_be_measured():

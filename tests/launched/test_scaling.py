@@ -91,13 +91,16 @@ def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> N
     report = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]
     assert "<svg" in (tmp_path / "out" / "scaling.html").read_text()
     measured = {**report["one_node"], **report.get("two_nodes", {})}
-    if os.geteuid() == 0:
+    if "not measured: two nodes" not in done.out:
         assert len(measured) == 2 + 2
         # A broadcast, and an all-reduce of more than 50 MiB: the link's time alone is a lower bound of the step's.
         assert measured["weak, 2 rank(s), 1 Gbit/s, 1 ms"]["measured"]["middle"] > 0.4
     for one in measured.values():
         assert one["measured"]["middle"] > 0
         assert one["predicted"]["middle"] > 0
+        # A sanity bound, for a mistake in units or a missing part. On a busy machine, any ratio is possible.
+        if report["inputs"]["disturbed"] == 0:
+            assert 0.4 < one["predicted"]["middle"] / one["measured"]["middle"] < 2.5
 
 
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:

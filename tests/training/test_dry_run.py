@@ -9,7 +9,7 @@ import pytest
 
 from app import ddp_loop, trainer_run
 from app.errors import AgreedError, UserError
-from app.experiments.program import refuse_dry_run
+from app.program import refuse_dry_run
 from app.settings import Settings
 from app.training import dry_run, prepare
 from app.training.dry_run import print_plan

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 from app.cli import as_flags
 from app.distributed.launcher import TorchrunJob, torchrun_command
@@ -55,10 +53,3 @@ def refuse_dry_run(settings: Settings) -> None:
     """
     if settings.dry_run:
         raise UserError("--dry_run: this program trains several runs: use it with app.ddp_loop or app.trainer_run")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")

@@ -1,0 +1,72 @@
+"""Count the collectives that a training step calls, and the bytes that a rank sends in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from app.bench.harness import Bench
+from app.strategies.planner import bytes_of
+from app.strategies.traffic import Collective
+from app.training.optim import build_optimizer, build_scheduler
+
+Counts = Counter[tuple[str, int]]  # how often a step calls a collective: (operation, bytes)
+
+# Each collective, and which of its arguments is as large as `Collective.size`.
+ARGUMENTS = {
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "alltoall_base_": ("all-to-all", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+}
+
+STEPS = 3  # the last one is counted
+
+
+def count_third_step(bench: Bench) -> Counts:
+    """Return the collectives of a training step. Collective."""
+    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
+    scheduler = build_scheduler(optimizer, bench.settings, STEPS)
+    per_step = bench.data.plan.micro_batches_per_step
+    batches = cycle(bench.loader)  # the data may have fewer steps
+    bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, STEPS - 1)
+    with CountCollectives() as mode:
+        bench.train_steps(islice(batches, per_step), optimizer, scheduler, 1)
+    counts: Counts = mode.counts
+    return counts
+
+
+def sent_bytes(counts: Counts, ranks: int) -> float:
+    """Return the bytes that a rank sends in counted collectives, averaged over the ranks."""
+    return sum(Collective("", "", kind, size, times).sent(ranks) for (kind, size), times in counts.items())
+
+
+class CountCollectives(TorchDispatchMode):
+    """Count the collectives in a block, also those that DDP starts in C++: PyTorch dispatches them like operators.
+
+    This is how `torch.distributed.tensor.debug.CommDebugMode` finds them; it does not record their sizes.
+
+    Attributes:
+        counts: how often each collective was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counts = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count it if it is a collective."""
+        if operation.namespace == "c10d":
+            name = operation.overloadpacket.__name__
+            kind, index = ARGUMENTS.get(name, (name, 0))
+            tensors = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, torch.Tensor)]
+            self.counts[kind, sum(map(bytes_of, tensors))] += 1
+        return operation(*args, **(kwargs or {}))
