@@ -14,7 +14,7 @@ import psutil
 
 from app.bench.namespaces import ADDRESSES, INTERFACE, inside
 from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.errors import RunError
+from app.errors import RunError, UserError
 
 START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
 PORT = 29500  # free, because a namespace has ports of its own
@@ -121,7 +121,10 @@ def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequenc
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samebits-")))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(folder / "socket"))
+        try:
+            listener.bind(str(folder / "socket"))
+        except OSError as problem:  # its path may have about 100 bytes
+            raise UserError(f"{folder}: {problem}: set TMPDIR to a folder with a shorter name") from None
         listener.listen()
         listener.setblocking(False)
         flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
