@@ -21,7 +21,7 @@ from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_
 from app.distributed.process_group import join
 from app.errors import UserError, escape_unencodable_output, shorten
 from app.flag_hints import hint_for
-from app.settings import GROUPS, Settings, refuse_trainer_engines
+from app.settings import GROUPS, Settings, refuse_flags_of_one_run
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
@@ -229,7 +229,7 @@ def launch(
     main: Callable[..., None],
     description: str | None,
     add_arguments: Callable[[SettingsParser], None] | None = None,
-    has_trainer_engines: bool = False,
+    trains_one_run: bool = False,
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
@@ -241,7 +241,7 @@ def launch(
             process group itself.
         description: The docstring of the entry point, for `--help`.
         add_arguments: As for `parse_flags`.
-        has_trainer_engines: Whether the program accepts `--deepspeed` and `--fsdp`.
+        trains_one_run: Whether the program is a training path, which accepts all flags.
     """
     gc.freeze()  # see app/__init__.py
     escape_unencodable_output()
@@ -257,8 +257,8 @@ def launch(
         try:
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments)
             check_accelerate_environment(settings)
-            if not has_trainer_engines:
-                refuse_trainer_engines(settings)
+            if not trains_one_run:
+                refuse_flags_of_one_run(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem

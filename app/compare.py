@@ -34,13 +34,13 @@ from app.distributed.launcher import resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
-from app.program import refuse_dry_run, run_program
+from app.program import run_program
 from app.report.comparison import compare_runs, compare_seeds, first_difference_of
 from app.report.render import write_comparison
 from app.runs.folder import create_folder
 from app.runs.reader import read_run
 from app.runs.schema import RUNS
-from app.settings import LARGEST_COUNT, Settings, refuse_trainer_engines
+from app.settings import LARGEST_COUNT, Settings, refuse_flags_of_one_run
 
 # The options of this program, which are not settings of a training run.
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")
@@ -107,8 +107,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     values = parser.values(sys.argv[1:])
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)
-    refuse_dry_run(settings)
-    refuse_trainer_engines(settings)
+    refuse_flags_of_one_run(settings)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     unused = as_flags(replace(settings, output_dir=None))

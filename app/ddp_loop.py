@@ -253,4 +253,4 @@ def to_device(batch: Batch, world: World) -> Batch:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__)
+    launch(main, __doc__, trains_one_run=True)

@@ -23,7 +23,7 @@ from app.program import run_job, run_program
 from app.report.plan_charts import draw_memory, draw_traffic
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
-from app.settings import STRATEGIES, Settings, refuse_trainer_engines
+from app.settings import STRATEGIES, Settings, refuse_flags_of_one_run
 from app.sizes import mib, parse_size
 from app.training.plan import Plan, build_plan
 from app.training.plan_tables import describe_plan
@@ -45,7 +45,7 @@ def _main() -> int:
     ranks, device_memory, measure = (values.pop(name) for name in ("ranks", "device_memory", "measure"))
     budget = None if device_memory is None else parse_size("device_memory", device_memory)
     settings = Settings(**values)
-    refuse_trainer_engines(settings)
+    refuse_flags_of_one_run(settings)
     ranks = default_nproc_per_node(settings.use_cpu) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")

@@ -43,13 +43,3 @@ def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     command = torchrun_command(module, as_flags(settings), nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()
-
-
-def refuse_dry_run(settings: Settings) -> None:
-    """Refuse `--dry_run` in a program that trains several runs.
-
-    Raises:
-        UserError: the flag is set.
-    """
-    if settings.dry_run:
-        raise UserError("--dry_run: this program trains several runs: use it with app.ddp_loop or app.trainer_run")

@@ -374,6 +374,17 @@ def refuse_trainer_engines(settings: Settings) -> None:
             raise UserError(f"--{name}: only app.trainer_run has it: start that, or use --strategy")
 
 
+def refuse_flags_of_one_run(settings: Settings) -> None:
+    """Refuse `--dry_run`, `--deepspeed` and `--fsdp` in programs other than the training paths.
+
+    Raises:
+        UserError: a flag is given.
+    """
+    refuse_trainer_engines(settings)
+    if settings.dry_run:
+        raise UserError("--dry_run: only app.ddp_loop and app.trainer_run have it; app.plan plans all strategies")
+
+
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
     """Return the global batch size.
 

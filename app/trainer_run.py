@@ -338,4 +338,4 @@ class ReviewTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, has_trainer_engines=True)
+    launch(main, __doc__, trains_one_run=True)

@@ -26,12 +26,12 @@ from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
 from app.experiments.train_pair import train_pair
 from app.files import write_text
-from app.program import refuse_dry_run, run_program
+from app.program import run_program
 from app.report.bitwise import first_difference
 from app.runs.folder import create_folder
 from app.runs.reader import Run
 from app.runs.schema import RUNS
-from app.settings import Settings, refuse_trainer_engines
+from app.settings import Settings, refuse_flags_of_one_run
 
 RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)
 SAMPLING, PRECISION = ("random", "group_by_length"), ("fp32", "bf16")
@@ -103,8 +103,7 @@ def parse() -> tuple[list[Cell], Settings]:
             )
             raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
     settings = Settings(**values)
-    refuse_dry_run(settings)
-    refuse_trainer_engines(settings)
+    refuse_flags_of_one_run(settings)
     check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
     return [cells[name] for name in names], settings
 

@@ -32,10 +32,10 @@ from app.errors import RunError, UserError
 from app.experiments.fault_injection import hash_results
 from app.experiments.train_pair import PATHS
 from app.files import write_text
-from app.program import refuse_dry_run, run_program
+from app.program import run_program
 from app.runs.folder import create_folder
 from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_trainer_engines
+from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_flags_of_one_run
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("undisturbed", "killed")
@@ -121,8 +121,7 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
-    refuse_dry_run(settings)
-    refuse_trainer_engines(settings)
+    refuse_flags_of_one_run(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
             f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "

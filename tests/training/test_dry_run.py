@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from app import ddp_loop, trainer_run
-from app.errors import AgreedError, UserError
-from app.program import refuse_dry_run
+from app import compare, ddp_loop, plan, trainer_run
+from app.errors import AgreedError
+from app.experiments import parity_table, same_bits
 from app.settings import Settings
 from app.training import dry_run, prepare
 from app.training.dry_run import print_plan
@@ -60,7 +61,12 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
     assert "4 logical ranks (on 1 rank) x 2 rows" in capsys.readouterr().out
 
 
-def test_programs_that_train_several_runs_refuse_the_flag():
-    refuse_dry_run(Settings())
-    with pytest.raises(UserError, match=r"^--dry_run: this program trains several runs"):
-        refuse_dry_run(Settings(dry_run=True))
+@pytest.mark.parametrize("program", [compare, plan, same_bits, parity_table])
+@pytest.mark.parametrize("flag", ["--dry_run", "--deepspeed=ds.json", "--fsdp"])
+def test_other_programs_refuse_the_flags_of_one_run(program, flag, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", flag, "--use_cpu"])
+    assert program.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {flag.partition('=')[0]}: only app.")
+    assert not list(tmp_path.iterdir())
