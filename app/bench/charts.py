@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from app.bench.alpha_beta import AlphaBeta
+from app.bench.prediction.alpha_beta import AlphaBeta
 from app.report.plots import SERIES_COLORS, render_svg
 from app.sizes import format_size, three_digits
 

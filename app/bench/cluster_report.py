@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from app.bench import scaling_charts as charts
-from app.bench.alpha_beta import AlphaBeta
 from app.bench.charts import format_seconds
-from app.bench.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from app.bench.page import Figure, Section, Table
+from app.bench.prediction.alpha_beta import AlphaBeta
+from app.bench.prediction.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
+from app.bench.prediction.scaling_predict import Fits, Interval, at_bound, over
 from app.bench.scaling_measure import MODES, ScalingPlan
-from app.bench.scaling_predict import Fits, Interval, at_bound, over
 from app.sizes import format_bandwidth
 
 MOST_RANKS = 1024

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.bench import training_step
-from app.bench.collectives_section import check_largest, measure_collectives
-from app.bench.compression import settings_by_hook
-from app.bench.compression_section import measure_compression
+from app.bench.laboratory import training_step
+from app.bench.laboratory.collectives_section import check_largest, measure_collectives
+from app.bench.laboratory.compression import settings_by_hook
+from app.bench.laboratory.compression_section import measure_compression
 from app.bench.page import Section, as_html, as_text
 from app.cli import SettingsParser, command_line, count, launch, positive
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 
-from app.bench.step_variants import Comparison, compare, models, plain_ddp, reduction_variants
+from app.bench.laboratory.step_variants import Comparison, compare, models, plain_ddp, reduction_variants
 from app.cli import launch
 from app.distributed.process_group import join
 from app.settings import Settings

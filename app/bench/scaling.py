@@ -18,11 +18,11 @@ import sys
 
 from app.bench.cluster_report import ClusterFlags
 from app.bench.harness import SIZES
+from app.bench.links.shaped_link import Link
 from app.bench.page import as_html, as_text
+from app.bench.prediction.scaling_predict import fit
 from app.bench.scaling_measure import ScalingPlan, measure, open_jobs
-from app.bench.scaling_predict import fit
 from app.bench.scaling_report import describe, raw_data, sections
-from app.bench.shaped_link import Link
 from app.cli import OneLineParser, count, positive
 from app.errors import UserError, escape_control_characters, shorten
 from app.files import write_json, write_text

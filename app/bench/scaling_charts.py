@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from app.bench.charts import MARKERS, format_seconds
-from app.bench.scaling_predict import Interval
+from app.bench.prediction.scaling_predict import Interval
 from app.report.plots import NEUTRAL, PAPER, SERIES_COLORS, render_svg
 
 Points = Mapping[int, Interval]  # by the number of ranks

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import psutil
 from tqdm import tqdm
 
-from app.bench.namespaces import NamespacesUnavailable
-from app.bench.shaped_link import Link, ShapedLink, shaped_link
+from app.bench.links.namespaces import NamespacesUnavailable
+from app.bench.links.shaped_link import Link, ShapedLink, shaped_link
 from app.bench.task_job import TaskJob, task_job
 from app.hardware import usable_cores
 

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 
 from app.bench import scaling_charts as charts
-from app.bench.alpha_beta import AlphaBeta
 from app.bench.charts import format_seconds
 from app.bench.cluster_report import ClusterFlags, cluster_section
 from app.bench.page import Figure, Section, Table
+from app.bench.prediction.alpha_beta import AlphaBeta
+from app.bench.prediction.scaling_predict import (
+    DISTURBED,
+    Fits,
+    Interval,
+    measured_interval,
+    over,
+    predict,
+    rounds_used,
+)
 from app.bench.scaling_measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
-from app.bench.scaling_predict import DISTURBED, Fits, Interval, measured_interval, over, predict, rounds_used
 from app.cli import command_line
 from app.hardware import describe_machine
 from app.sizes import format_bandwidth, format_size

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from app.bench.namespaces import ADDRESSES, INTERFACE, inside
+from app.bench.links.namespaces import ADDRESSES, INTERFACE, inside
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError, UserError
 

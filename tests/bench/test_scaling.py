@@ -13,9 +13,11 @@ import pytest
 
 from app.bench import scaling, scaling_measure
 from app.bench.cluster_report import ClusterFlags, cluster_ranks
-from app.bench.gloo_ring import LinkPath, simulate_ring
-from app.bench.namespaces import NamespacesUnavailable
+from app.bench.links.namespaces import NamespacesUnavailable
+from app.bench.links.shaped_link import Link
 from app.bench.page import Table, as_html, as_text
+from app.bench.prediction.gloo_ring import LinkPath, simulate_ring
+from app.bench.prediction.scaling_predict import fit, measured_interval, predict, rounds_used, undisturbed
 from app.bench.scaling_measure import (
     ALL_REDUCE_SIZES,
     Configuration,
@@ -25,9 +27,7 @@ from app.bench.scaling_measure import (
     measure,
     open_jobs,
 )
-from app.bench.scaling_predict import fit, measured_interval, predict, rounds_used, undisturbed
 from app.bench.scaling_report import raw_data, sections
-from app.bench.shaped_link import Link
 
 MIB = 2**20
 PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)

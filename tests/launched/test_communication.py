@@ -7,8 +7,8 @@ import json
 import pytest
 from architectures import write_model
 
-from app.bench.collectives import COLLECTIVES, VARIANTS
-from app.bench.training_step import SECTIONS
+from app.bench.laboratory.collectives import COLLECTIVES, VARIANTS
+from app.bench.laboratory.training_step import SECTIONS
 
 pytestmark = pytest.mark.launched
 

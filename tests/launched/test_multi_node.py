@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 from jobs import Job, read_steps, unavailable
 
-from app.bench.namespaces import ADDRESSES, SYSTEM_PATH, NamespacesUnavailable, connect, network_namespaces, run_command
+from app.bench.links.namespaces import (
+    ADDRESSES,
+    SYSTEM_PATH,
+    NamespacesUnavailable,
+    connect,
+    network_namespaces,
+    run_command,
+)
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"

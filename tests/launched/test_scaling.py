@@ -15,8 +15,8 @@ import psutil
 import pytest
 from jobs import Job, unavailable
 
-from app.bench.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
-from app.bench.shaped_link import Link, ShapedLink, shaped_link
+from app.bench.links.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
+from app.bench.links.shaped_link import Link, ShapedLink, shaped_link
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 
-from app.bench.compression import Measured, measure_hooks, settings_by_hook
+from app.bench.laboratory.compression import Measured, measure_hooks, settings_by_hook
 from app.bench.page import Figure, Part, Section, Table
 from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World

@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from app.bench.charts import format_seconds
 from app.bench.harness import Bench, build_named, distribute, timed
-from app.bench.page import Figure, Part, Section, Table
-from app.bench.step_charts import breakdown_chart, ratios_chart
-from app.bench.step_variants import (
+from app.bench.laboratory.step_charts import breakdown_chart, ratios_chart
+from app.bench.laboratory.step_variants import (
     LEARNING_RATE,
     TOTAL_STEPS,
     Comparison,
@@ -29,6 +28,7 @@ from app.bench.step_variants import (
     plain_ddp,
     reduction_variants,
 )
+from app.bench.page import Figure, Part, Section, Table
 from app.data.sampler import plan_batches
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.world import World

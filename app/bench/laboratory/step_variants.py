@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from app.bench.harness import Bench, build_named, distribute
-from app.bench.timing import time_calls
+from app.bench.laboratory.timing import time_calls
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.settings import TINY, Settings

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from app.bench.step_variants import Comparison
+from app.bench.laboratory.step_variants import Comparison
 from app.report.plots import NEUTRAL, SERIES_COLORS, render_svg
 from app.training.step_breakdown import CATEGORIES, StepTimes
 

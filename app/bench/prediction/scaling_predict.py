@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.alpha_beta import AlphaBeta, fit_alpha_beta
+from app.bench.prediction.alpha_beta import AlphaBeta, fit_alpha_beta
+from app.bench.prediction.step_model import Computation, Cores, LocalNetwork, Network, TwoNodes, predict_step
 from app.bench.scaling_measure import FIT_RANKS, Configuration, Key, Round
-from app.bench.step_model import Computation, Cores, LocalNetwork, Network, TwoNodes, predict_step
 
 DISTURBED = 0.1  # share of the CPU time that other processes may use
 

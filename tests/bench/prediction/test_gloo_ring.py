@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.gloo_ring import LARGEST_SEGMENT, WAKE_UP, LinkPath, segments_per_phase, simulate_ring
+from app.bench.prediction.gloo_ring import LARGEST_SEGMENT, WAKE_UP, LinkPath, segments_per_phase, simulate_ring
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from app.bench.count_collectives import STEPS, count_third_step, sent_bytes
 from app.bench.harness import distribute
-from app.bench.step_variants import Variant, compare, models, plain_ddp
+from app.bench.laboratory.step_variants import Variant, compare, models, plain_ddp
 from app.data.sampler import plan_batches
 from app.ddp_loop import evaluate
 from app.distributed.world import World

@@ -5,7 +5,7 @@
         subprocess.run(inside(link.names[0], ["ping", ADDRESSES[1]]))
 
 Where the kernel has it, `tc netem` shapes a veth pair. Otherwise each node has a TUN device, and a process forwards the
-packets between the two (`app.bench.link_forwarder`).
+packets between the two (`app.bench.links.link_forwarder`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Protocol
 
 import psutil
 
-from app.bench.link_forwarder import LARGEST_PACKET
-from app.bench.namespaces import (
+from app.bench.links.link_forwarder import LARGEST_PACKET
+from app.bench.links.namespaces import (
     INTERFACE,
     NamespacesUnavailable,
     configure,
@@ -170,7 +170,7 @@ def _forwarded_link(names: list[str]) -> Iterator[ForwardedLink]:
             run_command(["ip", "-n", name, "link", "set", device, *rename])
         configure(names)
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.bench.link_forwarder", *map(str, devices)],
+            [sys.executable, "-m", "app.bench.links.link_forwarder", *map(str, devices)],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             pass_fds=devices,

@@ -1,7 +1,7 @@
 """Predict the step time on a cluster: many ranks, several on each node, each with a core or device of its own.
 
-Exchanges cost what the α-β model says (`app.bench.alpha_beta`), with one α and β within nodes and one between them. The
-ranks of a node share its link to the other nodes.
+Exchanges cost what the α-β model says (app/bench/prediction/alpha_beta.py), with one α and β within nodes and one
+between them. The ranks of a node share its link to the other nodes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.bench.alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
-from app.bench.step_model import Computation, Cores, predict_step
+from app.bench.prediction.alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
+from app.bench.prediction.step_model import Computation, Cores, predict_step
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.bench import timing
-from app.bench.timing import FEWEST_ROUNDS, MOST_CALLS, ROUNDS, time_calls, time_repeated
+from app.bench.laboratory import timing
+from app.bench.laboratory.timing import FEWEST_ROUNDS, MOST_CALLS, ROUNDS, time_calls, time_repeated
 
 
 def test_a_repeated_call_is_made_as_often_as_asked(world):

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from app.bench import recipe, reduction, step_variants, timing, training_step
+from app.bench import recipe, reduction
 from app.bench.harness import set_up
-from app.bench.page import Table, as_html, as_text
-from app.bench.step_variants import EMBEDDED, Comparison, compare, models, reduction_variants
-from app.bench.training_step import (
+from app.bench.laboratory import step_variants, timing, training_step
+from app.bench.laboratory.step_variants import EMBEDDED, Comparison, compare, models, reduction_variants
+from app.bench.laboratory.training_step import (
     SECTIONS,
     bucket_variants,
     measure_step,
@@ -20,6 +20,7 @@ from app.bench.training_step import (
     unused_variants,
     variants_of,
 )
+from app.bench.page import Table, as_html, as_text
 from app.errors import AgreedError, UserError
 from app.settings import Settings
 from app.training.build import build_data

@@ -9,13 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench import collectives_section
-from app.bench.alpha_beta import bus_bandwidth_factor
 from app.bench.charts import Line, format_seconds, time_by_size
-from app.bench.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
-from app.bench.collectives_section import ELEMENT, SMALLEST, check_largest, fit_line, measure_collectives, sizes_up_to
 from app.bench.communication import add_arguments
+from app.bench.laboratory import collectives_section
+from app.bench.laboratory.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
+from app.bench.laboratory.collectives_section import (
+    ELEMENT,
+    SMALLEST,
+    check_largest,
+    fit_line,
+    measure_collectives,
+    sizes_up_to,
+)
 from app.bench.page import Chunk, as_html, as_text
+from app.bench.prediction.alpha_beta import bus_bandwidth_factor
 from app.cli import parse_flags
 from app.errors import AgreedError, UserError
 from app.settings import Settings

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from worlds import fake_world
 
-from app.bench import step_variants, timing
-from app.bench.compression import Measured, measure_hooks, settings_by_hook, training_steps
-from app.bench.compression_section import as_section, measure_compression
 from app.bench.count_collectives import CountCollectives, sent_bytes
 from app.bench.harness import distribute
+from app.bench.laboratory import step_variants, timing
+from app.bench.laboratory.compression import Measured, measure_hooks, settings_by_hook, training_steps
+from app.bench.laboratory.compression_section import as_section, measure_compression
+from app.bench.laboratory.step_variants import EMBEDDED
 from app.bench.page import Figure, Table, as_html, as_text
-from app.bench.step_variants import EMBEDDED
 from app.errors import AgreedError
 from app.settings import Settings
 from app.training.build import build_data, build_model

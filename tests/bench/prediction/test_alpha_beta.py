@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from app.bench.alpha_beta import (
+from app.bench.prediction.alpha_beta import (
     AlphaBeta,
     bus_bandwidth_factor,
     fit_alpha_beta,

@@ -10,11 +10,11 @@ from dataclasses import asdict
 import psutil
 import torch
 
-from app.bench.alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
 from app.bench.charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
-from app.bench.collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
+from app.bench.laboratory.collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
+from app.bench.laboratory.timing import time_calls
 from app.bench.page import Chunk, Figure, Part, Picture, Section, Table
-from app.bench.timing import time_calls
+from app.bench.prediction.alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.errors import AgreedError, UserError

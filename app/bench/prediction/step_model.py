@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.bench.alpha_beta import AlphaBeta
-from app.bench.gloo_ring import LinkPath, simulate_ring
+from app.bench.prediction.alpha_beta import AlphaBeta
+from app.bench.prediction.gloo_ring import LinkPath, simulate_ring
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.bench import link_forwarder, namespaces, shaped_link
-from app.bench.link_forwarder import Direction
-from app.bench.namespaces import NamespacesUnavailable, network_namespaces
-from app.bench.shaped_link import Link, netem_options
+from app.bench.links import link_forwarder, namespaces, shaped_link
+from app.bench.links.link_forwarder import Direction
+from app.bench.links.namespaces import NamespacesUnavailable, network_namespaces
+from app.bench.links.shaped_link import Link, netem_options
 
 
 def test_netem_gets_the_rate_in_bits_and_the_delay_in_microseconds():

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.alpha_beta import AlphaBeta
-from app.bench.cluster import OneAfterAnother
-from app.bench.step_model import Computation, Cores, LocalNetwork, TwoNodes, predict_step
+from app.bench.prediction.alpha_beta import AlphaBeta
+from app.bench.prediction.cluster import OneAfterAnother
+from app.bench.prediction.step_model import Computation, Cores, LocalNetwork, TwoNodes, predict_step
 
 # Forward 1 s, backward 2 s with buckets after 1 and 2 s, update 0.5 s.
 COMPUTATION = Computation(3.5, ((100, 2.0), (200, 3.0)))
