@@ -67,7 +67,7 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
         (["--ablate", "--assert_equal"], "--ablate does its own training"),
         (["a", "b"], "a: no such run folder"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
-        (["--dry_run"], "this program trains several runs"),
+        (["--dry_run"], "--dry_run: only app.ddp_loop and app.trainer_run have it"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_job_starts(call, tmp_path, monkeypatch, flags, names):

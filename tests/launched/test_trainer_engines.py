@@ -83,6 +83,9 @@ RUNS = {
         "zero3-as-stage-2": with_config("stage-2", resume("zero3")),
         "zero3-as-stage-3": with_config("stage-3", resume("zero3")),
         "stage-3-as-ddp": ddp(resume("stage-3")),
+        # A bias whose elements can't be divided among two ranks.
+        "three-classes": with_config("stage-3", "--csv=three_classes.csv"),
+        "three-classes-resumed": with_config("stage-3", "--csv=three_classes.csv", resume("three-classes")),
         "evaluated-only": with_config("stage-3", resume("stage-3", 4)),
         "best-ddp": ddp(*BEST),
         "best-stage-3": with_config("stage-3", *BEST),
@@ -113,8 +116,8 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[str], Path]:
         folder: Path = tmp_path_factory.mktemp(group)
         write_subset(hotel_csv, folder / "reviews.csv", 121)  # 13 test rows: the ranks have different numbers of them
         reviews = pd.read_csv(folder / "reviews.csv")
-        reviews.loc[::3, "label"] = 2  # three classes: a bias that can't be divided among two ranks
-        reviews.to_csv(folder / "reviews.csv", index=False)
+        reviews.loc[::3, "label"] = 2
+        reviews.to_csv(folder / "three_classes.csv", index=False)
         write_subset(hotel_csv, folder / "more_reviews.csv", 1500)
         write_configs(folder)
         mistakes = (
@@ -180,6 +183,7 @@ def test_the_model_is_complete_and_loads_with_pipeline(engine):
         ("fast", "stage-3-offload"),
         pytest.param("slow", "stage-2", marks=pytest.mark.slow),
         pytest.param("slow", "fsdp", marks=pytest.mark.slow),
+        pytest.param("slow", "three-classes", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_bitwise_identical(trained, group, name):
