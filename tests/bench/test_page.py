@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
+from html_page import Page
 from markupsafe import Markup
 
 from app.bench.page import Chunk, Figure, Picture, Section, Table, as_html, as_text
@@ -13,24 +13,6 @@ from app.bench.page import Chunk, Figure, Picture, Section, Table, as_html, as_t
 HOSTILE = "<script>document.title='ran'</script><img src=x onerror=alert(1)> \x1b[31m{{ 7 * 7 }}"
 BEFORE = [[Chunk("11", [0]), Chunk("12", [0])], [None, None]]
 AFTER = [[Chunk("32", [0, 1]), None], [None, Chunk("34", [1])]]
-
-
-class Page(HTMLParser):
-    """The tags, the attributes and the text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def section(text: str = "explained") -> Section:

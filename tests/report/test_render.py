@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
+from html_page import Page
 from run_folders import edit_json, write_run
 
 from app.markdown import markdown_cell
@@ -17,24 +17,6 @@ from app.runs.reader import read_run
 
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
-
-
-class Tags(HTMLParser):
-    """The tags, the attributes and the text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture
@@ -51,7 +33,7 @@ def comparison(review_csv, tmp_path):
 
 def test_the_page_has_no_scripts_and_no_requests(comparison):
     assert comparison["disagreements"]
-    page = Tags(as_html(comparison))
+    page = Page(as_html(comparison))
     assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     addresses = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action", "data")]
@@ -63,7 +45,7 @@ def test_the_page_has_no_scripts_and_no_requests(comparison):
 
 
 def test_the_page_shows_hostile_text_literally(comparison):
-    text = Tags(as_html(comparison)).text
+    text = Page(as_html(comparison)).text
     assert SCRIPT in text
     assert IMAGE in text
     assert "$\\frac{$" in text
@@ -97,7 +79,7 @@ def test_a_markdown_cell_is_one_line_without_markup(text, cell):
 
 
 def test_the_page_shows_the_values(comparison):
-    text = Tags(as_html(comparison)).text
+    text = Page(as_html(comparison)).text
     assert comparison["verdict"].split(":")[0].lower() in text.lower()
     assert comparison["first_difference"] in text
     statistics = comparison["statistics"]
@@ -131,7 +113,7 @@ def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
         runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), rng_seed=i, seed=seed) for i, x in enumerate("ab")]
         pairs.append(tuple(map(read_run, runs)))
     comparison = compare_seeds(pairs)
-    markdown, text = as_markdown(comparison), Tags(as_html(comparison)).text
+    markdown, text = as_markdown(comparison), Page(as_html(comparison)).text
     for page in (markdown, text):
         assert "Over 2 seeds" in page
         assert "Bitwise identical for 0 of 2 seeds" in page
@@ -184,13 +166,13 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     assert [int(line.split("|")[1]) for line in rows] == [row["row"] for row in identical["misclassified_by_both"]]
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
-    shown = misclassified_section(Tags(page).text)
+    shown = misclassified_section(Page(page).text)
     assert [int(number) for number in re.findall(r"row (\d+) ", shown)] == [
         row["row"] for row in identical["misclassified_by_both"]
     ]
     assert f"20 of {total}." in shown
     assert shown.count(SCRIPT) == 20, "as text"
-    assert "script" not in Tags(page).tags
+    assert "script" not in Page(page).tags
 
 
 def test_the_terminal_lists_fewer_reviews_than_the_file(identical):

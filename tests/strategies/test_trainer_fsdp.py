@@ -1,4 +1,4 @@
-"""Trainer's FSDP2: which modules accelerate is told to shard. tests/launched/test_trainer_engines.py trains with it."""
+"""The modules that Trainer's FSDP2 shards. tests/launched/test_trainer_engines.py trains with it."""
 
 from __future__ import annotations
 

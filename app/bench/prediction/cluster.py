@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.bench.prediction.alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
-from app.bench.prediction.step_model import Computation, Cores, predict_step
+from app.bench.prediction.step_model import Computation, Cores, one_after_another, predict_step
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
@@ -87,10 +87,7 @@ class OneAfterAnother:
 
     def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
         """Return when each bucket's exchange has finished."""
-        ends: list[float] = []
-        for at, size in zip(ready, sizes, strict=True):
-            ends.append(max([at, *ends[-1:]]) + self.seconds(size))
-        return ends
+        return one_after_another(ready, [self.seconds(size) for size in sizes])
 
     def cpu_seconds(self, size: int) -> float:
         """Return 0."""

@@ -88,6 +88,14 @@ class Network(Protocol):
         """The seconds that a step waits at its beginning, where DDP broadcasts the model's buffers."""
 
 
+def one_after_another(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return when each exchange ends if it starts once it is ready and the one before it has ended."""
+    ends: list[float] = []
+    for at, takes in zip(ready, seconds, strict=True):
+        ends.append(max([at, *ends[-1:]]) + takes)
+    return ends
+
+
 def predict_step(computation: Computation, network: Network, cores: Cores) -> float:
     """Return the predicted time of a step in seconds.
 
@@ -135,10 +143,8 @@ class LocalNetwork:
 
     def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
         """Return when each bucket's exchange has finished: one after another, because they share the cores."""
-        ends: list[float] = []
-        for at, size in zip(ready, sizes, strict=True):
-            ends.append(max([at, *ends[-1:]]) + self._from_two_ranks(self.wall, size) * self.cores.slowdown)
-        return ends
+        slowdown = self.cores.slowdown
+        return one_after_another(ready, [self._from_two_ranks(self.wall, size) * slowdown for size in sizes])
 
     def cpu_seconds(self, size: int) -> float:
         """Return the CPU time of one rank, which does not include waiting for a core."""
