@@ -23,6 +23,7 @@ from app.bench.page import as_html, as_text
 from app.bench.prediction.scaling_predict import fit
 from app.bench.scaling_measure import ScalingPlan, measure, open_jobs
 from app.bench.scaling_report import describe, raw_data, sections
+from app.bench.task_job import check_temporary_folder
 from app.cli import OneLineParser, count, positive
 from app.errors import UserError, escape_control_characters, shorten
 from app.files import write_json, write_text
@@ -115,11 +116,12 @@ def parse() -> argparse.Namespace:
 
 
 def check(plan: ScalingPlan) -> None:
-    """Check values that depend on each other.
+    """Check what no single flag decides.
 
     Raises:
-        UserError: a batch that can't be divided, or rows that are too long.
+        UserError: a batch that can't be divided, rows that are too long, or a TMPDIR with a name that is too long.
     """
+    check_temporary_folder()
     for ranks in (*plan.ranks, *([2] if plan.links else [])):
         if plan.batch % ranks:
             raise UserError(f"--train_batch_size {plan.batch} can't be divided among {ranks} ranks")

@@ -13,8 +13,6 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -192,19 +190,16 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
         dist.all_reduce(tensor)
         barrier(world)
         cpu_began = time.process_time()
-        seconds = [timed(partial(dist.all_reduce, tensor)) for _ in range(task["repeat"])]
+        seconds = []
+        for _ in range(task["repeat"]):
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            seconds.append(time.perf_counter() - began)
         mine = statistics.median(seconds), (time.process_time() - cpu_began) / task["repeat"]
         ranks = all_gather_object(mine, world)
         slowest, mean_cpu = max(one[0] for one in ranks), statistics.mean(one[1] for one in ranks)
         results.append({"bytes": tensor.nbytes, "seconds": slowest, "cpu_seconds": mean_cpu})
     return results
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that a call takes on this rank."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

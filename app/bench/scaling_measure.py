@@ -175,7 +175,6 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
 
 def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:
     """Do something, and measure which share of the CPU time other processes have used meanwhile."""
-
     began, busy_before, own_before = time.monotonic(), busy_seconds(), jobs.cpu_seconds()
     result = work()
     others = busy_seconds() - busy_before - (jobs.cpu_seconds() - own_before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ import psutil
 
 from app.bench.links.namespaces import ADDRESSES, INTERFACE, inside
 from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.errors import RunError, UserError
+from app.errors import RunError, UserError, shorten
 
 START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
 PORT = 29500  # free, because a namespace has ports of its own
+LONGEST_TMPDIR = 75  # bytes; the path of a Unix socket may have about 100
 
 
 class TaskJob:
@@ -106,6 +108,20 @@ class TaskJob:
         return RunError(f"the job of {self.ranks} rank(s) failed: see {logs}")
 
 
+def check_temporary_folder() -> None:
+    """Check that jobs can be reached by a socket in the system's folder for temporary files.
+
+    Raises:
+        UserError: its name is too long.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
+        raise UserError(
+            f"TMPDIR {shorten(folder)}: its name is too long for a socket: set it to one of {LONGEST_TMPDIR} bytes or "
+            "fewer, such as /tmp"
+        )
+
+
 @contextmanager
 def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
     """Start a job without waiting for it; end it at the end of the block.
@@ -121,10 +137,7 @@ def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequenc
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samebits-")))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        try:
-            listener.bind(str(folder / "socket"))
-        except OSError as problem:  # its path may have about 100 bytes
-            raise UserError(f"{folder}: {problem}: set TMPDIR to a folder with a shorter name") from None
+        listener.bind(str(folder / "socket"))
         listener.listen()
         listener.setblocking(False)
         flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]

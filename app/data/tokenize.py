@@ -71,6 +71,12 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
     return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
 
 
+def largest_token(rows: Dataset) -> int:
+    """Return the largest token id of all rows."""
+    column = rows.with_format("arrow")["input_ids"][:]
+    return max(int(chunk.flatten().to_numpy().max()) for chunk in column.chunks)
+
+
 def count_truncated(rows: Dataset) -> int:
     """Return the number of rows whose review has more than `max_length` tokens and was truncated."""
     return int(np.count_nonzero(rows.with_format("numpy")["truncated"][:]))

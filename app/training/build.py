@@ -11,13 +11,13 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan, plan_batches
 from app.data.split import Indices, Split, split_reviews
-from app.data.tokenize import count_truncated, lengths_of, tokenize
+from app.data.tokenize import count_truncated, largest_token, lengths_of, tokenize
 from app.distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -124,10 +124,25 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
     """
     with local_main_process_first(world):
         classifier = load_classifier(settings, data.table.class_names, data.tokenizer, data.commit)
+        check_vocabulary(settings, classifier.model.config, data.rows)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     return classifier
+
+
+def check_vocabulary(settings: Settings, config: PretrainedConfig, rows: Dataset) -> None:
+    """Check that the model has an embedding for every token of the rows.
+
+    Raises:
+        UserError: it has not, because its tokenizer belongs to another model or has got new tokens.
+    """
+    size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
+    if size is not None and largest >= size:
+        raise UserError(
+            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
+        )
 
 
 def check_fingerprints(fingerprint: str, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import replace
@@ -280,3 +281,12 @@ def test_a_mistake_is_one_line(flags, problem, monkeypatch, capsys, tmp_path):
     assert err.count("\n") == 1
     assert problem in err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_temporary_folder_with_a_long_name_is_one_line_and_leaves_no_folder(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scaling"])
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: f"/{'x' * 80}")
+    assert scaling.main() == 2
+    assert capsys.readouterr().err.startswith("error: TMPDIR /xxx")
+    assert not list(tmp_path.iterdir())

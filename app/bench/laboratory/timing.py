@@ -1,4 +1,4 @@
-"""Time collectives in alternating rounds."""
+"""Time collective calls, such as a collective or a training step, in alternating rounds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,25 @@
+"""Mistakes that appear only when the data and the model meet."""
+
+from __future__ import annotations
+
+import pytest
+from architectures import write_model
+from transformers import BertConfig
+
+from app.errors import AgreedError
+from app.settings import Settings
+from app.training.build import build_data, build_model
+
+
+def test_tokens_without_an_embedding_are_a_mistake(world, review_csv, tmp_path):
+    model = write_model(tmp_path / "model", "bert")
+    settings = Settings(model=str(model), csv=str(review_csv()), cache_dir=str(tmp_path), max_length=32, use_cpu=True)
+    data = build_data(settings, world)
+    build_model(settings, data, world)
+    largest = max(map(max, data.rows["input_ids"]))
+    config = BertConfig.from_pretrained(model)
+    config.vocab_size = largest
+    config.save_pretrained(model)
+    message = f"returns token id {largest}, but its config has vocab_size {largest}: resize"
+    with pytest.raises(AgreedError, match=message):
+        build_model(settings, data, world)
