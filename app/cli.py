@@ -149,7 +149,7 @@ class SettingsParser(OneLineParser, HfArgumentParser):
 
 def program_name() -> str:
     """Return the module that this process was started with, such as `app.bench.memory`."""
-    spec = sys.modules["__main__"].__spec__  # None if it was started as a file
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
     return spec.name if spec else f"app.{Path(sys.argv[0]).stem}"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from app.errors import UserError, shorten
 
-COMPRESSING = ("ddp", "zero1")  # the strategies that have --ddp_comm_hook
+WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # the values of --strategy
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
@@ -302,7 +302,7 @@ class Settings(
                 f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.trainer_engine}",
             ),
             (
-                self.ddp_comm_hook == "no" or self.strategy in COMPRESSING,
+                self.ddp_comm_hook == "no" or self.strategy in WRAPPED_IN_DDP,
                 f"--ddp_comm_hook {self.ddp_comm_hook} needs --strategy ddp or zero1, not {self.strategy}",
             ),
             (

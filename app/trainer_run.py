@@ -46,7 +46,7 @@ from app.training.dry_run import print_plan
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer, build_scheduler
 from app.training.prepare import Preparation, prepare
-from app.training.trainer_arguments import forget_engine, training_arguments
+from app.training.trainer_arguments import training_arguments, unset_engine
 
 
 def main(settings: Settings) -> None:
@@ -79,7 +79,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
     )
-    forget_engine()
+    unset_engine()
     trainer.add_callback(ScheduleCallback(trainer, prepared, world, stop))
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
@@ -115,7 +115,7 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         trainer.state.global_step = total_steps
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
-    if prepared.settings.load_best_model_at_end:
+    if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
         with complete(prepared.model.parameters(), write=True):
             prepared.record.load_best(prepared.model)
 

@@ -14,7 +14,7 @@ from app.bench.prediction.scaling_predict import Fits, Interval, at_bound, over
 from app.bench.scaling_measure import MODES, ScalingPlan
 from app.sizes import format_bandwidth
 
-MOST_RANKS = 1024
+LARGEST_CLUSTER = 1024  # ranks
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,10 @@ def _cluster_points(
 
 def cluster_ranks(ranks_per_node: int) -> list[int]:
     """Return numbers of ranks: powers of two on one node, and complete nodes, whose number is a power of two."""
-    one_node = [2**n for n in range(11) if 2**n < ranks_per_node]
-    nodes = [ranks_per_node * 2**n for n in range(11)]
-    return [ranks for ranks in one_node + nodes if ranks <= MOST_RANKS]
+    powers = [2**n for n in range(LARGEST_CLUSTER.bit_length())]
+    one_node = [ranks for ranks in powers if ranks < ranks_per_node]
+    nodes = [ranks_per_node * number for number in powers]
+    return [ranks for ranks in one_node + nodes if ranks <= LARGEST_CLUSTER]
 
 
 def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:

@@ -32,7 +32,8 @@ from app.hardware import describe_machine
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
 from app.settings import Settings
-from app.training.build import read_and_split
+from app.training.build import build_data, build_model, read_and_split
+from app.training.console import quiet_libraries
 
 SECTIONS = ("collectives", *training_step.SECTIONS, "compression")
 TITLE = "Communication laboratory"
@@ -73,8 +74,12 @@ def main(
         names = [name for name in SECTIONS if sections is None or name in sections]
         largest = int(largest_mib * 2**20)
         folder = None
+        quiet_libraries(world)
         with raise_on_all_ranks(world):
             check(names, settings, largest, seeds, world)
+        if names != ["collectives"]:  # a model that can't be loaded would otherwise be noticed only after minutes
+            build_model(settings, build_data(settings, world), world)
+        with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
         facts = describe(world)

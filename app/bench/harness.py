@@ -22,7 +22,7 @@ from app.ddp_loop import train_step
 from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
 from app.errors import AgreedError
-from app.settings import COMPRESSING, STRATEGIES, Settings
+from app.settings import STRATEGIES, WRAPPED_IN_DDP, Settings
 from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
 from app.strategies.select import select_strategy
@@ -35,7 +35,7 @@ SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), 
 
 def with_each_strategy(settings: Settings) -> list[Settings]:
     """Return the settings with each strategy that supports them."""
-    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else COMPRESSING
+    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else WRAPPED_IN_DDP
     return [
         replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
         for strategy in strategies

@@ -24,7 +24,7 @@ from transformers import BatchEncoding
 from app.bench.harness import SIZES, Bench, build_named, distribute, with_each_strategy
 from app.cli import SettingsParser, launch
 from app.ddp_loop import to_device
-from app.distributed.collectives import all_gather_object
+from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.markdown import markdown_table
@@ -62,6 +62,8 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
     model = build_named(name, settings, data, world)
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
+    with raise_on_all_ranks(world):
+        plan = plan_step(settings, config, bench.data.plan, world.device)
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
     local = bench.strategy.local_optimizer(optimizer)
     scheduler = build_scheduler(optimizer, settings, 3)
@@ -78,8 +80,6 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
     activations = measure_forward(bench, next(batches))
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
     state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
-
-    plan = plan_step(settings, config, bench.data.plan, world.device)
     predicted_state = plan.memory(settings.strategy)[world.rank].state
     predicted = plan.activations.saved + gathered_after_forward(plan.model, settings.strategy)
     mine = (state, predicted_state, activations, predicted)

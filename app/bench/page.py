@@ -1,4 +1,4 @@
-"""The report of the communication laboratory: sections of pictures, charts and tables, as a page and as text.
+"""Reports of the communication laboratory and of scaling: pictures, charts and tables, as a page and as text.
 
 A section is plain data. `as_html` and `as_text` render the same sections for a browser and for a terminal.
 """
@@ -78,7 +78,7 @@ class Section:
     """A part of the report.
 
     Attributes:
-        name: its key in `communication.json`, and what `--sections` calls it.
+        name: its key in the JSON file, and in the laboratory its name for `--sections`.
         paragraphs: plain text that explains what is measured and how to read it.
         parts: what it shows, in order.
         data: all numbers, for JSON.

@@ -184,7 +184,9 @@ def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:
 def busy_seconds() -> float:
     """Return the CPU time that all processes together have used so far on the cores that this process may use."""
     usable = usable_cores()
-    times = [one._asdict() for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in usable]
+    cores = psutil.cpu_times(percpu=True)  # only those that are online, so their positions may not be their numbers
+    known = max(usable) < len(cores)
+    times = [one._asdict() for core, one in enumerate(cores) if core in usable or not known]
     return float(sum(seconds for core in times for kind, seconds in core.items() if kind not in NOT_COUNTED))
 
 

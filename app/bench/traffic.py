@@ -16,7 +16,7 @@ from dataclasses import replace
 from app.bench.count_collectives import STEPS, Counts, count_third_step
 from app.bench.harness import distribute, with_each_strategy
 from app.cli import launch
-from app.distributed.collectives import all_gather_object
+from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.errors import RunError
@@ -46,7 +46,8 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     model = build_model(settings, data, world).model
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
-    predicted = plan_step(settings, config, bench.data.plan, world.device).traffic(settings.strategy)
+    with raise_on_all_ranks(world):
+        predicted = plan_step(settings, config, bench.data.plan, world.device).traffic(settings.strategy)
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)
     header = ["operation", "what", "bytes", "predicted", "counted"]

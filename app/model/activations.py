@@ -39,6 +39,9 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
     Args:
         rows: the rows of the micro-batch, each padded to `--max_length`.
         device: decides which kernels attention uses, and so what they save.
+
+    Raises:
+        UserError: as for `empty_model` and `without_data`.
     """
     with without_data(device):
         model = empty_model(settings, config)

@@ -118,7 +118,10 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
 
 
 def first_line(problem: Exception) -> str:
-    """Return the first line of an exception's message, with the next one if it only announces that, or its type."""
+    """Return the first line of an exception's message, joined with the second one if it ends with a colon.
+
+    If the message is empty, return the exception's type.
+    """
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__

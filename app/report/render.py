@@ -13,8 +13,8 @@ from app.report.formats import html_environment, markdown_environment
 from app.sizes import MIB
 
 # They do not influence the training.
-NOT_TRAINING_SETTINGS = (
-    *("path", "output_dir", "logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"),
+NOT_TRAINING_SETTINGS = frozenset(
+    ("path", "output_dir", "logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops")
 )
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from app.settings import COMPRESSING
+from app.settings import WRAPPED_IN_DDP
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES
 from app.strategies.reduction import MOST_IN_FLIGHT
@@ -84,7 +84,7 @@ def plan_memory(
     complete = sum(map(bytes_of, parameters))
     n_partial_sums = (logical_ranks_per_rank - 1).bit_length()
     in_progress = complete if accumulation_steps > 1 else 0
-    if strategy in COMPRESSING:
+    if strategy in WRAPPED_IN_DDP:
         element = parameters[0].element_size()
         sent = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else element  # bytes of an element that is exchanged
         received = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0

@@ -23,17 +23,26 @@ INSTALLATION = (
 )
 # What DeepSpeed calls the schedules of `--lr_scheduler_type`.
 SCHEDULERS = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-# Sections that only print or tune communication. They are handed to DeepSpeed as they are.
+# Values that only decide what DeepSpeed prints, which it gets as they are. (accelerate turns `steps_per_print` off.)
 WITHOUT_EFFECT_ON_RESULTS: Mapping[str, type] = {
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
     "memory_breakdown": bool,
     "dump_state": bool,
-    "comms_logger": dict,
-    "flops_profiler": dict,
+    "comms_logger.enabled": bool,
+    "comms_logger.verbose": bool,
+    "comms_logger.debug": bool,
+    "comms_logger.prof_all": bool,
+    "comms_logger.prof_ops": list,
+    "flops_profiler.enabled": bool,
+    "flops_profiler.detailed": bool,
+    "flops_profiler.profile_step": int,
+    "flops_profiler.module_depth": int,
+    "flops_profiler.top_modules": int,
+    "flops_profiler.output_file": str,
 }
 LARGEST_INTEGER = 2**63 - 1  # what PyTorch accepts as a size
-JSON_TYPES = {int: "an integer", bool: "true or false", dict: "an object"}
+JSON_TYPES = {int: "an integer", bool: "true or false", list: "an array", str: "a string"}
 # Values of `zero_optimization` that may not be changed: others change results, or are not supported here.
 FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_quantized_weights": (False, "communication is in fp32"),
@@ -42,7 +51,7 @@ FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_hpz_partition_size": (1, "parameters are sharded over all ranks"),
     "compute_grad_norm": (True, "every step records its gradient norm"),
     "zenflow": (None, "every step updates all parameters"),
-    "legacy_stage1": (False, "DeepSpeed does not support it any more"),
+    "legacy_stage1": (False, "DeepSpeed no longer supports it"),
     "offload_optimizer.ratio": (1.0, "the optimizer state is offloaded as a whole"),
     "offload_optimizer.super_offload": (False, "the optimizer is PyTorch's AdamW"),
     "cpu_offload": (None, "the name today is offload_optimizer"),
@@ -90,7 +99,9 @@ def parse(path: Path) -> Config:
         UserError: it can't be read, is not a JSON object, or repeats a key.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        config = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+        )
     except OSError as problem:
         raise UserError(f"--deepspeed {path}: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
@@ -114,20 +125,19 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
     determined = determined_values(settings, plan)
     problems: list[str] = []
     for key, value in flatten(config):
-        section = key.partition(".")[0]
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             problems.append(f"{key} is {as_json(value)}: must be at most {LARGEST_INTEGER}")
-        if section in WITHOUT_EFFECT_ON_RESULTS or section == "zero_optimization":
+        if key.partition(".")[0] == "zero_optimization":
             continue
-        if key in determined:
+        if kind := WITHOUT_EFFECT_ON_RESULTS.get(key):
+            if type(value) is not kind:
+                problems.append(f"{key} is {as_json(value)}: must be {JSON_TYPES[kind]}")
+        elif key in determined:
             expected, source = determined[key]
             if value != "auto" and value != expected:
                 problems.append(f'{key} is {as_json(value)}, but {source}: remove it or set "auto"')
         elif not key.startswith(("fp16.", "bf16.")):  # their other keys have no effect, because both are off
             problems.append(f"{key} is not supported: remove it")
-    for key, kind in WITHOUT_EFFECT_ON_RESULTS.items():
-        if key in config and type(config[key]) is not kind:
-            problems.append(f"{key} is {as_json(config[key])}: must be {JSON_TYPES[kind]}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         problems += zero_problems(zero)
@@ -139,9 +149,10 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
         raise UserError(f"{file}: {'; '.join(problems)}")
     assert isinstance(zero, dict)
     check_zero_section(file, zero)
-    kept = {key: value for key, value in config.items() if key in WITHOUT_EFFECT_ON_RESULTS}
+    printing = {key.partition(".")[0] for key in WITHOUT_EFFECT_ON_RESULTS}
+    kept = {key: value for key, value in config.items() if key in printing}
     filled = {key: value for key, (value, _) in determined.items() if "." not in key}
-    # Trainer writes "no clipping" as infinity, which JSON has not, so let it fill that in.
+    # Trainer writes "no clipping" as infinity, which JSON lacks, so Trainer fills it in.
     filled["gradient_clipping"] = settings.max_grad_norm or "auto"
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
     return kept | filled | {"zero_optimization": zero} | (autocast if settings.bf16 else {})
@@ -154,8 +165,15 @@ def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ..
         state: the content of run_state.json.
         config: as returned by `complete_config`.
     """
-    before, now = (state.get("deepspeed_config") or {}).get("zero_optimization"), config["zero_optimization"]
-    return () if before in (None, now) else (f"zero_optimization: {as_json(now)}, was {as_json(before)}",)
+    recorded = state.get("deepspeed_config")
+    if recorded is None:
+        return ()
+    before, now = (dict(flatten(one["zero_optimization"])) for one in (recorded, config))
+    return tuple(
+        f"zero_optimization.{key}: {as_json(now.get(key))}, was {as_json(before.get(key))}"
+        for key in before | now
+        if before.get(key) != now.get(key)
+    )
 
 
 def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
@@ -246,6 +264,11 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def as_json(value: Any) -> str:
     """Return a value as it looks in the file, shortened."""
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python's JSON parser accepts."""
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:

@@ -100,7 +100,7 @@ def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, 
     """Plan a training step of a model.
 
     Raises:
-        UserError: the model does not support `--activation_checkpointing`.
+        UserError: the model does not support `--activation_checkpointing`, or its computation depends on data.
     """
     with without_data(device):
         model = empty_model(settings, config)

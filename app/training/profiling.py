@@ -26,6 +26,7 @@ from app.training.step_breakdown import CATEGORIES, Event, StepTimes, divide_ste
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
 SKIPPED, WARM_UP = 3, 1  # steps; torch.profiler starts in the warm-up and keeps nothing of it
+LONGEST_END = 8192  # bytes, of a trace's last entry
 FIRST = SKIPPED + WARM_UP + 1  # the first step that is profiled
 
 
@@ -122,14 +123,14 @@ class StepProfiler:
         if self.world.is_main_process or not main_only:
             try:
                 work()
-            except (OSError, ValueError) as error:  # JSON that is cut off raises ValueError
+            except OSError as error:
                 problem = " ".join(str(error).split())
         return first_failure(problem, self.world)
 
 
 def hide_profiler_messages() -> None:
-    """Hide that kineto reports its start and its stop; no message has a level above this. Call it before profiling."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    """Hide kineto's messages about starting and stopping. Call it before profiling."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of every message
 
 
 def start_profiler(steps: int, world: World) -> profile:
@@ -176,8 +177,10 @@ def write_trace(finished: profile, path: Path) -> None:
     plain = path.with_suffix("")
     finished.export_chrome_trace(str(plain))
     with plain.open("rb") as file:
-        file.seek(max(0, plain.stat().st_size - 16))
-        if not file.read().rstrip().endswith(b"}"):  # kineto does not report it if the disk is full
+        file.seek(max(0, plain.stat().st_size - LONGEST_END))
+        end = file.read().rstrip()
+        # kineto does not report it if the disk is full. Its last entry is `traceName`, the path of the file.
+        if not (b'"traceName"' in end and end.endswith(b"}")):
             raise OSError(errno.ENOSPC, "the trace is incomplete: the disk may be full")
     with plain.open("rb") as source, gzip.open(path, "wb") as target:
         shutil.copyfileobj(source, target)

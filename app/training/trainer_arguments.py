@@ -39,7 +39,7 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
     )
 
 
-def forget_engine() -> None:
+def unset_engine() -> None:
     """Remove what the arguments leave in this process: later models and Trainers would use DeepSpeed or FSDP too.
 
     Call it when Trainer has been created.

@@ -101,7 +101,10 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"zero_optimization": {"stage": True}}, {}, "zero_optimization.stage is true: must be 1, 2 or 3"),
         ({"zero_optimization": 2}, {}, 'zero_optimization is 2: must be an object, such as {"stage": 2}'),
         ({"zero_optimization": None}, {}, "zero_optimization is missing"),
-        (ZERO | {"comms_logger": "x"}, {}, 'comms_logger is "x": must be an object'),
+        (ZERO | {"comms_logger": "x"}, {}, "comms_logger is not supported: remove it"),
+        (ZERO | {"comms_logger": {"enabled": 1}}, {}, "comms_logger.enabled is 1: must be true or false"),
+        (ZERO | {"flops_profiler": {"enabled": "auto"}}, {}, 'flops_profiler.enabled is "auto": must be true or false'),
+        (ZERO | {"flops_profiler": {"depth": 1}}, {}, "flops_profiler.depth is not supported: remove it"),
         (ZERO | {"steps_per_print": True}, {}, "steps_per_print is true: must be an integer"),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**30}},

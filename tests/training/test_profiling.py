@@ -148,11 +148,12 @@ def test_a_gpu_without_kernels_is_reported(capsys):
         assert ("no kernels" in capsys.readouterr().out) == expected
 
 
-def test_a_trace_that_is_cut_off_is_not_kept(tmp_path):
+@pytest.mark.parametrize("content", ['{"traceEvents": [{"name": "aten::', '{"traceEvents": [{"name": "aten::mm"}'])
+def test_a_trace_that_is_cut_off_is_not_kept(content, tmp_path):
     class CutOff:
         def export_chrome_trace(self, path):
             with open(path, "w") as file:
-                file.write('{"traceEvents": [{"name": "aten::')
+                file.write(content)
 
     with pytest.raises(OSError, match="the trace is incomplete: the disk may be full"):
         profiling.write_trace(CutOff(), tmp_path / "trace-rank0.json.gz")

@@ -33,7 +33,7 @@ ABOUT_PICTURES = (
     "a rank has no memory. On the page, the color of a cell shows the rank that its data comes from, and a sum has "
     "the colors of all ranks that it contains."
 )
-FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the others do not take part in what is pictured."
+FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the other ranks take no part in these runs."
 ABOUT_TIMES = (
     "The size is that of the complete tensor, as in nccl-tests: for an all-gather what each rank has at the end, for "
     "a scatter what rank 0 has. A time is the median over rounds, on the slowest rank; the calls of a round start "

@@ -87,8 +87,9 @@ def measure_hooks(
     short = {hook: replace(hooked, max_steps=STEPS) for hook, hooked in by_hook.items()}
     variants = {hook: Variant(hooked) for hook, hooked in short.items()}
     comparison = compare(models(settings)[0], variants, data, seconds, world)
-    sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
     gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
+    sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
+    gc.collect()
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
     hide_bar = settings.disable_tqdm or not world.is_main_process
     with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:

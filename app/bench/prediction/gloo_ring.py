@@ -25,7 +25,7 @@ WAKE_UP = 20e-6  # seconds until a waiting thread continues; it decides what is 
 
 @dataclass(frozen=True)
 class LinkPath:
-    """The way of a segment from one rank to the other.
+    """The path of a segment from one rank to the other.
 
     Attributes:
         bytes_per_second: rate of the link.
