@@ -246,10 +246,17 @@ class TorchrunJob:
         try:
             self.start()
         except BaseException:
-            self.kill_leftovers(timeout=0)  # the interrupt may have arrived when torchrun had just been started
+            self._end_what_was_started()
             self._signals.close()
             raise
         return self
+
+    def _end_what_was_started(self) -> None:
+        """Kill torchrun if it has just been started when an interrupt arrives."""
+        if hasattr(self, "torchrun"):  # its environment can't be read before it has been set up
+            self.torchrun.kill()
+            self.torchrun.wait()
+        self.kill_leftovers(timeout=0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
