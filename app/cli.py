@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from app import stop_importing
 from app.distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes
 from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
 from app.distributed.process_group import join
@@ -243,7 +243,7 @@ def launch(
         add_arguments: As for `parse_flags`.
         trains_one_run: Whether the program is a training path, which accepts all flags.
     """
-    gc.freeze()  # see app/__init__.py
+    stop_importing()
     escape_unencodable_output()
     try:
         check_environment()  # before the rank is read

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
 
+from app import stop_importing
 from app.cli import as_flags
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError, UserError, escape_unencodable_output
@@ -20,7 +20,7 @@ def run_program(program: Callable[[], int]) -> int:
 
     Mistakes and failures are printed as one line without a traceback. SIGTERM and SIGHUP interrupt like Ctrl-C.
     """
-    gc.freeze()  # see app/__init__.py
+    stop_importing()
     escape_unencodable_output()
     try:
         with as_interrupt(signal.SIGTERM, signal.SIGHUP):
