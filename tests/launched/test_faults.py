@@ -74,8 +74,7 @@ def steps_of(folder: Path, log: str = "steps.jsonl") -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
-def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared, tmp_path, path_name):
+def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared, tmp_path):
     shutil.copytree(finished, tmp_path / "finished")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "settings.json").write_text('{"editor.fontSize": 12}')
@@ -83,11 +82,11 @@ def test_a_restart_after_a_refusal_leaves_the_folder_as_it_was(finished, shared,
     before = content_of(tmp_path)
     flags = [*SMALL, "--max_steps", 5, "--seed", 7, "--save_strategy", "no"]
 
-    def refused(folder: str) -> Job:
+    def refused(path_name: str, folder: str) -> Job:
         output = ["--output_dir", tmp_path / folder]
         return start(path_name, *flags, *output, shared=shared, ranks=1, torchrun_flags=RESTART)
 
-    with refused("finished") as one, refused("foreign") as other:
+    with refused("ddp_loop", "finished") as one, refused("trainer_run", "foreign") as other:
         for folder, job in (("finished", one), ("foreign", other)):
             done = job.finish()
             assert done.status != 0, f"{folder}:\n{done.out}"

@@ -19,8 +19,8 @@ PATHS = ("ddp_loop", "trainer_run")
 # 0 stands for plain Python without torchrun.
 RANKS = range(5)
 RUNS = [("ddp_loop", "fp64"), ("ddp_loop", "fp32"), ("trainer_run", "fp64")]
-ROWS = 2000
-STEPS = 100  # an epoch of 75 batches, and some of the next
+ROWS = 1000
+STEPS = 50  # an epoch of 37 batches, and some of the next
 # The largest relative difference of two losses: rounding adds up over the steps, because matrices have other sizes and
 # sums another order.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
