@@ -116,7 +116,7 @@ def test_disturbed_rounds_are_left_out():
     assert found == [2.0 * true_step(key), 3.0 * true_step(key)], "all, because there is no other"
 
 
-def test_the_report_says_how_many_rounds_a_row_rests_on():
+def test_the_report_shows_how_many_rounds_a_row_is_based_on():
     calm, disturbed = synthetic_round(), synthetic_round(others=0.5)
     assert rounds_used([calm, disturbed, calm], "local") == "2 of 3"
     assert rounds_used([disturbed, disturbed], "local") == "all 2, disturbed"

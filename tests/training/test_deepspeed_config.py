@@ -161,6 +161,7 @@ def test_no_clipping_is_left_to_trainer():
     [
         (b"{", "not valid JSON: "),
         (b"\xff{}", "not valid JSON: "),
+        (b'{"zero_optimization": {"stage": NaN}}', "not valid JSON: NaN is not a JSON value"),
         (b"[]", "must be a JSON object"),
         (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "not valid JSON: stage is set more than once"),
         (None, "No such file or directory"),
