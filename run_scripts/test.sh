@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, check style and types, and run the tests, several at a time:
+# Set up, check style and types, and run the tests, with one worker per core:
 #
 #     bash run_scripts/test.sh                          # without the slow tests
 #     bash run_scripts/test.sh -m "slow or not slow"    # all tests
@@ -13,9 +13,7 @@ bash run_scripts/setup.sh
 .venv/bin/python -m ruff check --quiet .
 .venv/bin/python -m ruff format --check --quiet .
 .venv/bin/python -m mypy app
-# Tests of one file share jobs, so they run in the same worker. One worker more than there are cores, because some tests
-# mostly wait, but at most 4: each starts jobs of up to 4 processes, which need 0.7 GiB of memory each. Files keep their
-# order, in which short ones come last, so that the workers end at about the same time.
-cores=$(getconf _NPROCESSORS_ONLN)
-workers=$((cores < 4 ? cores + 1 : 4))
-exec .venv/bin/python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+# Tests of one file share jobs, so they run in the same worker. At most 4 workers: each starts jobs of up to 4 processes,
+# which need 0.7 GiB of memory each. Files keep their order, in which short ones come last, so that the workers end at
+# about the same time.
+exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

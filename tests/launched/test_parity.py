@@ -107,11 +107,11 @@ def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained
 @pytest.mark.slow
 @pytest.mark.launched
 def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
-    flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 120, "--output_dir", "table"]
+    flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 80, "--output_dir", "table"]
     done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=500)
     assert done.status == 0, done.out + done.err
     assert "1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
     for path in PATHS:
         run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
-        assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 120)
-        assert [line["step"] for line in run.evaluations] == [75, 120]
+        assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 80)
+        assert [line["step"] for line in run.evaluations] == [75, 80]
