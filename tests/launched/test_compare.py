@@ -127,13 +127,12 @@ def test_different_splits_and_wrong_arguments_are_one_line(compare, two_runs, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_everything_that_was_started(tmp_path, number):
+def test_an_interrupt_ends_everything_that_was_started(tmp_path):
     flags = ["--nproc_per_node", 2, "--use_cpu", "--csv", SAMPLE_CSV, "--num_train_epochs", 50]
     with Job("compare", *flags, cwd=tmp_path, ranks=0) as job:
         job.wait_for(lambda: list(tmp_path.rglob("steps.jsonl")))  # it trains
         assert len(job.processes()) >= 4, "compare, torchrun, two ranks"
-        job.torchrun.send_signal(number)
+        job.torchrun.send_signal(signal.SIGINT)
         done = job.finish(90)
     assert done.status == 130
     assert "interrupted" in done.err

@@ -42,7 +42,6 @@ def script(tmp_path) -> Path:
     ("gpus", "unknown_flag_on", "reported"),
     [
         ("2,0", "", "rank(s) 1 ("),
-        ("0,2", "", "rank(s) 0 ("),
         ("2,1", "", "rank 1: --nproc_per_node=2"),
         ("2,2", "1", "rank 1: unknown argument --lerning_rate"),
     ],

@@ -78,11 +78,11 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str
 
 @pytest.mark.launched
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["static", "c10d"])
-def test_two_nodes_train_together(nodes: list[str], form: str, tmp_path: Path) -> None:
+def test_two_nodes_train_together(nodes: list[str], tmp_path: Path) -> None:
+    """With `static`; those that lose a node train with `c10d`."""
     run = tmp_path / "run"
     settings = ["--csv", str(SAMPLE), "--max_steps", "3", "--output_dir", str(run)]
-    run_on_both(nodes, form, "app.ddp_loop", *settings, log_folder=tmp_path)
+    run_on_both(nodes, "static", "app.ddp_loop", *settings, log_folder=tmp_path)
 
     assert json.loads((run / "settings.json").read_text())["world_size"] == 2
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]

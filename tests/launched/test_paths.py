@@ -115,9 +115,8 @@ def test_a_mistake_ends_a_job_with_one_line_from_one_rank(launch, review_csv, tm
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
-def test_plain_python_ends_with_status_2_and_no_traceback(launch, review_csv, path_name):
-    done = launch(path_name, "--csv", review_csv(), "--test_size", 7)
+def test_plain_python_ends_with_status_2_and_no_traceback(launch, review_csv):
+    done = launch("ddp_loop", "--csv", review_csv(), "--test_size", 7)
     assert done.status == 2
     assert done.err.splitlines() == done.error_lines
     assert len(done.error_lines) == 1
