@@ -39,10 +39,9 @@ WITHOUT_EFFECT_ON_RESULTS: Mapping[str, type] = {
     "flops_profiler.profile_step": int,
     "flops_profiler.module_depth": int,
     "flops_profiler.top_modules": int,
-    "flops_profiler.output_file": str,
 }
 LARGEST_INTEGER = 2**63 - 1  # what PyTorch accepts as a size
-JSON_TYPES = {int: "an integer", bool: "true or false", list: "an array", str: "a string"}
+JSON_TYPES = {int: "an integer", bool: "true or false", list: "an array"}
 # Values of `zero_optimization` that may not be changed: others change results, or are not supported here.
 FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
     "zero_quantized_weights": (False, "communication is in fp32"),

@@ -104,7 +104,7 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         (ZERO | {"comms_logger": "x"}, {}, "comms_logger is not supported: remove it"),
         (ZERO | {"comms_logger": {"enabled": 1}}, {}, "comms_logger.enabled is 1: must be true or false"),
         (ZERO | {"flops_profiler": {"enabled": "auto"}}, {}, 'flops_profiler.enabled is "auto": must be true or false'),
-        (ZERO | {"flops_profiler": {"depth": 1}}, {}, "flops_profiler.depth is not supported: remove it"),
+        (ZERO | {"flops_profiler": {"output_file": "x"}}, {}, "flops_profiler.output_file is not supported: remove it"),
         (ZERO | {"steps_per_print": True}, {}, "steps_per_print is true: must be an integer"),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**30}},
