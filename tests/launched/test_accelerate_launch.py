@@ -22,9 +22,8 @@ def accelerate_launch(path: str, *flags: object, launcher_flags: tuple[str, ...]
         return job.finish()
 
 
-@pytest.mark.parametrize(
-    ("launcher_flags", "world_size"), [pytest.param(ONE_PROCESS, 1, marks=pytest.mark.slow), (TWO_PROCESSES, 2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher_flags", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)])
 def test_both_paths_train_identically_under_plain_accelerate_launch(review_csv, tmp_path, launcher_flags, world_size):
     # accelerate exports ACCELERATE_MIXED_PRECISION=no; the flag has to take precedence in Trainer too.
     flags = ("--csv", review_csv(), "--max_steps", 2, "--train_batch_size", 8, "--use_cpu", "--precision", "bf16")

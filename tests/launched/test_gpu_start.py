@@ -62,6 +62,7 @@ def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, script, path_
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout(launch, tmp_path):
     """The default group's timeout stands for NCCL's, which is longer."""
     script = tmp_path / "frozen.py"

@@ -60,7 +60,7 @@ def test_a_model_folder_without_weights_is_reported(fine_tune, review_csv, tmp_p
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, tmp_path, path_name):
     starts = 2 if path_name == "ddp_loop" else 1
     for _ in range(starts):

@@ -32,6 +32,7 @@ def folder(hotel_csv, tmp_path_factory) -> Path:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_profile_divides_the_steps_of_every_rank_and_changes_no_result(folder, path, strategy):
