@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from jobs import SAMPLE_CSV
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("path", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", ["ddp_loop", "trainer_run"])
 def test_a_job_prints_its_plan_and_ends(launch, tmp_path, path):
     flags = ["--csv", SAMPLE_CSV, "--use_cpu", "--threads=1", "--logical_ranks=4", "--strategy=zero2"]
     done = launch(path, *flags, "--dry_run", ranks=2)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -36,11 +35,6 @@ FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", "--validation_size=0.25",
 FLAGS += ["--max_length=16", "--dropout=0.1", "--save_strategy=no", "--eval_strategy=steps", "--eval_steps=5"]
 
 
-def fast_with_two_ranks(cells: list[str]) -> list[Any]:
-    """Mark the cells with other numbers of ranks as slow: each number is another job."""
-    return [cell if cell.startswith("2,") else pytest.param(cell, marks=pytest.mark.slow) for cell in cells]
-
-
 @pytest.fixture(scope="module")
 def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
     """A function that trains all cells of a number of ranks, and returns their folder."""
@@ -62,8 +56,9 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.launched
-@pytest.mark.parametrize("cell", fast_with_two_ranks(CELLS))
+@pytest.mark.parametrize("cell", CELLS)
 def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
     a, b = (read_run(trained(int(ranks)) / f"{cell}-{path}") for path in PATHS)
@@ -82,10 +77,9 @@ def test_both_paths_are_bitwise_identical(trained, cell):
         assert (a.folder / file).read_bytes() == (b.folder / file).read_bytes(), file
 
 
+@pytest.mark.slow
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "cell", fast_with_two_ranks(["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32"])
-)
+@pytest.mark.parametrize("cell", ["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32"])
 @pytest.mark.parametrize("path", PATHS)
 def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained, cell, path):
     folder = trained(int(cell[0]))

@@ -8,10 +8,10 @@ import os
 import pytest
 from jobs import PROJECT
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_predicted_bytes_equal_counted_bytes(launch, tmp_path, ranks):
     program, result = PROJECT / "tests" / "launched" / "count_traffic.py", tmp_path / "result.json"
     path = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
