@@ -4,7 +4,7 @@ import gc
 import sys
 
 # Importing torch and transformers creates a million objects, but hardly any garbage. Without garbage collections until
-# `stop_importing`, and with rarer ones afterwards, a process needs a third less time to start and exit.
+# `stop_importing`, and with rarer ones afterwards, a process starts and exits sooner.
 gc.set_threshold(20_000, 20, 20)
 if sys.argv[:1] == ["-m"]:  # python -m app.…
     gc.disable()
