@@ -22,6 +22,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from app.distributed.rendezvous import wait_for_keys
 from app.distributed.world import World
 from app.errors import AgreedError, AlreadyFinished, Preempted, RunError, UserError, escape_control_characters
 
@@ -106,8 +107,8 @@ def _exchange_status(status: str, world: World, wait: bool) -> list[str | None]:
         world.store.set(f"failure/{world.rank}", status)
         for rank in range(world.size) if wait else ():
             with suppress(RuntimeError):
-                world.store.wait([f"failure/{rank}"], timedelta(seconds=STATUS_TIMEOUT_SECONDS))
-                statuses[rank] = world.store.get(f"failure/{rank}").decode()
+                if wait_for_keys(world.store, [f"failure/{rank}"], timedelta(seconds=STATUS_TIMEOUT_SECONDS)):
+                    statuses[rank] = world.store.get(f"failure/{rank}").decode()
 
     thread = threading.Thread(target=exchange, daemon=True)  # the rank that hosts the store may be unreachable
     thread.start()

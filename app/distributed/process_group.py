@@ -28,8 +28,9 @@ from app.distributed.failure import (
     report_failure,
     report_failure_to_connect,
 )
-from app.distributed.rendezvous import open_store
+from app.distributed.rendezvous import open_store, wait_for_keys
 from app.distributed.world import World
+from app.errors import RunError
 from app.hardware import use_deterministic_algorithms
 from app.settings import Settings
 
@@ -124,7 +125,9 @@ def _exchange(store: Store, rank: int, size: int, mine: RankDevice, timeout: tim
     """Return every rank's description, in rank order, through the store: no backend has been chosen yet. Collective."""
     store.set(f"device/{rank}", json.dumps(asdict(mine)))
     keys = [f"device/{other}" for other in range(size)]
-    store.wait(keys, timeout)
+    if not wait_for_keys(store, keys, timeout):
+        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        raise RunError(f"rank(s) {missing} did not connect within {timeout.total_seconds():.0f} s")
     return [RankDevice(**json.loads(store.get(key))) for key in keys]
 
 

@@ -11,7 +11,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import uuid
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from app.distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
 from app.errors import RunError
 
-RETRY = timedelta(seconds=0.2)  # a handshake key that a dead rank left delays a restart by this much
+POLL_SECONDS = 0.005, 0.2  # from the first to the slowest poll: a waiting rank must neither delay others nor use a core
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -73,28 +75,50 @@ def per_attempt_store(store: Store, rank: int, size: int, timeout: timedelta) ->
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, size):
-            _handshake(store, other, attempt, timeout)
+            _answer(store, other, attempt, timeout)
     else:
         token = uuid.uuid4().hex
         store.set(f"handshake/{rank}", token)
         answer = f"answer/{rank}/{token}"
-        try:
-            store.wait([answer], timeout)
-        except RuntimeError as late:
-            raise RunError(f"rank 0 did not answer rank {rank} within {timeout.total_seconds():.0f} s") from late
+        if not wait_for_keys(store, [answer], timeout):
+            raise RunError(f"rank 0 did not answer rank {rank} within {timeout.total_seconds():.0f} s")
         attempt = store.get(answer).decode()
         store.set(f"confirmed/{attempt}/{rank}", "")
     return PrefixStore(f"attempt/{attempt}", store)
 
 
-def _handshake(store: Store, other: int, attempt: str, timeout: timedelta) -> None:
-    for _ in range(int(timeout / RETRY) + 1):
-        try:
-            store.wait([f"handshake/{other}"], RETRY)
+def _answer(store: Store, other: int, attempt: str, timeout: timedelta) -> None:
+    """Answer every token of a rank until the rank confirms the attempt."""
+    answered = None
+
+    def is_confirmed() -> bool:
+        nonlocal answered
+        if store.check([f"handshake/{other}"]):
             token = store.get(f"handshake/{other}").decode()
-            store.set(f"answer/{other}/{token}", attempt)
-            store.wait([f"confirmed/{attempt}/{other}"], RETRY)
-            return
-        except RuntimeError:  # the token was a dead rank's, or none has been published yet
-            continue
-    raise RunError(f"rank {other} did not arrive within {timeout.total_seconds():.0f} s")
+            if token != answered:  # the first one may be a dead rank's
+                store.set(f"answer/{other}/{token}", attempt)
+                answered = token
+        return store.check([f"confirmed/{attempt}/{other}"])
+
+    if not _poll(is_confirmed, timeout):
+        raise RunError(f"rank {other} did not arrive within {timeout.total_seconds():.0f} s")
+
+
+def wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Wait until the store has all keys; return whether it does.
+
+    `store.wait` does the same, but PyTorch prints two lines on standard error each time that it times out.
+    """
+    return _poll(lambda: store.check(list(keys)), timeout)
+
+
+def _poll(condition: Callable[[], bool], timeout: timedelta) -> bool:
+    """Wait until a condition is true, checking it less and less often; return whether it is."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause, longest = POLL_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True

@@ -88,6 +88,13 @@ def test_a_rank_that_dies_between_answer_and_confirmation(connect):
 
 
 @pytest.mark.parametrize("present", [0, 1])
-def test_a_missing_rank_is_named(connect, present):
+def test_a_missing_rank_is_named_without_further_lines(connect, present, capfd):
     with pytest.raises(RunError, match=f"rank {1 - present} did not"):
         per_attempt_store(connect(), present, 2, timedelta(seconds=1))
+    assert capfd.readouterr().err == "", "PyTorch's C++ code warns when a wait for a key times out"
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_ranks_that_arrive_at_different_times_print_nothing(connect, late, capfd):
+    assert_shared(connect_ranks(connect, 3, delays={late: 1.3}))
+    assert capfd.readouterr().err == ""
