@@ -16,6 +16,7 @@ from scipy.optimize import nnls
 from scipy.stats import t as student
 
 FEWEST_POINTS = 3
+ROUNDING = 16  # of fitted / measured in units of the machine's epsilon, after the few operations of a fit
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
         seconds: the measured time of each size.
 
     Returns:
-        The fit. Its standard errors are those of linear regression without bounds, also where α or β is zero.
+        The fit. Its standard errors are those of linear regression without bounds, also where α or β is zero. A β below
+        its standard error is zero: the times do not tell whether bytes take any, and 1 / β would be a made-up bandwidth.
 
     Raises:
         ValueError: fewer than three different sizes, a negative size, or a time that is not positive.
@@ -97,10 +99,13 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
         raise ValueError("sizes can't be negative, and times have to be positive")
     design = np.stack([1 / t, n / t], axis=1)  # its product with (α, β) is fitted / measured, which should be 1
     scale = np.linalg.norm(design, axis=0)  # otherwise, n makes the problem ill-conditioned
+    inverse = np.linalg.inv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
     scaled, residual = nnls(design / scale, np.ones(len(n)))
     alpha, beta = scaled / scale
-    variance = residual**2 / (len(n) - 2)
-    inverse = np.linalg.inv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
+    if beta < math.sqrt(_variance(residual, len(n)) * inverse[1, 1]):
+        alpha, beta = design[:, 0].sum() / scale[0] ** 2, 0.0  # the same least squares without β
+        residual = np.linalg.norm(alpha * design[:, 0] - 1)
+    variance = _variance(residual, len(n))
     fitted = alpha + beta * n
     return AlphaBeta(
         alpha=float(alpha),
@@ -112,6 +117,11 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
         relative_error=float(np.median(np.abs(fitted / t - 1))),
         points=len(n),
     )
+
+
+def _variance(residual: float, points: int) -> float:
+    """Return the variance of fitted / measured. It is never below that of rounding: else a β of 1e-28 has no error."""
+    return max(residual**2 / (points - 2), (ROUNDING * float(np.finfo(np.float64).eps)) ** 2)
 
 
 # ---- what collectives cost -----------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def test_any_times_give_a_line_that_does_not_fall(times):
     assert fit.alpha >= 0
     assert fit.beta >= 0
     assert fit.alpha + fit.beta > 0
+    assert fit.beta == 0 or fit.beta >= fit.beta_error > 0
     assert all(math.isfinite(value) for value in vars(fit).values())
     low, high = fit.prediction_interval(SIZES[0])
     assert 0 <= low <= high
@@ -90,6 +91,21 @@ def test_times_that_fall_with_the_size_have_no_bandwidth():
     fit = fit_alpha_beta([1, 2, 3], [3, 2, 1])
     assert fit.beta == 0
     assert fit.alpha > 0
+
+
+@given(alphas, st.lists(st.sampled_from([-1, 0, 1]), min_size=len(SIZES), max_size=len(SIZES)))
+def test_times_that_differ_by_rounding_have_no_bandwidth(alpha, roundings):
+    """On some CPUs, β of equal times is 0, on others 1e-28 seconds per byte."""
+    fit = fit_alpha_beta(SIZES, [math.nextafter(alpha, alpha + way) for way in roundings])
+    assert fit.beta == 0
+    assert fit.alpha == pytest.approx(alpha)
+
+
+@given(alphas, st.integers(0, 2**32))
+def test_a_bandwidth_that_noise_explains_is_none(alpha, seed):
+    fit = noisy(alpha, 0.0, 0.05, np.random.default_rng(seed))
+    assert fit.beta == 0 or fit.beta >= fit.beta_error > 0
+    assert fit.alpha == pytest.approx(alpha, rel=0.5)
 
 
 def test_a_delayed_point_has_little_influence():
