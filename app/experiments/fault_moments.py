@@ -34,7 +34,7 @@ class RunFiles:
 
     def last_step(self, log: str) -> int:
         """Return the step in the last line of a log, or 0 if there is none."""
-        with suppress(OSError, IndexError, ValueError):
+        with suppress(OSError, IndexError, ValueError, KeyError, TypeError):
             return int(json.loads((self.folder / log).read_text().splitlines()[-1])["step"])
         return 0
 

@@ -63,8 +63,8 @@ def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
         UserError: the file cannot be read, or its split has another fingerprint than the run's.
     """
     settings = run.settings
-    columns = (settings.get("text_column", "review"), settings.get("label_column", "label"))
-    sizes = (settings.get("test_size", 0.1), settings.get("validation_size", 0.0))
+    columns = (settings.get("text_column") or "review", settings.get("label_column") or "label")
+    sizes = (settings.get("test_size") or 0.1, settings.get("validation_size") or 0.0)
     table = read_reviews(settings["csv"], *columns)
     split = split_reviews(table, *sizes, settings["seed"], columns)
     if split.fingerprint != run.split["fingerprint"]:

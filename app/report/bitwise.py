@@ -64,7 +64,7 @@ def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
     """
     for x, y in zip(a.steps, b.steps, strict=False):
         for key in STEP_QUANTITIES:
-            if not bitwise_equal_numbers(x[key], y[key]):
+            if not bitwise_equal_numbers(x.get(key), y.get(key)):  # a gradient norm may be missing
                 return x["step"], key
     return None
 
@@ -72,7 +72,7 @@ def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
 def _compare_steps(a: Run, b: Run) -> str | None:
     if (found := first_differing_step(a, b)) is not None:
         step, key = found
-        x, y = (run.steps[step - 1][key] for run in (a, b))
+        x, y = (run.steps[step - 1].get(key) for run in (a, b))
         return f"step {step}: the {STEP_QUANTITIES[key]} is {x!r} in {a.folder} and {y!r} in {b.folder}"
     if len(a.steps) != len(b.steps):
         return f"number of steps: {len(a.steps)} in {a.folder} and {len(b.steps)} in {b.folder}"

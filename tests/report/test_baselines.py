@@ -52,6 +52,11 @@ def test_f1_of_more_than_two_classes_is_the_macro_average(review_csv, tmp_path):
     assert majority["f1"] < majority["accuracy"]  # the other classes contribute 0
 
 
+def test_settings_that_are_null_are_the_defaults(run):
+    edit_json(run.folder / "settings.json", text_column=None, label_column=None, validation_size=None)
+    assert len(reread_rows(read_run(run.folder))[1].test) == run.split["n_test"]
+
+
 def test_test_rows_are_not_used_for_training(run):
     table, split = reread_rows(run)
     assert sorted(table.rows[split.test]) == run.predictions["row"].to_list()

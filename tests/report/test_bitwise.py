@@ -120,6 +120,17 @@ def test_changed_labels_are_named_even_if_the_accuracy_is_the_same(twins):
     assert difference(twins).startswith(f"prediction for row {row}: the label is ")
 
 
+def test_a_step_without_a_gradient_norm_can_be_compared(twins):
+    """It may be null or missing."""
+    edit_step(twins[0], 6, grad_norm=None)
+    lines = [json.loads(line) for line in (twins[1] / "steps.jsonl").read_text().splitlines()]
+    del lines[5]["grad_norm"]
+    (twins[1] / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert difference(twins) is None
+    edit_step(twins[0], 6, grad_norm=0.5)
+    assert difference(twins).startswith("step 6: the gradient norm is 0.5 in ")
+
+
 @pytest.mark.parametrize("metric", ["f1", "loss"])
 def test_a_metric_that_differs_is_named(twins, metric):
     edit_json(twins[1] / "metrics.json", **{metric: 0.25})
