@@ -11,8 +11,6 @@ architecture. One line is printed per job, and totals in the last line. The exit
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import random
 import re
 import sys
@@ -31,7 +29,8 @@ from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
 from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subjects
 from app.program import run_program
-from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
+from app.runs.hashes import SHOWN, hash_results
+from app.runs.schema import MODEL, MODEL_FOLDER
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
 LINE = "{:>3}  {:<11}  {:<5}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
@@ -112,7 +111,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
             return 1
         undisturbed.append(hash_results(run_folder))
         seconds.append(outcome.seconds)
-        weights = undisturbed[-1][f"{MODEL_FOLDER}/{MODEL}"][:16]
+        weights = undisturbed[-1][f"{MODEL_FOLDER}/{MODEL}"][:SHOWN]
         print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s undisturbed, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)
@@ -134,7 +133,8 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         f"{subject.path_name} {subject.model_name} {sum(equal)}/{len(equal)}"
         for subject, equal in zip(subjects, verdicts, strict=True)
     )
-    print(f"{killed} kills in {number} jobs: {good} of {number} ended like the undisturbed one ({totals})")
+    equal = f"all {number}" if good == number else f"{good} of {number}"
+    print(f"{killed} kills in {number} jobs: {equal} are bitwise identical to the undisturbed ones ({totals})")
     return 0 if good == number else 1
 
 
@@ -203,16 +203,6 @@ def wait_for_end(job: TorchrunJob) -> str | None:
     if status != 0:
         return f"status {status}"
     return f"{len(leftovers)} processes left: {'; '.join(leftovers)}" if leftovers else None
-
-
-def hash_results(folder: Path) -> dict[str, str]:
-    """Return a hash of each file that must not depend on whether a run was disturbed."""
-    files = {name: (folder / name).read_bytes() for name in (f"{MODEL_FOLDER}/{MODEL}", PREDICTIONS)}
-    steps = [json.loads(line) for line in (folder / STEPS.name).read_text().splitlines()]
-    untimed = [{name: value for name, value in step.items() if name != "seconds"} for step in steps]
-    files[STEPS.name] = json.dumps(untimed).encode()
-    files[EVALUATIONS.name] = (folder / EVALUATIONS.name).read_bytes()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 def find_difference(folder: Path, undisturbed: dict[str, str]) -> str | None:

@@ -13,7 +13,6 @@ exit status is 1 unless all hashes are equal. Any training flag applies to all c
 from __future__ import annotations
 
 import argparse
-import hashlib
 import random
 import sys
 import time
@@ -29,11 +28,11 @@ from app.cli import as_flags, settings_parser
 from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
-from app.experiments.fault_injection import hash_results
 from app.experiments.train_pair import PATHS
 from app.files import write_text
 from app.program import run_program
 from app.runs.folder import create_folder
+from app.runs.hashes import SHOWN, hash_run
 from app.runs.schema import CHECKPOINTS, RUNS
 from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_flags_of_one_run
 
@@ -96,7 +95,7 @@ def _main() -> int:
         train_cell(cell, settings, folder, rng)
         hashes[cell] = hash_run(folder / cell.folder_name)
         seconds = time.monotonic() - started
-        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:16]} |", flush=True)
+        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:SHOWN]} |", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
     print(f"\n{as_markdown(hashes)}\nwritten to {folder}/same_bits.md")
     return 0 if len(set(hashes.values())) == 1 else 1
@@ -215,16 +214,17 @@ def log_of(run: Path, suffix: str = "") -> Path:
     return run.with_name(f"{run.name}{f'-{suffix}' if suffix else ''}.log")
 
 
-def hash_run(run: Path) -> str:
-    """Return one hash of everything in a run folder that has to be the same in every cell."""
-    return hashlib.sha256("".join(hash_results(run).values()).encode()).hexdigest()
-
-
 def as_markdown(hashes: dict[Cell, str]) -> str:
-    """Return the table, and how many different hashes it contains."""
-    rows = "".join(f"{cell} {hash_[:16]} |\n" for cell, hash_ in hashes.items())
+    """Return the table, and whether all of its hashes are equal."""
+    rows = "".join(f"{cell} {hash_[:SHOWN]} |\n" for cell, hash_ in hashes.items())
     different = len(set(hashes.values()))
-    return f"{HEADER}{rows}\n{len(hashes)} cells, {different} different hash{'es' if different > 1 else ''}\n"
+    if len(hashes) == 1:
+        conclusion = "1 cell: nothing to compare it with"
+    elif different == 1:
+        conclusion = f"all {len(hashes)} cells have one hash: bitwise identical"
+    else:
+        conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"
+    return f"{HEADER}{rows}\n{conclusion}\n"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from app.files import commit, write_json
 from app.metrics.score import Scores
 from app.runs.cells import escape
 from app.runs.contents import RunInfo, metrics_content
+from app.runs.hashes import hash_run
 from app.runs.model_card import model_card
 from app.runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
 from app.runs.steps import Totals
@@ -39,21 +40,28 @@ def write_results(
     scores: Scores,
     totals: Totals,
     peak_memory: Sequence[int],
-) -> None:
-    """Write the model, predictions.csv and, last, metrics.json.
+) -> str:
+    """Write predictions.csv, the model and, last, metrics.json.
 
     Args:
         state: the model's complete state dict.
         logits: float (n_test, classes), of the test rows in file order.
         peak_memory: the peak memory of each rank, in bytes.
 
+    Returns:
+        The hash of the run's results. The logs, which are part of it, must be complete.
+
     Raises:
         OSError: a file can't be written, or the folder is gone.
     """
-    metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops))
-    write_model(folder, model, state, tokenizer, model_card(info, metrics))
     write_predictions(folder / PREDICTIONS, info.table, info.split, logits)
+    staging = stage_model(folder, model, state, tokenizer)
+    results_hash = hash_run(folder, staging)
+    metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops)) | {"hash": results_hash}
+    (staging / MODEL_CARD).write_text(model_card(info, metrics), encoding="utf-8")
+    commit(staging, folder / MODEL_FOLDER)
     write_json(folder / METRICS.name, metrics)
+    return results_hash
 
 
 def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> float | None:
@@ -68,15 +76,15 @@ def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> flo
     return 6.0 * parameters * totals.tokens / totals.train_seconds / peak_flops
 
 
-def write_model(
-    folder: Path, model: PreTrainedModel, state: Tensors, tokenizer: PreTrainedTokenizerBase, card: str
-) -> None:
-    """Write model/: weights, config, tokenizer and model card, so that `pipeline` can load it.
+def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 
     Args:
         folder: the run's folder, which must exist.
         state: the model's complete state dict. The model itself may be sharded.
-        card: the text of the model card.
+
+    Returns:
+        The staging directory, to be committed as model/.
 
     Raises:
         OSError: a file can't be written, or the folder is gone.
@@ -90,13 +98,12 @@ def write_model(
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(staging, ignore_errors=True)
         raise OSError(f"{target} could not be written: {problem}") from None
-    (staging / MODEL_CARD).write_text(card, encoding="utf-8")
     if not (folder / SETTINGS.name).is_file():  # the folder was moved away, and save_pretrained created it again
         shutil.rmtree(staging)
         with suppress(OSError):
             folder.rmdir()
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    commit(staging, target)
+    return staging
 
 
 def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:

@@ -79,6 +79,7 @@ class RunRecord:
         self.best = Best(**resume.state.get("best", {}))
         self.step = resume.step  # the last step, for error messages
         self.last_loss = float("nan")
+        self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
@@ -157,7 +158,9 @@ class RunRecord:
             return
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
-        write_results(self.folder, self.info, model, state, tokenizer, logits, scores, self.totals, peak_memory)
+        self.results_hash = write_results(
+            self.folder, self.info, model, state, tokenizer, logits, scores, self.totals, peak_memory
+        )
         assert self.lock is not None
         os.close(self.lock)
         self.lock = None

@@ -112,7 +112,7 @@ METRICS = JsonFormat(
     | {"train_examples_per_second": NUMBER, "peak_memory_bytes": NUMBERS},
     optional={"precision": NUMBER, "recall": NUMBER, "confusion_matrix": INTEGER_ROWS}
     | {"train_tokens_per_second": NUMBER, "padding_fraction": NUMBER, "mfu": NUMBER}
-    | {"skipped_steps": INTEGER},
+    | {"skipped_steps": INTEGER, "hash": TEXT},  # from app.runs.hashes.hash_run
 )
 
 LOGS = (STEPS.name, EVALUATIONS.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from app.distributed.world import World
 from app.errors import escape_control_characters
 from app.metrics.score import Scores
 from app.model.load import Classifier
+from app.runs.hashes import SHOWN
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
+from app.runs.schema import LATEST, PREDICTIONS, RUNS
 from app.settings import SAMPLE_CSV, Settings
 from app.training.build import ReviewData
 from app.training.optim import warmup_steps
@@ -91,14 +94,25 @@ def describe_ranks(world: World) -> str:
 
 
 def describe_result(scores: Scores, record: RunRecord) -> str:
-    """Return the block that a run prints at its end."""
+    """Return the block that a run prints at its end: what it measured, what it wrote, and what to do with it."""
     correct = round(scores.accuracy * scores.n)
     seconds, rate = record.totals.train_seconds, record.totals.examples_per_second
+    model = str(record.model_folder)
+    other_path = "trainer_run" if record.info.path_name == "ddp_loop" else "ddp_loop"
+    latest = RUNS / other_path / LATEST
+    other_run = shlex.quote(str(latest)) if latest.exists() else "OTHER_RUN"
     return _block(
         [
             ("test accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"),
             ("training took", f"{seconds:.1f} s, {rate:.0f} reviews per second"),
-            ("model", f"{record.model_folder}/"),
+            (
+                "hash",
+                f"{(record.results_hash or '')[:SHOWN]}: weights, losses, gradient norms, evaluations and predictions",
+            ),
+            ("model", f"{model}/"),
+            ("predictions", str(record.folder / PREDICTIONS)),
+            ("use", f'transformers.pipeline("text-classification", model={model!r}, truncation=True)'),
+            ("compare", f"python -m app.compare {shlex.quote(str(record.folder))} {other_run}"),
         ]
     )
 

@@ -14,8 +14,9 @@ from run_folders import edit_step, write_run
 
 from app.distributed.launcher import TorchrunJob
 from app.experiments import fault_injection
-from app.experiments.fault_injection import find_difference, hash_results, kill
+from app.experiments.fault_injection import find_difference, kill
 from app.experiments.fault_moments import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, Moment, RunFiles, is_due
+from app.runs.hashes import hash_results
 
 
 @pytest.fixture

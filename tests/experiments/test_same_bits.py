@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from app.errors import UserError
-from app.experiments.same_bits import build_cells, parse
+from app.experiments.same_bits import Cell, as_markdown, build_cells, parse
 
 
 def cells(monkeypatch, *flags: str) -> list:
@@ -47,3 +47,16 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
 def test_settings_with_which_a_cell_would_fail_are_refused(monkeypatch, flags, message):
     with pytest.raises(UserError, match=f"^{message}"):
         cells(monkeypatch, *flags)
+
+
+@pytest.mark.parametrize(
+    ("hashes", "conclusion"),
+    [
+        ("aaa", "all 3 cells have one hash: bitwise identical"),
+        ("aba", "2 different hashes in 3 cells: not bitwise identical"),
+        ("a", "1 cell: nothing to compare it with"),
+    ],
+)
+def test_the_last_line_of_the_table_is_the_conclusion(hashes, conclusion):
+    cells = {Cell("ddp_loop", ranks, "ddp"): hash_ * 64 for ranks, hash_ in enumerate(hashes)}
+    assert as_markdown(cells).splitlines()[-1] == conclusion

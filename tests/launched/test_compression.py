@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
 
-from app.experiments.same_bits import hash_run
+from app.runs.hashes import hash_run
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")

@@ -26,13 +26,15 @@ from worlds import batch_plan
 from app import files
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny_bert import learn_tokenizer
-from app.runs.artifacts import mfu, write_model
+from app.runs.artifacts import mfu, stage_model
+from app.runs.hashes import hash_run
 from app.runs.reader import read_run
 from app.runs.schema import (
     EVALUATIONS,
     LOCK,
     METRICS,
     MODEL,
+    MODEL_CARD,
     MODEL_FOLDER,
     PREDICTIONS,
     SETTINGS,
@@ -44,6 +46,7 @@ from app.runs.steps import Totals
 from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.strategies.select import select_strategy
+from app.training.console import describe_result
 
 SIZES = {"vocab_size": 60, "num_labels": 3}
 LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -76,10 +79,10 @@ def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build
     if strategy_name != "copies":
         strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
         strategy.wrap(model)
-    write_model(tmp_path, model, strategy.gather_model_state(model), tokenizer, "card")
+    written = stage_model(tmp_path, model, strategy.gather_model_state(model), tokenizer)
     for file in (tmp_path / "expected").iterdir():
-        assert (tmp_path / MODEL_FOLDER / file.name).read_bytes() == file.read_bytes(), file.name
-    loaded = type(model).from_pretrained(tmp_path / MODEL_FOLDER)
+        assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+    loaded = type(model).from_pretrained(written)
     for (name, a), b in zip(state_dict.items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
@@ -89,8 +92,7 @@ def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
     model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     (tmp_path / SETTINGS.name).touch()
-    write_model(tmp_path, model, dict(state), tokenizer, "card")
-    written = load_file(tmp_path / MODEL_FOLDER / MODEL)
+    written = load_file(stage_model(tmp_path, model, dict(state), tokenizer) / MODEL)
     assert all(torch.equal(written[name], state[name]) for name in written)
 
 
@@ -120,7 +122,11 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     for file in (SPLIT, STEPS, EVALUATIONS, METRICS):
         assert keys_of(file) == {*file.required, *file.optional}, file.name
     assert keys_of(SETTINGS) == {*SETTINGS.required, *SETTINGS.optional, *record.settings.as_dict()}
-    assert read_run(record.folder).metrics["accuracy"] == 1.0
+    run = read_run(record.folder)
+    assert run.metrics["accuracy"] == 1.0
+    assert run.metrics["hash"] == record.results_hash == hash_run(record.folder)
+    assert record.results_hash in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
+    assert record.results_hash[:16] in describe_result(correct_predictions(record)[1], record)
 
 
 def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):
@@ -132,7 +138,7 @@ def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(n
     monkeypatch.setattr(files, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
     finish(record, DDP(record.settings, plan, world))
-    assert [name for what, name in done if what == "rename"] == [MODEL_FOLDER, PREDICTIONS, METRICS.name]
+    assert [name for what, name in done if what == "rename"] == [PREDICTIONS, MODEL_FOLDER, METRICS.name]
     for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
         position = done.index(("rename", name))
         assert contents <= {flushed for what, flushed in done[:position] if what == "flush"}

@@ -17,7 +17,7 @@ from app.runs.contents import RunInfo
 from app.runs.model_card import model_card
 from app.settings import DOWNLOADED_CSV, Settings
 
-METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "loss": 0.4}
+METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "loss": 0.4, "hash": "d" * 64}
 
 
 def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None = None, **settings) -> str:
