@@ -102,7 +102,8 @@ def test_the_baselines_of_the_real_reviews(real_csv, tmp_path):
     run = read_run(write_run(tmp_path / "run", real_csv, test_size=0.1))
     majority, n_grams = measure_baselines(run)
     assert majority["accuracy"] == np.mean(run.predictions["label"] == "1")
-    assert round(n_grams["accuracy"], 3) == 0.907
+    rows = 2 / len(run.predictions)  # some lie so close to the boundary that a fit on another CPU decides otherwise
+    assert n_grams["accuracy"] == pytest.approx(0.907, abs=rows)
     assert majority["interval"]["high"] < n_grams["interval"]["low"]
 
 

@@ -74,11 +74,12 @@ def test_clipping_is_that_of_torch(seed, max_norm):
         parameter.grad = gradient.clone()
     expected_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = sum_of_squares(gradients).sqrt().float()
-    assert norm == pytest.approx(float(expected_norm), rel=1e-6)
+    rounding = 25 * torch.finfo(torch.float32).eps  # of torch's sum of 49 squares, in whichever order its kernel adds
+    assert norm == pytest.approx(float(expected_norm), rel=rounding)
     before = [gradient.clone() for gradient in gradients]
     clip_by_norm(gradients, norm, max_norm, torch.ones(()))
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=rounding, atol=0)
     if norm < 0.99 * max_norm:
         assert all(map(torch.equal, gradients, before)), "a norm below the limit changes nothing"
     else:

@@ -84,8 +84,8 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
         seconds: the measured time of each size.
 
     Returns:
-        The fit. Its standard errors are those of linear regression without bounds, also where α or β is zero. A β below
-        its standard error is zero: the times do not tell whether bytes take any, and 1 / β would be a made-up bandwidth.
+        The fit. Its standard errors are those of linear regression without bounds, also where α or β is zero. A β
+        below its standard error is zero: the times do not tell whether bytes take any, and 1 / β would be arbitrary.
 
     Raises:
         ValueError: fewer than three different sizes, a negative size, or a time that is not positive.
