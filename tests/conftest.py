@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from jobs import LIMIT, SAMPLE_CSV, Finished, Job, find_real_csv, in_ci, unavailable
 
+from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.settings import Settings
@@ -23,6 +25,33 @@ hypothesis.settings.load_profile("busy machine")
 
 # The models in tests are so small that further threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """Let the processes that tests start receive SIGINT and SIGHUP, also under `nohup pytest … &`.
+
+    There these signals are ignored, which children inherit: tests would send them in vain. A handler is not inherited,
+    and this process goes on ignoring them.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def stop_requests_end_with_the_test() -> Iterator[None]:
+    """Restore the handlers of signals after a run that has failed in this process.
+
+    Such a run treats signals as stop requests until its process ends, and would end the process at the second signal of
+    another test.
+    """
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    writer = signal.set_wakeup_fd(-1)
+    if writer != -1:
+        os.close(writer)  # ends the thread that listens
 
 
 LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output

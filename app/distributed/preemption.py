@@ -41,7 +41,7 @@ class StopRequest:
         # hangs. The signal's number arrives through this pipe at once.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         self.previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
@@ -67,7 +67,7 @@ class StopRequest:
             self.pending = None
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self.previous_writer)
         os.close(self.writer)  # ends the thread
         # The thread refers to the process group. If it released the group during interpreter exit, the process would
         # abort.
@@ -76,6 +76,8 @@ class StopRequest:
     def _listen(self) -> None:
         first = None
         while number := os.read(self.reader, 1):
+            if number[0] not in SIGNALS:  # the pipe gets all signals that this process handles
+                continue
             first = first or time.monotonic()
             self.received = True
             if time.monotonic() - first > SAME_REQUEST_SECONDS:

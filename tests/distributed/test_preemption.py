@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+from app.distributed import preemption
 from app.distributed.preemption import SIGNALS, StopRequest
 
 
@@ -26,3 +27,26 @@ def test_a_signal_is_reported_one_step_later(world):
             stop.listener.join(0.01)
         assert not stop.requested()
         assert stop.requested()
+
+
+def test_signals_that_other_code_handles_are_no_requests_to_stop(world, monkeypatch):
+    """Nor does one of them end the process, as a second request does."""
+    monkeypatch.setattr(preemption, "SAME_REQUEST_SECONDS", -1.0)
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        with StopRequest(world) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.listener.is_alive(), "it has read everything"
+        assert not stop.received
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_request_inside_another_one_returns_the_signals_to_it(world):
+    """As when a run that has failed is resumed in the same process."""
+    with StopRequest(world) as outer:
+        with StopRequest(world):
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not outer.received:
+            outer.listener.join(0.01)
