@@ -6,6 +6,7 @@ This is the only module that opens the data file: `app.data.csv_checks` validate
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,11 +109,19 @@ def read_reviews(path: str | Path, text_column: str = "review", label_column: st
 def describe_dropped(table: ReviewTable) -> list[str]:
     """Return one line per reason for dropping rows, with the count and the first row numbers."""
     return [
-        f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: "
-        f"{', '.join(map(str, rows[:_N_ROWS_SHOWN]))}{', …' if len(rows) > _N_ROWS_SHOWN else ''} "
-        "(data rows, counted from 0 below the header, as in predictions.csv)"
+        f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: {_first_rows(rows)}"
         for reason, rows in table.dropped.items()
     ]
+
+
+def list_rows(rows: Sequence[int] | np.ndarray) -> str:
+    """Return the first of some data rows for a message, such as `rows 3, 8 (data rows, counted from 0 …)`."""
+    return f"row{'s' * (len(rows) != 1)} {_first_rows(rows)}"
+
+
+def _first_rows(rows: Sequence[int] | np.ndarray) -> str:
+    numbers = ", ".join(map(str, rows[:_N_ROWS_SHOWN])) + (", …" if len(rows) > _N_ROWS_SHOWN else "")
+    return f"{numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
 
 
 def _parse(path: Path, encoding: str, columns: list[int]) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from app.files import staging_folder
 
 FILE_VERSION = 2  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once
+OWN_COLUMNS = {"labels": Value("int64"), "length": Value("int32"), "truncated": Value("bool")}
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -66,6 +68,11 @@ def tokenize(
             raise UserError(f"--cache_dir {cache_dir}: cannot read {path.name} ({problem}); delete it") from None
 
 
+def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Tokenize all reviews without writing anything. Returns what `tokenize` would return."""
+    return _tokenize(table, tokenizer, max_length, keep_in_memory=True)
+
+
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
     """Return the number of tokens of each row after truncation, int64 (n,)."""
     return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
@@ -73,8 +80,39 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
 
 def largest_token(rows: Dataset) -> int:
     """Return the largest token id of all rows."""
-    column = rows.with_format("arrow")["input_ids"][:]
-    return max(int(chunk.flatten().to_numpy().max()) for chunk in column.chunks)
+    return max(int(values.max()) for values in _chunks(rows, "input_ids"))
+
+
+def count_of_tokens(rows: Dataset, lengths: NDArray[np.int64], ids: Collection[int]) -> NDArray[np.int64]:
+    """Return how many tokens of each row are among some ids, int64 (n,)."""
+    ends = np.cumsum(lengths)
+    found = np.concatenate([np.isin(values, list(ids)) for values in _chunks(rows, "input_ids")])
+    before = np.concatenate([[0], np.cumsum(found, dtype=np.int64)])  # the number of hits before each token
+    return np.asarray(before[ends] - before[ends - lengths], dtype=np.int64)
+
+
+def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of what the model reads: the tokens of all rows, and how the collator pads them.
+
+    It depends on the tokenizer's effect on these reviews only, not on its path, its file format or its library.
+
+    Args:
+        rows: as returned by `tokenize`.
+    """
+    padding = [tokenizer.padding_side, tokenizer.pad_token_id, tokenizer.pad_token_type_id]
+    names = sorted({*rows.column_names} - {*OWN_COLUMNS})
+    digest = hashlib.sha256(json.dumps([padding, names]).encode())
+    digest.update(lengths_of(rows).tobytes())
+    for name in names:
+        for values in _chunks(rows, name):
+            digest.update(values.astype(np.int32, copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def _chunks(rows: Dataset, name: str) -> Iterator[NDArray[np.int32]]:
+    """Yield the values of a column of lists, in order."""
+    for chunk in rows.with_format("arrow")[name][:].chunks:
+        yield chunk.flatten().to_numpy(zero_copy_only=False)
 
 
 def count_truncated(rows: Dataset) -> int:
@@ -122,36 +160,12 @@ def _digest(file: BinaryIO, key: str, size: int) -> bytes:
 def _write(
     path: Path, key: str, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
 ) -> None:
-    columns = {name: Sequence(Value("int32")) for name in _input_names(tokenizer)}
-    columns |= {"labels": Value("int64"), "length": Value("int32"), "truncated": Value("bool")}
-    labels = Dataset.from_dict({"labels": table.labels}, features=Features({"labels": Value("int64")}))
-
-    def tokenize_chunk(chunk: dict[str, Any], positions: list[int]) -> dict[str, Any]:
-        texts = table.texts.iloc[positions].tolist()
-        encoding = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
-        bar.update(len(texts))
-        return {name: encoding[name] for name in _input_names(tokenizer)} | {
-            "length": [len(ids) for ids in encoding["input_ids"]],
-            "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
-        }
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            staging_folder(path) as staging,
-            tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar,
-        ):
+        with staging_folder(path) as staging:
             file_name = staging / path.name
-            labels.map(  # its own progress bar is disabled by quiet_libraries
-                tokenize_chunk,
-                with_indices=True,
-                batched=True,
-                batch_size=CHUNK,
-                features=Features(columns),
-                cache_file_name=str(file_name),
-                new_fingerprint=key,
-                load_from_cache_file=False,
-            )
+            options = {"cache_file_name": str(file_name), "new_fingerprint": key}
+            _tokenize(table, tokenizer, max_length, hide_bar=hide_bar, **options)
             with file_name.open("r+b") as file:
                 # Arrow's reader stops at the end of the stream, so it ignores these bytes.
                 file.write(_digest(file, key, file_name.stat().st_size))
@@ -160,6 +174,39 @@ def _write(
             os.replace(file_name, path)
     except OSError as problem:
         raise UserError(f"--cache_dir {path.parent}: cannot be written: {problem.strerror or problem}") from None
+
+
+def _tokenize(
+    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool = True, **options: Any
+) -> Dataset:
+    """Tokenize all reviews.
+
+    Args:
+        options: of `Dataset.map`.
+    """
+    names = _input_names(tokenizer)
+    features = Features(dict.fromkeys(names, Sequence(Value("int32"))) | OWN_COLUMNS)
+    labels = Dataset.from_dict({"labels": table.labels}, features=Features({"labels": OWN_COLUMNS["labels"]}))
+
+    def tokenize_chunk(chunk: dict[str, Any], positions: list[int]) -> dict[str, Any]:
+        texts = table.texts.iloc[positions].tolist()
+        encoding = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
+        bar.update(len(texts))
+        return {name: encoding[name] for name in names} | {
+            "length": [len(ids) for ids in encoding["input_ids"]],
+            "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
+        }
+
+    with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar:
+        return labels.map(  # its own progress bar is disabled by quiet_libraries
+            tokenize_chunk,
+            with_indices=True,
+            batched=True,
+            batch_size=CHUNK,
+            features=features,
+            load_from_cache_file=False,
+            **options,
+        )
 
 
 def _were_truncated(

@@ -28,6 +28,7 @@ from transformers.utils import (
 
 from app.errors import UserError
 from app.model.hub import check_folder, fetch, first_line
+from app.model.identity import describe_config
 from app.model.precision import training_dtype
 from app.model.tiny_bert import learn_tokenizer, tiny_config
 from app.settings import TINY, ModelSettings, Settings
@@ -47,11 +48,13 @@ class Classifier:
         model: The classifier, in training precision.
         pretrained: False if all weights were initialized from the seed.
         origin: Description for the startup message.
+        config: The content of the config, as `describe_config` returns it.
     """
 
     model: PreTrainedModel
     pretrained: bool
     origin: str
+    config: dict[str, Any]
 
 
 def load_tokenizer(
@@ -143,10 +146,11 @@ def load_classifier(
         UserError: As `classifier_config`, or the model cannot classify sequences.
     """
     config = classifier_config(settings, class_names, tokenizer, commit)
+    content = describe_config(config)
+    pretrained = is_pretrained(settings)
     if settings.model == TINY:
-        pretrained, origin = False, "tiny BERT (2 layers x 128), initialized from the seed"
+        origin = "tiny BERT (2 layers x 128), initialized from the seed"
     else:
-        pretrained = not Path(settings.model).is_dir() or any((Path(settings.model) / f).exists() for f in WEIGHT_FILES)
         origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     set_seed(settings.seed)
     if pretrained:
@@ -162,7 +166,15 @@ def load_classifier(
     _match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings))
-    return Classifier(model, pretrained, origin)
+    return Classifier(model, pretrained, origin, content)
+
+
+def is_pretrained(settings: ModelSettings) -> bool:
+    """Return whether the model has weights of its own."""
+    if settings.model == TINY:
+        return False
+    folder = Path(settings.model)
+    return not folder.is_dir() or any((folder / name).exists() for name in WEIGHT_FILES)
 
 
 def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -224,13 +236,17 @@ def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
 
 def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that texts end with the token whose hidden state encoder-decoders such as BART and T5 classify."""
-    end = getattr(config, "eos_token_id", None)
-    ends = end if isinstance(end, list) else [end]
-    if config.is_encoder_decoder and not set(ends) & set(tokenizer("a")["input_ids"]):
+    if config.is_encoder_decoder and not end_of_sequence(config) & set(tokenizer("a")["input_ids"]):
         raise UserError(
             f"--model {settings.model}: classifies by the end-of-sequence token, but its tokenizer does not append "
             "one: configure the tokenizer to append it"
         )
+
+
+def end_of_sequence(config: PretrainedConfig) -> set[int]:
+    """Return the ids of the tokens that end a text."""
+    end = getattr(config, "eos_token_id", None)
+    return set(end if isinstance(end, list) else [] if end is None else [end])
 
 
 def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from app.checkpoint.manager import problem_of
 from app.errors import UserError
+from app.model.identity import ModelIdentity, differences_of_configs
 from app.runs.resume import Resume
 from app.runs.schema import LOGS
-from app.settings import ModelSettings, Settings, TrainingSettings
+from app.settings import TINY, ModelSettings, Settings, TrainingSettings
 
 # Model and training settings that a resumed run may change (`Resume.changes` announces another number of accumulation
 # steps), or that are compared in another form: the length of the training as the total number of steps, the model as
@@ -28,7 +31,7 @@ def check_compatible(
     settings: Settings,
     fingerprint: str,
     total_steps: int,
-    model_commit: str | None = None,
+    model: ModelIdentity = ModelIdentity(),  # noqa: B008  # it is immutable
 ) -> None:
     """Check that a checkpoint belongs to the same training path, rows, model and schedule.
 
@@ -37,7 +40,7 @@ def check_compatible(
     Args:
         settings: with the default learning rate filled in.
         fingerprint: of the split.
-        model_commit: the commit on the Hub that the model is loaded from; None for any other model.
+        model: the content of the model's files.
 
     Raises:
         UserError: the checkpoint does not fit, and the message lists all differences; or a log or the best weights are
@@ -53,18 +56,40 @@ def check_compatible(
     pairs += [("total steps", resume.state["total_steps"], total_steps)]
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
     pairs += [("path", resume.state["path"], path_name)]
-    pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
+    has_content = resume.state.get("model_config") is not None  # checkpoints of older versions do not
+    commits = (resume.state.get("model_commit"), model.commit)
+    if not has_content or not _are_folders((before["model"], settings.model), commits):
+        pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
     differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
     # Checkpoints of older versions do not record the commit, so there is nothing to compare.
-    commit = resume.state.get("model_commit", model_commit)
-    if commit != model_commit:
-        differences.append(f"the model's commit was {commit} and is {model_commit} (add --revision {commit})")
+    commit = resume.state.get("model_commit", model.commit)
+    if commit != model.commit:
+        differences.append(f"the model's commit was {commit} and is {model.commit} (add --revision {commit})")
+    # The settings, classes and rows that are compared above also affect config and tokens.
+    if has_content and not differences:
+        differences = _differences_in_content(resume.state, settings.model, model)
     if differences:
         raise UserError(f"can't resume from {resume.checkpoint}: {'; '.join(differences)}")
     for log in LOGS:
         resume.lines_of(log)  # raises if a log is damaged
     if settings.load_best_model_at_end and resume.best is not None and (problem := problem_of(resume.best)):
         raise UserError(f"can't resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
+
+
+def _are_folders(names: Sequence[str], commits: Sequence[str | None]) -> bool:
+    """Return whether both models are local folders, of which only the content counts. The first may have been moved."""
+    return TINY not in names and set(commits) == {None}
+
+
+def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
+    """Compare what the model computes from its weights and the reviews."""
+    found = differences_of_configs(state["model_config"], model.config or {})
+    found = [f"config.json of --model {name} has changed: {', '.join(found)}"] if found else []
+    if state.get("model_code_sha256") != model.code:
+        found += [f"the Python code of --model {name} has changed"]
+    if state.get("tokens_sha256") != model.tokens:
+        found += [f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"]
+    return found
 
 
 def _model_name(model: str) -> str:

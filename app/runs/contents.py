@@ -17,6 +17,7 @@ from app.data.split import Split
 from app.distributed.world import World
 from app.hardware import device_name, git_commit
 from app.metrics.score import Scores
+from app.model.identity import ModelIdentity
 from app.runs.steps import Totals
 from app.settings import Settings
 
@@ -41,7 +42,7 @@ class RunInfo:
         path_name: the training path, `ddp_loop` or `trainer_run`.
         devices: the name of each rank's device.
         launchers: the torchrun processes of this job.
-        model_commit: the commit on the Hub that the model was loaded from; None for any other model.
+        model: the content of the model's files.
         peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
             unknown.
         deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
@@ -54,7 +55,7 @@ class RunInfo:
     world: World
     devices: Sequence[str]
     launchers: Collection[str]
-    model_commit: str | None
+    model: ModelIdentity
     peak_flops: float | None
     deepspeed_config: dict[str, Any] | None = None
 
@@ -64,7 +65,7 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
     packages = PACKAGES if info.deepspeed_config is None else (*PACKAGES, "deepspeed")
     return info.settings.as_dict() | {
         "path": info.path_name,
-        "model_commit": info.model_commit,
+        "model_commit": info.model.commit,
         "csv": str(info.table.path),
         "world_size": info.world.size,
         "devices": list(info.devices),
@@ -111,7 +112,10 @@ def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals,
         "fingerprint": info.split.fingerprint,
         "settings": info.settings.as_dict(),
         "deepspeed_config": info.deepspeed_config,
-        "model_commit": info.model_commit,
+        "model_commit": info.model.commit,
+        "model_config": info.model.config,
+        "model_code_sha256": info.model.code,
+        "tokens_sha256": info.model.tokens,
         "totals": asdict(totals),
         "best": asdict(best),
     }

@@ -32,7 +32,7 @@ def model_card(info: RunInfo, metrics: Mapping[str, Any]) -> str:
             base=_base_model(info),
             path_name=info.path_name,
             settings=info.settings,
-            model_commit=info.model_commit,
+            model_commit=info.model.commit,
             split=split_content(info),
             class_names=info.table.class_names,
             metrics=metrics,

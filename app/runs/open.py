@@ -14,6 +14,7 @@ from app.distributed.collectives import all_gather_object, broadcast_object, rai
 from app.distributed.world import World
 from app.errors import UserError
 from app.hardware import device_name, peak_flops
+from app.model.identity import ModelIdentity
 from app.runs.contents import RunInfo
 from app.runs.folder import claim_folder, remove_claimed
 from app.runs.record import RunRecord
@@ -30,7 +31,7 @@ def open_run(
     world: World,
     resume: Resume,
     rows_of_step: Callable[[int], Sequence[int]],
-    model_commit: str | None = None,
+    model: ModelIdentity = ModelIdentity(),  # noqa: B008  # it is immutable
     measured_peak_flops: float | None = None,
     deepspeed_config: dict[str, Any] | None = None,
 ) -> RunRecord:
@@ -40,7 +41,7 @@ def open_run(
 
     Args:
         rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
-        model_commit: the commit on the Hub that the model was loaded from; None for any other model.
+        model: the content of the model's files.
         measured_peak_flops: the peak of this rank's device in FLOP/s; None: the one in the manufacturer's data sheet.
         deepspeed_config: the configuration of DeepSpeed, which is recorded; None without it.
 
@@ -66,7 +67,7 @@ def open_run(
         world=world,
         devices=devices,
         launchers=resume.launchers,
-        model_commit=model_commit,
+        model=model,
         peak_flops=None if None in peaks else sum(peaks),
         deepspeed_config=deepspeed_config,
     )

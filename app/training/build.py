@@ -11,13 +11,13 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan, plan_batches
 from app.data.split import Indices, Split, split_reviews
-from app.data.tokenize import count_truncated, largest_token, lengths_of, tokenize
+from app.data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
 from app.distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -30,6 +30,7 @@ from app.model.checkpointing import checkpoint_activations
 from app.model.hub import resolve_commit
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.settings import Settings
+from app.training.row_checks import check_rows
 
 SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
 
@@ -47,6 +48,7 @@ class ReviewData:
         rows: token ids and labels, in the order of the table.
         lengths: int64 (n,), the number of tokens of each row.
         n_truncated: how many reviews have more than `max_length` tokens and were truncated.
+        tokens_hash: SHA-256 of the tokens, as `hash_tokens` returns it.
     """
 
     table: ReviewTable
@@ -57,6 +59,7 @@ class ReviewData:
     rows: Dataset
     lengths: NDArray[np.int64]
     n_truncated: int
+    tokens_hash: str
 
     @property
     def collator(self) -> Collator:
@@ -113,7 +116,17 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
     rows = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
     inputs = rows.remove_columns(["length", "truncated"])
-    return ReviewData(table, split, plan, commit, tokenizer, inputs, lengths_of(rows), count_truncated(rows))
+    return ReviewData(
+        table=table,
+        split=split,
+        plan=plan,
+        commit=commit,
+        tokenizer=tokenizer,
+        rows=inputs,
+        lengths=lengths_of(rows),
+        n_truncated=count_truncated(rows),
+        tokens_hash=hash_tokens(rows, tokenizer),
+    )
 
 
 def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:
@@ -124,25 +137,11 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
     """
     with local_main_process_first(world):
         classifier = load_classifier(settings, data.table.class_names, data.tokenizer, data.commit)
-        check_vocabulary(settings, classifier.model.config, data.rows)
+        check_rows(settings, classifier.model.config, data.table, data.rows, data.lengths)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     classifier.model.to(device=world.device)  # type: ignore[call-arg]
     return classifier
-
-
-def check_vocabulary(settings: Settings, config: PretrainedConfig, rows: Dataset) -> None:
-    """Check that the model has an embedding for every token of the rows.
-
-    Raises:
-        UserError: it has not, because its tokenizer belongs to another model or has got new tokens.
-    """
-    size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
-    if size is not None and largest >= size:
-        raise UserError(
-            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
-            f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
-        )
 
 
 def check_fingerprints(fingerprint: str, world: World) -> None:

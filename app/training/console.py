@@ -79,12 +79,18 @@ def describe_run(
         ),
         ("files", f"{folder}/"),
     ]
-    if resume.checkpoint is not None:
-        lines += [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
-        if resume.changes:
-            changes = "; ".join(resume.changes)
-            lines += [("changed", f"{changes}: not bitwise identical to an undisturbed run from this step on")]
-    return _block(lines)
+    return "\n".join([_block(lines), *describe_resume(resume)])
+
+
+def describe_resume(resume: Resume) -> list[str]:
+    """Return at most one block: the checkpoint that a run resumes from, and what has changed since."""
+    if resume.checkpoint is None:
+        return []
+    lines = [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
+    if resume.changes:
+        changes = "; ".join(resume.changes)
+        lines += [("changed", f"{changes}: not bitwise identical to an undisturbed run from this step on")]
+    return [_block(lines)]
 
 
 def describe_ranks(world: World) -> str:

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+from app.data.tokenize import hash_tokens, lengths_of, tokenize_in_memory
 from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
+from app.model.identity import ModelIdentity, describe_config, hash_code
+from app.model.load import is_pretrained
+from app.runs.compatibility import check_compatible
+from app.runs.resume import Resume
 from app.settings import Settings
-from app.training.plan import build_plan
+from app.training.console import describe_resume
+from app.training.plan import Sources, device_of, plan_step, read_sources
 from app.training.plan_tables import describe_run_plan
-from app.training.prepare import resolve_settings
+from app.training.prepare import complete_settings, resolve_settings
+from app.training.row_checks import check_rows
 
 
-def print_plan(path_name: str, settings: Settings, world: World) -> None:
+def print_plan(path_name: str, given: Settings, world: World) -> None:
     """Print the plan of a run: memory and traffic with its strategy, ranks and batch. Collective.
 
-    No weights are loaded, and no folder is created.
+    The run's mistakes are reported, except for those that only its weights show. No weights are loaded, and nothing is
+    written.
 
     Raises:
         AgreedError: a user's mistake on any rank.
     """
-    settings, _ = resolve_settings(path_name, settings, world)
+    settings, resume = resolve_settings(path_name, given, world)
     with raise_on_all_ranks(world):
         if world.is_main_process:
-            print(describe_run_plan(build_plan(settings, world.size)), flush=True)
+            sources = read_sources(settings, world.size)
+            completed = complete_settings(settings, given, sources.batches, is_pretrained(settings))
+            check_sources(path_name, completed, sources, resume)
+            plan = plan_step(settings, sources.config, sources.batches, device_of(settings))
+            print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
+
+
+def check_sources(path_name: str, settings: Settings, sources: Sources, resume: Resume) -> None:
+    """Check the reviews' tokens, and that the checkpoint to resume from fits.
+
+    Args:
+        settings: as returned by `complete_settings`.
+
+    Raises:
+        UserError: what the run would report.
+    """
+    config = describe_config(sources.config)
+    rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
+    check_rows(settings, sources.config, sources.table, rows, lengths_of(rows))
+    identity = ModelIdentity(sources.commit, config, hash_code(settings), hash_tokens(rows, sources.tokenizer))
+    fingerprint, total_steps = sources.split.fingerprint, sources.batches.total_steps
+    check_compatible(resume, path_name, settings, fingerprint, total_steps, identity)

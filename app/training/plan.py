@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
+from app.data.split import Split
 from app.model.activations import Activations, count_activations
 from app.model.empty import empty_model, gradient_order, without_data
 from app.model.hub import resolve_commit
@@ -88,12 +90,43 @@ def build_plan(settings: Settings, ranks: int) -> Plan:
     Raises:
         UserError: the data, the batch size or the model is invalid.
     """
+    sources = read_sources(settings, ranks)
+    return plan_step(settings, sources.config, sources.batches, device_of(settings))
+
+
+def device_of(settings: Settings) -> torch.device:
+    """Return where the ranks of a run train."""
+    return torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run reads before it loads weights.
+
+    Attributes:
+        commit: the Hub commit of the model, None for any other model.
+        config: the model's config.
+    """
+
+    table: ReviewTable
+    split: Split
+    batches: BatchPlan
+    commit: str | None
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+
+
+def read_sources(settings: Settings, ranks: int) -> Sources:
+    """Read the data, the tokenizer and the model's config.
+
+    Raises:
+        UserError: the data, the batch size or the model is invalid.
+    """
     table, split, batches = read_and_split(settings, ranks)
     commit = resolve_commit(settings)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
     config = classifier_config(settings, table.class_names, tokenizer, commit)
-    device = torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
-    return plan_step(settings, config, batches, device)
+    return Sources(table, split, batches, commit, tokenizer, config)
 
 
 def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device) -> Plan:

@@ -15,6 +15,7 @@ from app.distributed.world import World
 from app.errors import UserError
 from app.hardware import measure_peak_flops
 from app.metrics.score import load_metrics
+from app.model.identity import ModelIdentity, hash_code
 from app.runs.compatibility import check_compatible
 from app.runs.folder import refuse_used
 from app.runs.open import open_run
@@ -81,15 +82,10 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     deepspeed_config = read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
-    learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    settings = replace(
-        settings,
-        learning_rate=learning_rate,
-        train_batch_size=data.plan.global_size,
-        per_device_train_batch_size=given.per_device_train_batch_size,
-    )
+    settings = complete_settings(settings, given, data.plan, classifier.pretrained)
+    identity = ModelIdentity(data.commit, classifier.config, hash_code(settings), data.tokens_hash)
     with raise_on_all_ranks(world):
-        check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, data.commit)
+        check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, identity)
         if deepspeed_config is not None:
             deepspeed_config = complete_config(deepspeed_config, settings, data.plan)
             resume = replace(resume, changes=(*resume.changes, *changes_of_config(resume.state, deepspeed_config)))
@@ -107,7 +103,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         barrier(world)  # so that all ranks measure at the same time, as they train
         peak = measure_peak_flops(world.device, settings.precision or "fp32")
     record = open_run(
-        path_name, settings, data.table, data.split, world, resume, rows_of_step, data.commit, peak, deepspeed_config
+        path_name, settings, data.table, data.split, world, resume, rows_of_step, identity, peak, deepspeed_config
     )
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
@@ -143,6 +139,22 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
             refuse_used(settings.output_dir)
     return restore_settings(settings, resume, world), resume
+
+
+def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, pretrained: bool) -> Settings:
+    """Fill in what depends on the data and the model.
+
+    Args:
+        settings: as returned by `resolve_settings`.
+        given: the settings on the command line.
+        pretrained: whether the model has weights of its own.
+    """
+    return replace(
+        settings,
+        learning_rate=settings.learning_rate or default_learning_rate(pretrained),
+        train_batch_size=plan.global_size,
+        per_device_train_batch_size=given.per_device_train_batch_size,
+    )
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import fake_world
 
+from app.model.identity import ModelIdentity
 from app.runs.contents import RunInfo
 from app.runs.model_card import model_card
 from app.settings import DOWNLOADED_CSV, Settings
@@ -31,7 +32,7 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
         world=fake_world(),
         devices=["cpu"],
         launchers=[],
-        model_commit=commit,
+        model=ModelIdentity(commit),
         peak_flops=None,
     )
     return model_card(info, METRICS)

@@ -16,6 +16,7 @@ from worlds import fake_world
 
 from app.checkpoint import manager
 from app.errors import Preempted, RunError, UserError
+from app.model.identity import ModelIdentity
 from app.runs import record as record_module
 from app.runs import steps as steps_module
 from app.runs.contents import RunInfo
@@ -78,7 +79,7 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
         world=fake_world(1, 2),
         devices=["cpu"] * 2,
         launchers=[],
-        model_commit=None,
+        model=ModelIdentity(),
         peak_flops=None,
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)

@@ -17,6 +17,7 @@ from app.checkpoint.manager import commit_checkpoint
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.hardware import device_name
+from app.model.identity import ModelIdentity
 from app.runs import find_checkpoint as search_module
 from app.runs import resume as resume_module
 from app.runs.compatibility import check_compatible
@@ -151,11 +152,54 @@ def test_another_commit_of_the_model_is_refused_and_the_right_one_named(folder):
     found.state["model_commit"] = "a" * 40
 
     def check_commit(commit: str) -> None:
-        check_compatible(found, "ddp_loop", Settings(learning_rate=1e-3, revision="any"), FINGERPRINT, TOTAL, commit)
+        settings, model = Settings(learning_rate=1e-3, revision="any"), ModelIdentity(commit)
+        check_compatible(found, "ddp_loop", settings, FINGERPRINT, TOTAL, model)
 
     check_commit("a" * 40)
     with pytest.raises(UserError, match=f"add --revision {'a' * 40}"):
         check_commit("b" * 40)
+
+
+CONTENT = {"model_commit": None, "model_config": {"layers": 2, "architectures": None, "transformers_version": "5.0"}}
+CONTENT |= {"model_code_sha256": None, "tokens_sha256": "a"}
+
+
+def check_content(folder: Path, name: str, config: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Check a run of a model at ./moved/away, which is not there any more, against a model with this content."""
+    found = resume(folder)
+    found.state.update(CONTENT)
+    found.state["settings"]["model"] = "./moved/away"
+    model = ModelIdentity(**{"config": CONTENT["model_config"] | (config or {}), "tokens": "a"} | changes)
+    check_compatible(found, "ddp_loop", Settings(learning_rate=1e-3, model=name), FINGERPRINT, TOTAL, model)
+
+
+def test_only_the_content_of_a_model_folder_counts(folder):
+    check_content(folder, str(folder), {"architectures": ["Bert"], "_name_or_path": "x"})
+    with pytest.raises(UserError, match=r"model was \./moved/away and is tiny$"):
+        check_content(folder, "tiny", {"layers": 3})
+    with pytest.raises(UserError, match=r"model was \./moved/away and is org/name; .*commit was None"):
+        check_content(folder, "org/name", commit="a" * 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": {"layers": 3}}, r"config.json of --model \S+ has changed: layers was 2 and is 3$"),
+        ({"config": {"heads": 3}}, "heads was None and is 3$"),
+        ({"code": "b"}, r"the Python code of --model \S+ has changed$"),
+        ({"tokens": "b"}, r"the tokenizer of --model \S+ returns other tokens for the same reviews"),
+    ],
+)
+def test_changed_content_of_a_model_folder_is_named(folder, change, message):
+    with pytest.raises(UserError, match=message):
+        check_content(folder, str(folder), **change)
+
+
+def test_defaults_of_another_version_of_transformers_are_no_change(folder):
+    newer = {"transformers_version": "6.0", "heads": 3}
+    check_content(folder, str(folder), newer)
+    with pytest.raises(UserError, match=r"layers was 2 and is 3$"):
+        check_content(folder, str(folder), newer | {"layers": 3})
 
 
 def test_damaged_best_weights_are_reported_before_the_training_resumes(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from app import compare, ddp_loop, plan, trainer_run
 from app.errors import AgreedError
 from app.experiments import parity_table, same_bits
+from app.runs.resume import Resume
 from app.settings import Settings
 from app.training import dry_run, prepare
 from app.training.dry_run import print_plan
@@ -54,7 +55,7 @@ def test_a_mistake_is_reported_as_by_the_run(settings, world, tmp_path):
 
 def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, monkeypatch, capsys):
     def resolve(path_name, given, world):
-        return Settings(**(given.as_dict() | {"logical_ranks": 4})), None
+        return Settings(**(given.as_dict() | {"logical_ranks": 4})), Resume()
 
     monkeypatch.setattr(dry_run, "resolve_settings", resolve)
     print_plan("ddp_loop", settings, world)

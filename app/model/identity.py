@@ -1,0 +1,71 @@
+"""What determines a model besides its weights, so that a resumed run can tell whether it has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from app.settings import ModelSettings
+
+# These keys of a config name a place, the version that has written it, and a class that is not used.
+WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The content of a model's files, except its weights, which a checkpoint holds.
+
+    Paths are no part of it: a folder may be moved.
+
+    Attributes:
+        commit: the commit on the Hub; None for any other model.
+        config: the content of the config, as `describe_config` returns it.
+        code: the SHA-256 of the Python files in a local folder; None without `--trust_remote_code`.
+        tokens: the SHA-256 of the tokens of all reviews, as `hash_tokens` returns it.
+    """
+
+    commit: str | None = None
+    config: Mapping[str, Any] | None = None
+    code: str | None = None
+    tokens: str | None = None
+
+
+def describe_config(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the content of a config in JSON types, with the library's version that has completed it.
+
+    Call it before a model is built from the config, which may fill in values.
+    """
+    # A model's own config class may hold any objects. JSON has no infinity or NaN.
+    content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
+    # A config.json may choose it, but to_dict() leaves it out.
+    content["attn_implementation"] = getattr(config, "_attn_implementation", None)
+    return content
+
+
+def differences_of_configs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase such as `num_hidden_layers was 2 and is 1` for each key that affects the model and differs."""
+    names = (before.keys() | now.keys()) - set(WITHOUT_EFFECT)
+    if before.get("transformers_version") != now.get("transformers_version"):
+        names &= before.keys() & now.keys()  # another version of the library may have added or removed defaults
+    return [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in sorted(names)
+        if before.get(name) != now.get(name)
+    ]
+
+
+def hash_code(settings: ModelSettings) -> str | None:
+    """Return the SHA-256 of the Python files in a local model folder; None if they are not run."""
+    if not settings.trust_remote_code or not Path(settings.model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(settings.model).rglob("*.py")):
+        digest.update(json.dumps([str(path.relative_to(settings.model)), path.stat().st_size]).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Find reviews whose tokens would end a run in the middle of training or in its last evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+
+from app.data.csv_table import ReviewTable, list_rows
+from app.data.tokenize import count_of_tokens, largest_token
+from app.errors import UserError
+from app.model.load import end_of_sequence
+from app.settings import Settings
+
+
+def check_rows(
+    settings: Settings, config: PretrainedConfig, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+) -> None:
+    """Check that the model can process the tokens of every review.
+
+    Args:
+        config: the model's config.
+        rows: the tokens of all reviews, in the order of the table.
+        lengths: int64 (n,), the number of tokens of each review.
+
+    Raises:
+        UserError: names the rows that it cannot process, and what to do.
+    """
+    _check_lengths(settings, table, lengths)
+    _check_vocabulary(settings, config, rows)
+    _check_end_of_sequence(settings, config, table, rows, lengths)
+
+
+def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.int64]) -> None:
+    if not lengths.all():
+        raise UserError(
+            f"{table.path}: {_count(lengths == 0)} without any token for the tokenizer of --model {settings.model}: "
+            f"remove {list_rows(table.rows[lengths == 0])}, or configure the tokenizer to add special tokens"
+        )
+    too_long = lengths > settings.max_length
+    if too_long.any():
+        raise UserError(
+            f"--model {settings.model}: its tokenizer returns up to {lengths.max()} tokens per review in spite of "
+            f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
+            "--max_length, or use a tokenizer that truncates"
+        )
+
+
+def _check_vocabulary(settings: Settings, config: PretrainedConfig, rows: Dataset) -> None:
+    """Check that the model has an embedding for every token."""
+    size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
+    if size is not None and largest >= size:
+        raise UserError(
+            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
+        )
+
+
+def _check_end_of_sequence(
+    settings: Settings, config: PretrainedConfig, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+) -> None:
+    """Check that encoder-decoders, which classify by the end-of-sequence token, find it once in each review.
+
+    They reject a batch in which one row has more of them than another. A review has more than one if it contains the
+    token's text, such as `</s>`.
+    """
+    if not config.is_encoder_decoder:
+        return
+    counts = count_of_tokens(rows, lengths, end_of_sequence(config))
+    others = counts != np.bincount(counts).argmax()
+    if others.any():
+        raise UserError(
+            f"{table.path}: {_count(others)} containing the text of the end-of-sequence token, by which --model "
+            f"{settings.model} classifies: remove it from {list_rows(table.rows[others])}"
+        )
+
+
+def _count(selected: NDArray[np.bool_]) -> str:
+    n = int(selected.sum())
+    return f"{n:,} review{'s' * (n != 1)}"

@@ -1,0 +1,40 @@
+"""What is recorded about a model, so that a resumed run notices that it has changed."""
+
+from __future__ import annotations
+
+import json
+
+from architectures import CONFIGS, write_model
+from transformers import AutoConfig, BertConfig
+
+from app.model.identity import describe_config, differences_of_configs, hash_code
+from app.settings import Settings
+
+
+def test_every_config_can_be_recorded_and_read_back():
+    for config in (*CONFIGS.values(), BertConfig(scale=float("inf"), offset=float("nan"), kind=object)):
+        content = describe_config(config)
+        assert json.loads(json.dumps(content, allow_nan=False)) == content
+        assert differences_of_configs(content, describe_config(config)) == []
+
+
+def test_the_place_of_a_config_is_no_difference(tmp_path):
+    one, two = (AutoConfig.from_pretrained(write_model(tmp_path / name, "gpt2")) for name in ("a", "b"))
+    assert one._name_or_path != two._name_or_path
+    assert differences_of_configs(describe_config(one), describe_config(two)) == []
+    two.n_layer, two._attn_implementation = 1, "eager"
+    assert differences_of_configs(describe_config(one), describe_config(two)) == [
+        "attn_implementation was None and is eager",
+        "n_layer was 2 and is 1",
+    ]
+
+
+def test_the_code_of_a_model_counts_only_if_it_is_run(tmp_path):
+    (tmp_path / "modeling.py").write_text("a = 1\n")
+    settings = Settings(model=str(tmp_path), trust_remote_code=True)
+    before = hash_code(settings)
+    (tmp_path / "modeling.py").write_text("a = 2\n")
+    assert before is not None
+    assert hash_code(settings) not in (before, None)
+    assert hash_code(Settings(model=str(tmp_path))) is None
+    assert hash_code(Settings(model="org/name", trust_remote_code=True)) is None

@@ -1,0 +1,104 @@
+"""A run is resumed only with the same content of its model's folder, and `--dry_run` reports the same as the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import write_model
+from run_folders import edit_json
+
+from app import ddp_loop
+from app.distributed.world import World
+from app.errors import AgreedError
+from app.runs.schema import METRICS
+from app.settings import Settings
+from app.training.dry_run import print_plan
+from app.training.prepare import prepare
+
+
+def permute_vocabulary(model: Path) -> None:
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text("utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["好"], vocabulary["差"] = vocabulary["差"], vocabulary["好"]
+    file.write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda model: edit_json(model / "config.json", **changes)
+
+
+CHANGES = {
+    "hidden_dropout_prob was 0.1 and is 0.5": edit_config(hidden_dropout_prob=0.5),
+    "hidden_act was gelu and is relu": edit_config(hidden_act="relu"),
+    "num_hidden_layers was 2 and is 1": edit_config(num_hidden_layers=1),
+    "num_hidden_layers was 2 and is 3": edit_config(num_hidden_layers=3),
+    "attn_implementation was None and is eager": edit_config(_attn_implementation="eager"),
+    "returns other tokens for the same reviews, or pads differently": permute_vocabulary,
+    "or pads differently": lambda model: edit_json(model / "tokenizer_config.json", padding_side="left"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory) -> Settings:
+    """The settings of a finished run of a local model folder, with a checkpoint of step 1 of 2."""
+    folder = tmp_path_factory.mktemp("trained")
+    reviews = "\n".join(f"{i % 2},第{i % 10}次{'好' if i % 2 else '差'}" for i in range(60))
+    (folder / "reviews.csv").write_text(f"label,review\n{reviews}\n", "utf-8")
+    settings = Settings(
+        csv=str(folder / "reviews.csv"),
+        model=str(write_model(folder / "model", "bert")),
+        cache_dir=str(folder / "cache"),
+        output_dir=str(folder / "run"),
+        max_length=16,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    ddp_loop.fine_tune(settings, world)
+    return replace(settings, output_dir=None, resume_from_checkpoint=str(folder / "run/checkpoints/checkpoint-1"))
+
+
+def start(settings: Settings, world: World) -> None:
+    prepared = prepare("ddp_loop", settings, world)
+    os.close(prepared.record.lock)
+
+
+def plan(settings: Settings, world: World) -> None:
+    print_plan("ddp_loop", settings, world)
+
+
+@pytest.mark.parametrize("begin", [start, plan])
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, begin, message):
+    """The lock that a failed start leaves to the end of its process is no concern here."""
+    monkeypatch.setattr("app.runs.find_checkpoint.lock", lambda run: os.open(run, os.O_RDONLY))
+    model = write_model(tmp_path / "model", "bert")
+    begin(replace(trained, model=str(model)), world)  # the same content in another place
+    CHANGES[message](model)
+    with pytest.raises(AgreedError, match=f"--model {model}.* {message}$"):
+        begin(replace(trained, model=str(model)), world)
+    run = Path(str(trained.resume_from_checkpoint)).parents[1]
+    assert (run / METRICS.name).exists(), "nothing is removed"
+    assert (run / "checkpoints" / "checkpoint-2").exists()
+
+
+def test_a_dry_run_compares_the_settings_with_the_checkpoint(trained, world, monkeypatch, capsys):
+    monkeypatch.setattr("app.runs.find_checkpoint.lock", lambda run: os.open(run, os.O_RDONLY))
+    plan(replace(trained, threads=3, eval_batch_size=7), world)
+    printed = capsys.readouterr().out
+    assert "resumed from" in printed
+    assert "(step 1)" in printed
+    with pytest.raises(AgreedError, match=r"learning_rate was 0\.001 and is 5\.0; seed was 42 and is 7; split"):
+        plan(replace(trained, learning_rate=5.0, seed=7), world)
+    with pytest.raises(AgreedError, match="path was ddp_loop and is trainer_run"):
+        print_plan("trainer_run", trained, world)
