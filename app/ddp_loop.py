@@ -36,6 +36,7 @@ from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
+from app.model.inputs import to_device
 from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.strategies.loss_scale import LossScale
@@ -177,7 +178,7 @@ def train_step(
         # backward() averages the sum over the ranks, so DDP's ranks exchange gradients once per step.
         with strategy.accumulate(wrapped, number):
             with mixed_precision(settings, world):
-                loss = wrapped(**to_device(batch, world)).loss
+                loss = wrapped(**to_device(batch, state.model, world)).loss
             # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
             # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
             # turns its gradient into that of the mean over the global batch.
@@ -215,15 +216,15 @@ def evaluate(
     shard: list[torch.Tensor] = []
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # correct rows, rows
     for batch, is_filler in zip(eval_set.loader, eval_set.is_filler, strict=True):
-        batch = to_device(batch, world)
-        labels = batch.pop("labels")
+        inputs = to_device(batch, model, world)
+        labels = inputs.pop("labels")
         with mixed_precision(settings, world):
-            logits = model(**batch).logits
+            logits = model(**inputs).logits
         if is_filler:  # this rank has no rows left; it only takes part in the forward pass, which may be collective
             continue
         counts[0] += (logits.argmax(dim=1) == labels).sum()
         counts[1] += len(labels)
-        shard.append(logits.double().cpu())
+        shard.append(logits.double())  # stays on the device: a copy to the host would wait for each batch
 
     # Summing counts over the ranks is exact. Averaging the ranks' accuracies would not be, because one rank may have a
     # row more than another. DistributedSampler would make the shares equal by repeating rows, which count twice then.
@@ -245,11 +246,6 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
     record.write_evaluation(step, epoch, eval_set.name, scores.n, asdict(scores))
     record.keep_best(step, prepared.strategy, prepared.model, asdict(scores))
     record.start_clock()  # an evaluation does not count as training time
-
-
-def to_device(batch: Batch, world: World) -> Batch:
-    """Copy a batch to this rank's device, without waiting for the copy if the loader pinned its memory."""
-    return {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
+from app.model.inputs import to_device
 from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.strategies.deepspeed_engine import complete
@@ -113,6 +114,8 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
             raise prepared.record.preempted(trainer.state.global_step)
     else:  # only evaluations are left, but Trainer would train one more step
         trainer.state.global_step = total_steps
+        if trainer.wrapped is prepared.model:  # an engine would have placed it on the device
+            prepared.model.to(device=world.device)  # type: ignore[call-arg]
         if prepared.record.begin(prepared.plan, trainer.wrapped):
             trainer.evaluate()
     if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
@@ -254,6 +257,10 @@ class ReviewTrainer(Trainer):
         self.micro_batches.append(inputs)
         with strategy.accumulate(model, number):
             return super().training_step(model, inputs, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy a batch as app.ddp_loop does: Trainer would wait for the copy of each tensor."""
+        return to_device(inputs, self.prepared.model, self.world)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""

@@ -88,22 +88,21 @@ def build_named(name: str, settings: Settings, data: ReviewData, world: World) -
     """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
     if name not in SIZES:
         return build_model(settings, data, world).model
-    return build_bert(SIZES[name], settings, world)
+    return build_bert(SIZES[name], settings.seed)
 
 
-def build_bert(size: tuple[int, int, int, int], settings: Settings, world: World) -> PreTrainedModel:
-    """Build an untrained BERT with the same weights on every rank.
+def build_bert(size: tuple[int, int, int, int], seed: int) -> PreTrainedModel:
+    """Build an untrained BERT with the same weights on every rank, on the CPU.
 
     Args:
         size: layers, hidden size, attention heads, intermediate size.
     """
     layers, hidden, heads, intermediate = size
-    set_seed(settings.seed)
+    set_seed(seed)
     config = BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
     )
     model: PreTrainedModel = BertForSequenceClassification(config)
-    model.to(device=world.device)  # type: ignore[call-arg]
     return model
 
 

@@ -23,11 +23,11 @@ from transformers import BatchEncoding
 
 from app.bench.harness import SIZES, Bench, build_named, distribute, with_each_strategy
 from app.cli import SettingsParser, launch
-from app.ddp_loop import to_device
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.markdown import markdown_table
+from app.model.inputs import to_device
 from app.model.precision import mixed_precision
 from app.settings import Settings
 from app.sizes import mib
@@ -94,10 +94,9 @@ def measure_forward(bench: Bench, batch: dict[str, torch.Tensor]) -> int:
     length = bench.settings.max_length
     rows = BatchEncoding({name: tensor for name, tensor in batch.items() if name != "labels"})
     padded = bench.data.tokenizer.pad(rows, padding="max_length", max_length=length, return_tensors="pt")
-    on_device = to_device({**padded, "labels": labels}, world)
     bench.wrapped.train()
     with allocated(world.device) as count, mixed_precision(bench.settings, world):
-        loss = bench.wrapped(**on_device).loss
+        loss = bench.wrapped(**to_device({**padded, "labels": labels}, bench.model, world)).loss
     loss.backward()
     return count[0]
 

@@ -79,7 +79,7 @@ class Replica:
         self.settings, self.world, self.steps = settings, world, 0
         plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
         self.strategy = (select_strategy if exchange else WithoutExchange)(settings, plan, world)
-        model = build_bert(SIZES[size], settings, world)
+        model = build_bert(SIZES[size], settings.seed)
         self.vocabulary: int = model.config.vocab_size
         self.wrapped = self.strategy.wrap(model)
         optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, self.strategy)

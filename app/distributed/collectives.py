@@ -188,6 +188,8 @@ def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int,
     Returns:
         float64 (n, columns).
     """
+    if shard:
+        wait_for_device(world)  # the rows of all batches are copied to the host at once
     mine = torch.cat(list(shard)).double().cpu().numpy() if shard else None
     gathered: NDArray[np.float64] | None = None
     seen = np.zeros(n, dtype=np.int64)

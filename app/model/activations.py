@@ -48,7 +48,6 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
         parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere
-        batch = empty_batch(rows, settings.max_length)
         saved: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,6 +58,7 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
 
         memory = LiveMemory(parameters)
         with memory:
+            batch = empty_batch(model, rows, settings.max_length)
             with saved_tensors_hooks(keep, _unchanged), autocast(settings.precision or "fp32", device):
                 loss = model(**batch).loss
             n_saved = sum(storage.nbytes() for storage in saved.values())

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from app.errors import UserError
 from app.model.checkpointing import checkpoint_activations
+from app.model.inputs import expand_mask
 from app.model.load import build_from_config
 from app.model.precision import autocast, training_dtype
 from app.settings import Settings
@@ -76,14 +77,15 @@ def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel
     return model
 
 
-def empty_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch without data. Call it inside `without_data`.
+def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of a model for a batch with padding, without data. Call it inside `without_data`.
 
     Args:
         length: the tokens of each row, with padding.
     """
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    return {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
+    batch = {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
+    return expand_mask(batch, model)
 
 
 def gradient_order(
@@ -96,7 +98,7 @@ def gradient_order(
     order: list[torch.nn.Parameter] = []
     hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters() if p.requires_grad]
     with autocast(settings.precision or "fp32", device):
-        loss = model(**empty_batch(rows, settings.max_length)).loss
+        loss = model(**empty_batch(model, rows, settings.max_length)).loss
     loss.backward()
     model.zero_grad()
     for hook in hooks:

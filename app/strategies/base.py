@@ -37,7 +37,12 @@ class Strategy(Protocol):
     power_sgd: PowerSGD | None
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module whose forward and backward passes train the model on all ranks. Collective."""
+        """Return the module whose forward and backward passes train the model on all ranks. Collective.
+
+        Args:
+            model: complete, on the CPU. Here, or when an engine wraps it, it is placed on this rank's device: as a
+                whole, or one block after another if it is sharded.
+        """
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         """Return AdamW for the parameters that this rank updates.

@@ -39,6 +39,7 @@ class DDP(PlainAdamW):
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
+        model.to(self.world.device)
         if isinstance(model, PreTrainedModel):
             add_gradients_per_block(model)
         wrapped = DistributedDataParallel(

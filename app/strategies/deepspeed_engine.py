@@ -51,7 +51,8 @@ class DeepSpeed(PlainAdamW):
         It is infinite if it was not finite, and the engine has skipped the step in that case.
         """
         norm = wrapped.get_global_grad_norm()  # type: ignore[operator]
-        return torch.as_tensor(norm, dtype=torch.float32)
+        # A tensor on the device, or after an overflow a Python float.
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.world.device)
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""

@@ -62,7 +62,8 @@ class FullyShard(PlainAdamW):
     def wrap(self, model: torch.nn.Module) -> ShardedModel:
         """Shard the model's parameters in place, by transformer block. Collective.
 
-        Every rank has the same weights already, so each keeps its own shard of them.
+        Every rank has the same weights already, so each keeps its own shard of them. `fully_shard` moves the parameters
+        and buffers of one block at a time to the device, so the complete model is never there.
         """
         assert isinstance(model, PreTrainedModel)
         # The default process group, with its backend and --ddp_timeout: init_device_mesh may create another one.

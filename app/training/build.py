@@ -28,6 +28,7 @@ from app.distributed.world import World
 from app.errors import UserError
 from app.model.checkpointing import checkpoint_activations
 from app.model.hub import resolve_commit
+from app.model.inputs import wait_before_mask_is_read
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.settings import Settings
 from app.training.row_checks import check_rows
@@ -130,7 +131,9 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
 
 
 def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:
-    """Load the classifier onto this rank's device, with the same weights on every rank. Collective.
+    """Load the classifier on the CPU, with the same weights on every rank. Collective.
+
+    The strategy places it on this rank's device, because a sharded model need not fit there as a whole.
 
     Raises:
         AgreedError: a user's mistake on any rank.
@@ -140,7 +143,7 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         check_rows(settings, classifier.model.config, data.table, data.rows, data.lengths)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
-    classifier.model.to(device=world.device)  # type: ignore[call-arg]
+    wait_before_mask_is_read(classifier.model, world)
     return classifier
 
 

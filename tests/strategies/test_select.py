@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -128,3 +129,17 @@ def test_the_losses_are_those_of_the_micro_batches_of_each_logical_rank(world):
     one, two = (train("ddp", world, logical_ranks, 2, "bert") for logical_ranks in (1, 2))
     assert one.losses[0].tolist() == two.losses[0][:2].tolist(), "the same step, logical rank and rows"
     assert len(set(two.losses[0].tolist())) == 4
+
+
+@pytest.mark.parametrize("flags", [{"strategy": "zero2"}, {"strategy": "zero3"}, {"fsdp": True}])
+def test_a_sharded_model_is_never_placed_on_the_device_as_a_whole(world, monkeypatch, flags):
+    """It may not fit there: `fully_shard` moves one block at a time."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the complete model is moved")
+
+    model, complete = new_model("bert"), new_model("bert")
+    monkeypatch.setattr(PreTrainedModel, "to", refuse)
+    select_strategy(Settings(**flags), batch_plan(), world).wrap(model)
+    with pytest.raises(AssertionError, match="moved"):
+        select_strategy(Settings(), batch_plan(), world).wrap(complete)

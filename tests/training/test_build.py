@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from architectures import write_model
 from transformers import BertConfig
 
 from app.errors import AgreedError
 from app.settings import Settings
 from app.training.build import build_data, build_model
+
+
+def test_the_model_is_loaded_into_main_memory_whatever_the_device(world, review_csv, tmp_path):
+    """A sharded model need not fit on one device."""
+    settings = Settings(csv=str(review_csv()), cache_dir=str(tmp_path), max_length=32, use_cpu=True)
+    model = build_model(settings, build_data(settings, world), replace(world, device=torch.device("meta"))).model
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
 def test_tokens_without_an_embedding_are_a_mistake(world, review_csv, tmp_path):

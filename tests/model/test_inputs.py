@@ -1,0 +1,158 @@
+"""The inputs of a model: the same bits as with the mask of the batch, and no wait of the host for a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from architectures import CONFIGS, SMALL
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AlbertConfig,
+    AutoModelForSequenceClassification,
+    CamembertConfig,
+    ErnieConfig,
+    MegatronBertConfig,
+    MobileBertConfig,
+    PreTrainedModel,
+    RobertaPreLayerNormConfig,
+    XLMRobertaConfig,
+    XLMRobertaXLConfig,
+)
+from worlds import batch_plan, fake_world, process_group_of
+
+from app.distributed import collectives
+from app.model import inputs
+from app.model.inputs import BIDIRECTIONAL, OPTIONAL, expand_mask, to_device, wait_before_mask_is_read
+from app.settings import Settings
+from app.strategies.fsdp import FullyShard
+
+FURTHER = {
+    "albert": AlbertConfig(**SMALL, embedding_size=16),
+    "camembert": CamembertConfig(**SMALL),
+    "ernie": ErnieConfig(**SMALL),
+    "megatron_bert": MegatronBertConfig(**SMALL),
+    "mobilebert": MobileBertConfig(**SMALL, embedding_size=16, intra_bottleneck_size=32, true_hidden_size=32),
+    "roberta_prelayernorm": RobertaPreLayerNormConfig(**SMALL),
+    "xlm_roberta": XLMRobertaConfig(**SMALL),
+    "xlm_roberta_xl": XLMRobertaXLConfig(**SMALL),
+}
+LISTED = {name.split(".")[2] for name in BIDIRECTIONAL}
+LENGTH, VOCABULARY, PAD = 37, 60, 1
+
+
+def classifier(name: str, **changes: Any) -> PreTrainedModel:
+    config = copy.deepcopy((CONFIGS | FURTHER)[name])
+    config.vocab_size, config.pad_token_id, config.eos_token_id = VOCABULARY, PAD, 2
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
+    return model
+
+
+def batch_of(name: str, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (len(lengths), LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    ids[~mask] = PAD
+    for row, length in enumerate(lengths):
+        ids[row, length - 1] = 2  # BART and T5 classify the end of the text
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.arange(len(lengths)) % 2}
+    if name == "fnet":
+        del batch["attention_mask"]
+    return batch
+
+
+def results(model: PreTrainedModel, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the logits, the loss and all gradients."""
+    model.zero_grad()
+    torch.manual_seed(2)  # dropout
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        outputs = model(**batch)
+    outputs.loss.backward()
+    return [outputs.logits, outputs.loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("lengths", [(LENGTH, 20, 5, 30), (LENGTH,) * 4], ids=["padded", "full"])
+@pytest.mark.parametrize("name", [*CONFIGS, *FURTHER])
+def test_results_are_bitwise_those_with_the_mask_of_the_batch(name, lengths):
+    model, batch = classifier(name), batch_of(name, lengths)
+    prepared = to_device(batch, model, fake_world())
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            model.train(training)
+            expected, actual = results(model, batch, dtype), results(model, prepared, dtype)
+            assert len(expected) == len(actual)
+            assert all(map(torch.equal, expected, actual)), f"{dtype}, training: {training}"
+
+
+def test_every_architecture_of_the_list_is_compared_above():
+    assert {type(classifier(name)).forward.__module__ for name in CONFIGS | FURTHER} >= OPTIONAL
+
+
+class WithoutHostReads(TorchDispatchMode):
+    """Refuse operations for whose result the host would wait on a GPU."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert operation not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        assert not (operation is torch.ops.aten.index.Tensor and args[1][0].dtype is torch.bool)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", sorted(LISTED - {"megatron_bert"}))
+def test_the_forward_pass_reads_no_value_of_the_mask(name):
+    model = classifier(name)
+    for lengths in ((LENGTH, 20), (LENGTH, LENGTH)):
+        batch = batch_of(name, lengths)
+        prepared = to_device(batch, model, fake_world())
+        with WithoutHostReads():
+            model(**prepared)
+        with pytest.raises(AssertionError), WithoutHostReads():
+            model(**batch)
+
+
+def test_a_batch_without_padding_needs_no_mask_and_the_batch_itself_keeps_its_mask():
+    model, batch = classifier("modernbert"), batch_of("modernbert", (LENGTH, LENGTH))
+    assert to_device(batch, model, fake_world()).keys() == {"input_ids", "labels"}
+    assert batch["attention_mask"].shape == (2, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["modernbert", "gpt2", "qwen2", "bart", "t5", "xlnet"])
+def test_models_that_use_the_mask_otherwise_get_it_unchanged(name):
+    batch = batch_of(name, (LENGTH, 20))
+    assert torch.equal(to_device(batch, classifier(name), fake_world())["attention_mask"], batch["attention_mask"])
+
+
+@pytest.mark.parametrize("changes", [{"_attn_implementation": "eager"}, {"is_decoder": True}])
+def test_eager_attention_and_decoders_get_the_mask_of_tokens(changes):
+    model = classifier("bert", **changes)
+    assert to_device(batch_of("bert", (LENGTH, 20)), model, fake_world())["attention_mask"].ndim == 2
+
+
+def test_a_sharded_model_gets_the_same_mask():
+    with process_group_of(0, 2) as world:
+        model = classifier("bert")
+        FullyShard(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
+        assert type(model).__name__ == "FSDPBertForSequenceClassification"
+        assert expand_mask(batch_of("bert", (LENGTH, 20)), model)["attention_mask"].ndim == 4
+
+
+def test_a_model_that_reads_the_mask_waits_for_the_gpu_where_a_failed_rank_is_noticed(monkeypatch):
+    waits = []
+    monkeypatch.setattr(inputs, "wait_for_device", waits.append)
+    for name, expected in (("gpt2", 1), ("bert", 0)):
+        waits.clear()
+        model, world = classifier(name), fake_world(device="cuda:0")
+        wait_before_mask_is_read(model, world)
+        model(**to_device(batch_of(name, (LENGTH, 20)), model, fake_world()))
+        assert waits == [world] * expected
+
+
+def test_rows_are_gathered_only_after_the_device_is_done(monkeypatch):
+    waits = []
+    monkeypatch.setattr(collectives, "wait_for_device", waits.append)
+    with process_group_of(0, 1) as world:
+        collectives.gather_rows([1, 0], [torch.ones(2, 3)], 2, world)
+        assert waits == [world]
