@@ -123,9 +123,9 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
 def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
     """Fill in the settings that a resumed run takes over unless they are given. Collective.
 
-    They affect the bits of the results: the number of logical ranks and the number of threads per rank, which otherwise
-    depend on the number of processes, and the global batch size, which `--per_device_train_batch_size` would multiply
-    by it.
+    Three affect the bits of the results: the number of logical ranks and the number of threads per rank, which
+    otherwise depend on the number of processes, and the global batch size, which `--per_device_train_batch_size` would
+    multiply by it. `ddp_find_unused_parameters` follows from the model.
 
     Returns:
         Settings with `logical_ranks`. The number of threads is set for this process.
@@ -137,7 +137,14 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     per_device = settings.per_device_train_batch_size
     if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
-    return replace(settings, logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size)
+    # With power_sgd it is invalid, and a run that had it can't be resumed with power_sgd.
+    takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
+    logical_ranks = settings.logical_ranks or recorded.get("logical_ranks") or world.size
+    return replace(
+        settings,
+        logical_ranks=logical_ranks,
+        ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
+    )
 
 
 def changes_since(state: Mapping[str, Any], settings: Settings, world: World) -> tuple[str, ...]:

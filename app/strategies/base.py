@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from app.errors import AgreedError
+from app.settings import Settings
 from app.strategies.compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
@@ -94,6 +96,38 @@ class PlainAdamW:
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer itself."""
         return optimizer
+
+
+class GradientCheck:
+    """Check once, after the first backward pass over a global batch, that it has reached every parameter.
+
+    Only DDP has to know beforehand which parameters have no gradient. But a run may be resumed with another strategy,
+    so all of them give the same answer.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.is_due = not settings.ddp_find_unused_parameters
+
+    def __call__(self, model: torch.nn.Module, reached: Container[str] = ()) -> None:
+        """Check the parameters' gradients, unless that is done or not requested.
+
+        Args:
+            model: the plain model. It is the same on every rank, and so is the result of this check.
+            reached: the names of parameters that had a gradient which is not kept in `grad`.
+
+        Raises:
+            AgreedError: a parameter has had no gradient.
+        """
+        if not self.is_due:
+            return
+        self.is_due = False
+        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        unused = [name for name, parameter in parameters if parameter.grad is None and name not in reached]
+        if unused:
+            raise AgreedError(
+                f"{len(unused)} of the model's parameters, such as {unused[0]}, take no part in classification: add "
+                "--ddp_find_unused_parameters"
+            )
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

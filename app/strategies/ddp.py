@@ -13,9 +13,16 @@ from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
-from app.errors import RunError
 from app.settings import Settings
-from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import (
+    CLIP,
+    MICRO_BATCH,
+    GradientCheck,
+    PlainAdamW,
+    Tensors,
+    clip_by_norm,
+    sum_of_squares,
+)
 from app.strategies.blocks import add_gradients_per_block
 from app.strategies.compression import DTYPES, PowerSGD, RoundedAllReduce
 from app.strategies.loss_scale import loss_factor
@@ -35,7 +42,7 @@ class DDP(PlainAdamW):
         self.parameters: list[torch.nn.Parameter] = []
         self.fixed_order: FixedOrderAllReduce | None = None
         self.power_sgd: PowerSGD | None = None
-        self.gradients_checked = False
+        self.check_gradients = GradientCheck(settings)
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
@@ -84,7 +91,8 @@ class DDP(PlainAdamW):
             with context:
                 yield
             if is_last:
-                self._check_gradients(wrapped)
+                # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
+                self.check_gradients(wrapped.module)
                 self.sums.clear()
             elif number % self.plan.accumulation_steps == 0:  # the last one of one of this process's logical ranks
                 self._keep_gradients()
@@ -109,25 +117,6 @@ class DDP(PlainAdamW):
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Return the state dict on rank 0. Nothing has to be gathered."""
         return dict(model.state_dict()) if self.world.is_main_process else {}
-
-    def _check_gradients(self, wrapped: torch.nn.Module) -> None:
-        """Check once that backward() has reached every parameter, unless DDP is set to search for unused ones.
-
-        DDP itself raises only in the next forward pass, after a step with gradients that were not averaged. The model
-        is the same on every rank, and so is the result of this check.
-
-        Raises:
-            RunError: in the first step, a parameter that DDP waits for has no gradient.
-        """
-        if self.gradients_checked or self.settings.ddp_find_unused_parameters:
-            return
-        self.gradients_checked = True
-        unused = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            raise RunError(
-                f"{len(unused)} of the model's parameters, such as {unused[0].removeprefix('module.')}, take no part "
-                "in classification: add --ddp_find_unused_parameters"
-            )
 
 
 class Zero1(DDP):

@@ -9,13 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
-from app.strategies.base import PlainAdamW, Tensors
+from app.settings import Settings
+from app.strategies.base import GradientCheck, PlainAdamW, Tensors
 
 
 class DeepSpeed(PlainAdamW):
@@ -28,8 +31,11 @@ class DeepSpeed(PlainAdamW):
     name: str = "deepspeed"
     shards_optimizer = False  # checkpoints are gathered, because no other strategy could read flattened parts
 
-    def __init__(self, plan: BatchPlan, world: World) -> None:
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
         self.world = world
+        self.check_gradients = GradientCheck(settings)
+        self.reached: set[str] = set()  # the parameters that have had a gradient
+        self.hooks: list[RemovableHandle] = []
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -39,7 +45,18 @@ class DeepSpeed(PlainAdamW):
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}
+        self.model = model
+        if self.check_gradients.is_due:
+            # The engine moves gradients to buffers of its own as soon as they are computed.
+            self.hooks = [
+                p.register_post_accumulate_grad_hook(partial(self._note, name))
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            ]
         return model
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        self.reached.add(name)
 
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
         """Return an empty context: Trainer tells the engine which micro-batch is the last one of a step."""
@@ -50,6 +67,10 @@ class DeepSpeed(PlainAdamW):
 
         It is infinite if it was not finite, and the engine has skipped the step in that case.
         """
+        self.check_gradients(self.model, self.reached)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
         norm = wrapped.get_global_grad_norm()  # type: ignore[operator]
         # A tensor on the device, or after an overflow a Python float.
         return torch.as_tensor(norm, dtype=torch.float32, device=self.world.device)

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 from app.data.sampler import BatchPlan
 from app.distributed.world import World
 from app.settings import Settings
-from app.strategies.base import CLIP, MICRO_BATCH, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from app.strategies.base import (
+    CLIP,
+    MICRO_BATCH,
+    GradientCheck,
+    PlainAdamW,
+    Tensors,
+    clip_by_norm,
+    sum_of_squares,
+)
 from app.strategies.blocks import transformer_blocks
 from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
 from app.strategies.shards import local_part
@@ -57,6 +65,7 @@ class FullyShard(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank, interleaved=True)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
+        self.check_gradients = GradientCheck(settings)
         self.used: set[int] = set()  # parameters that have a gradient of a logical rank other than the last one
 
     def wrap(self, model: torch.nn.Module) -> ShardedModel:
@@ -95,6 +104,7 @@ class FullyShard(PlainAdamW):
             yield
             if number == self.plan.micro_batches_per_step:
                 self._add_kept_gradients()
+                self.check_gradients(wrapped.module)
             elif is_last_of_logical_rank:
                 self._keep_gradients()
 

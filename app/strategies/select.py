@@ -15,7 +15,7 @@ from app.strategies.trainer_fsdp import TrainerFSDP
 def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:
     """Return the strategy of a run."""
     if settings.deepspeed is not None:
-        return DeepSpeed(plan, world)
+        return DeepSpeed(settings, plan, world)
     if settings.fsdp:
         return TrainerFSDP(settings, plan, world)
     if settings.strategy in ("zero2", "zero3"):

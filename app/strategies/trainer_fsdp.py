@@ -38,6 +38,7 @@ class TrainerFSDP(FullyShard):
 
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Clip by the norm of all shards together. Collective."""
+        self.check_gradients(wrapped)
         self.parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         return super().clip_grad_norm(wrapped, max_norm, loss_scale)
 

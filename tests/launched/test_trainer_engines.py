@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from architectures import write_model
 from jobs import TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
 from safetensors.torch import load_file
 from transformers import pipeline
@@ -103,6 +104,7 @@ MISTAKES = {
     "contradiction": with_config("other-batch"),
     "no-file": with_config("none"),
     "fsdp-on-cpus": ddp("--fsdp"),
+    **{f"unused-{n}": with_config(f"stage-{n}", "--model=xlnet") for n in ("1", "2", "3")},
 }
 
 
@@ -120,6 +122,7 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[str], Path]:
         reviews.to_csv(folder / "three_classes.csv", index=False)
         write_subset(hotel_csv, folder / "more_reviews.csv", 1500)
         write_configs(folder)
+        write_model(folder / "xlnet", "xlnet")  # has parameters without a gradient
         mistakes = (
             MISTAKES
             if group == "fast"
@@ -222,7 +225,11 @@ def test_a_mistake_is_one_line_that_names_what_to_change(trained):
     assert 'train_batch_size is 64, but --train_batch_size is 16: remove it or set "auto"' in mistakes["contradiction"]
     assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
     assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
-    assert not [name for name in mistakes if (folder / name).exists()]
+    assert {mistakes[f"unused-{n}"] for n in ("1", "2", "3")} == {
+        "AgreedError: 5 of the model's parameters, such as transformer.mask_emb, take no part in classification: add "
+        "--ddp_find_unused_parameters"
+    }
+    assert not [name for name in mistakes if (folder / name).exists() and not name.startswith("unused")]
 
 
 @pytest.mark.slow

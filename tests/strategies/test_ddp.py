@@ -11,7 +11,7 @@ from torch import nn
 from worlds import batch_plan, fake_world, process_group_of
 
 from app.distributed.world import World
-from app.errors import RunError
+from app.errors import AgreedError
 from app.settings import Settings
 from app.strategies.ddp import DDP, Zero1
 
@@ -65,7 +65,7 @@ def test_a_process_adds_the_gradients_of_its_logical_ranks_as_a_tree(world, logi
 @pytest.mark.parametrize("logical_ranks", [1, 2, 4])
 def test_a_parameter_without_a_gradient_is_an_error_in_the_first_step(world, logical_ranks):
     strategy, wrapped = wrap(world, logical_ranks)
-    with pytest.raises(RunError, match=r"2 of the model's parameters, such as second\.weight, take no part"):
+    with pytest.raises(AgreedError, match=r"2 of the model's parameters, such as second\.weight, take no part"):
         backward(strategy, wrapped, [False] * logical_ranks)
 
 

@@ -16,6 +16,7 @@ from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTr
 from worlds import ThreadNetwork, batch_plan, process_group_of
 
 from app.checkpoint.state import read_weights, write_weights
+from app.errors import AgreedError
 from app.settings import Settings
 from app.strategies import reduction
 from app.strategies.blocks import transformer_blocks
@@ -173,6 +174,27 @@ def test_a_process_adds_the_gradients_of_its_logical_ranks_as_a_tree(strategy, a
             if len(uses) == 8:
                 assert not torch.equal(found, sum(leaves)), "the order of the additions makes no difference here"
             wrapped.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("logical_ranks", [1, 2])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_parameter_without_a_gradient_is_an_error_in_the_first_step_as_with_ddp(strategy, logical_ranks, allowed):
+    with process_group_of(0, 1) as world:
+        settings = Settings(strategy=strategy, ddp_find_unused_parameters=allowed)
+        zero = FullyShard(settings, batch_plan(1, logical_ranks), world)
+        wrapped = zero.wrap(TwoBlocks())
+
+        def step() -> None:
+            for number in range(logical_ranks):
+                with zero.accumulate(wrapped, number):
+                    wrapped(torch.randn(4, 6), False).backward()
+
+        if allowed:
+            step()
+        else:
+            with pytest.raises(AgreedError, match=r"2 of the model's parameters, such as second\.linear\.weight, take"):
+                step()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
