@@ -158,10 +158,14 @@ class ScheduleCallback(TrainerCallback):
         kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Skip the step if the gradient norm is not finite, and record its measurements."""
-        trainer, step = self.trainer, state.global_step + 1
+        """Skip the step if the gradient norm is not finite."""
+        trainer = self.trainer
         skip_step_if_nonfinite(self.prepared.strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
         trainer.loss_scale.update(trainer.grad_norm)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the measurements of the step, which the schedule and the step counter do not include yet."""
+        trainer, step = self.trainer, state.global_step + 1
         losses = torch.stack(trainer.micro_losses)
         learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
         epoch = step / self.plan.steps_per_epoch

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from app.data.sampler import BatchPlan
 from app.metrics.score import Scores, score
 from app.runs.record import RunRecord
-from app.runs.schema import STEPS
+from app.runs.schema import EVALUATIONS, STEPS
 
 
 def begin(record: RunRecord, plan: BatchPlan) -> bool:
@@ -19,17 +19,22 @@ def begin(record: RunRecord, plan: BatchPlan) -> bool:
     return record.begin(plan, torch.nn.Linear(2, 2))
 
 
-def add_steps(record: RunRecord, *steps: int) -> None:
+def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
     """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
     for step in steps:
         batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
-        record.add_step(step, step / 10, torch.tensor([0.25, 0.75]), torch.tensor(1.25), 1e-3, [batch, batch])
+        record.add_step(step, step / 10, torch.tensor([0.25, 0.75]), torch.tensor(grad_norm), 1e-3, [batch, batch])
     record.write_steps()
 
 
 def steps_on_disk(record: RunRecord) -> list[int]:
     """Return the steps in steps.jsonl."""
     return [json.loads(line)["step"] for line in (record.folder / STEPS.name).read_text().splitlines()]
+
+
+def evaluations_on_disk(record: RunRecord) -> list[int]:
+    """Return the steps in evaluations.jsonl."""
+    return [json.loads(line)["step"] for line in (record.folder / EVALUATIONS.name).read_text().splitlines()]
 
 
 def correct_predictions(record: RunRecord) -> tuple[NDArray[np.float64], Scores]:
@@ -48,3 +53,10 @@ class Copies:
     def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         self.gathered += 1
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+class References:
+    """A strategy whose gathered state is that of the model itself, as DDP's is."""
+
+    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return dict(model.state_dict())

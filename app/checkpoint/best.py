@@ -17,7 +17,7 @@ from app.distributed.world import World
 from app.errors import RunError
 from app.files import commit
 from app.runs.schema import BEST_PREFIX, MODEL, RUN_STATE
-from app.strategies.base import Strategy
+from app.strategies.base import Tensors
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,25 @@ class Best:
         return value < self.value if metric == "loss" else value > self.value
 
 
-def save_best(
-    checkpoints: CheckpointManager, best: Best, improved: Best, strategy: Strategy, model: torch.nn.Module
-) -> Best:
-    """Save the model's weights as the best so far, and remove those that they replace. Collective.
+def save_best(checkpoints: CheckpointManager, best: Best, improved: Best, state: Tensors) -> Best:
+    """Save the best weights so far, and remove those that they replace. Collective.
 
     Args:
         best: the best step until now.
-        improved: the current step, which is better.
+        improved: the step after which the model was better.
+        state: on rank 0, the model's complete state dict after that step.
 
     Returns:
         `improved`, or `best` if the weights could not be written and the run continues regardless.
     """
-    world = checkpoints.world
-    state = strategy.gather_model_state(model)
 
     def fill(folder: Path) -> None:
-        if world.is_main_process:
+        if checkpoints.world.is_main_process:
             write_weights(folder, state)
 
     if not checkpoints.save(improved.name, fill, (MODEL,)):
         return best
-    if world.is_main_process:
+    if checkpoints.world.is_main_process:
         remove_unused_best(checkpoints.folder, improved)
     return improved
 

@@ -7,9 +7,7 @@ complete.
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,26 +21,24 @@ from torch.profiler import record_function
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.checkpoint.best import Best, copy_best, load_best, remove_unused_best, save_best
-from app.checkpoint.manager import PREFIX, CheckpointManager, latest_first, remove, step_of
+from app.checkpoint.best import Best, load_best, remove_unused_best, save_best
+from app.checkpoint.manager import PREFIX, CheckpointManager, step_of
 from app.data.sampler import BatchPlan
-from app.distributed.collectives import all_gather_object, raise_on_all_ranks
-from app.errors import Preempted, RunError, UserError
-from app.files import flush, write_json, write_text
+from app.distributed.collectives import all_gather_object
+from app.errors import Preempted, RunError
+from app.files import flush, write_json
 from app.hardware import peak_memory_bytes
 from app.metrics.score import Scores
 from app.runs import schema
 from app.runs.artifacts import write_results
-from app.runs.contents import RunInfo, run_state_content, settings_content, split_content
-from app.runs.folder import point_latest
+from app.runs.contents import RunInfo, run_state_content
 from app.runs.metrics_log import MetricsLog
+from app.runs.reset import FolderReset
 from app.runs.resume import Resume
 from app.runs.steps import Step, Totals, console_line, count_tokens, nonfinite_error, reduce_steps
 from app.strategies.base import Strategy
 from app.strategies.fsdp import wrapper_name
 
-# With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
-MAX_SKIPPED = 24
 START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/training/step_breakdown.py
 
 
@@ -80,14 +76,12 @@ class RunRecord:
         self.step = resume.step  # the last step, for error messages
         self.last_loss = float("nan")
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
+        self.reset = FolderReset(folder, info, resume)
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
     def begin(self, plan: BatchPlan, wrapped: torch.nn.Module) -> bool:
-        """Reset the folder to the checkpoint, after the training state has been loaded from it. Collective.
-
-        A resumed run removes what follows its checkpoint only here, so nothing is lost if the checkpoint can't be
-        loaded.
+        """Start the record, after the training state has been loaded from the checkpoint. Collective.
 
         Args:
             wrapped: the model as returned by `strategy.wrap`, whose class is recorded.
@@ -99,40 +93,11 @@ class RunRecord:
         Raises:
             AgreedError: the folder can't be written.
         """
-        self.plan, self.wrapper = plan, wrapper_name(wrapped)
-        evaluate = self.resume.step > 0 and plan.due(
-            self.settings.eval_strategy, self.settings.eval_steps, self.resume.step
-        )
-        with raise_on_all_ranks(self.world):
-            if self.world.is_main_process:
-                try:
-                    self._reset_folder(self.resume.step if evaluate else None)
-                except OSError as problem:
-                    reason = problem.strerror or problem
-                    raise UserError(f"--output_dir {self.folder}: can't be written: {reason}") from None
+        self.plan, step = plan, self.resume.step
+        evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
+        self.reset.begin(wrapper_name(wrapped), step if evaluate else None)
         self.start_clock()
         return evaluate
-
-    def _reset_folder(self, step_to_evaluate: int | None) -> None:
-        for name in schema.RESULTS:
-            (self.folder / name).unlink(missing_ok=True)
-        for checkpoint in latest_first(self.checkpoints.folder):
-            if step_of(checkpoint) > self.resume.step:  # damaged, or of steps that are repeated
-                remove(checkpoint)
-        # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So write
-        # settings.json after later checkpoints are removed, and before anything else in a new folder.
-        write_json(self.folder / schema.SETTINGS.name, settings_content(self.info) | {"wrapper": self.wrapper})
-        write_json(self.folder / schema.SPLIT.name, split_content(self.info))
-        if self.settings.output_dir is None and self.resume.folder is None:
-            point_latest(self.folder)  # only now: `auto` looks there for settings.json
-        shutil.rmtree(self.folder / schema.PROFILE_STAGING, ignore_errors=True)  # of a process that was killed
-        copy_best(self.resume.best, self.folder, self.checkpoints.folder)
-        for name in schema.LOGS:
-            before = step_to_evaluate if name == schema.EVALUATIONS.name else None
-            if lines := self.resume.lines_of(name, before):
-                write_text(self.folder / name, "".join(lines))
-            else:
-                (self.folder / name).unlink(missing_ok=True)
 
     def finish(
         self,
@@ -152,6 +117,7 @@ class RunRecord:
         Raises:
             OSError: on rank 0, a file can't be written.
         """
+        self.reset.run()  # if the checkpoint was that of the last step
         peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
         state = strategy.gather_model_state(model)
         if not self.world.is_main_process:
@@ -226,16 +192,12 @@ class RunRecord:
             return
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
-        failed = None
-        for i, line in enumerate(lines):
-            if not math.isfinite(line["grad_norm"]):
-                is_overflow = self.settings.precision == "fp16" and math.isfinite(line["loss"])
-                if not is_overflow or self.totals.skipped_in_a_row == MAX_SKIPPED:
-                    failed = i
-                    break
-                line["grad_norm"] = None  # the loss scale was too large, and has been halved
-            self.totals.add(line)
-        self._append(schema.STEPS.name, lines[:failed])
+        failed = self.totals.add_all(lines, self.settings.precision)
+        if failed != 0:  # the first step has succeeded on all ranks
+            if not self.reset.is_done:
+                self.reset.run()
+                self._clock = time.perf_counter()  # removing checkpoints is not training
+            self._append(schema.STEPS.name, lines[:failed])
         if failed is not None:
             step = self.pending[failed]
             self.step = step.step - 1
@@ -256,7 +218,7 @@ class RunRecord:
         """
         line = {"step": step, "epoch": epoch, "rows": rows, "n": n}
         line |= {name: metrics[name] for name in ("accuracy", "f1", "loss")}
-        self._append(schema.EVALUATIONS.name, [line])
+        self.reset.write_after(lambda: self._append(schema.EVALUATIONS.name, [line]))
         self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -300,8 +262,17 @@ class RunRecord:
     def keep_best(self, step: int, strategy: Strategy, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
         """Save the weights if the validation metric is better than after all earlier steps. Collective."""
         metric = self.settings.metric_for_best_model
-        if self.settings.load_best_model_at_end and self.best.is_improved_by(metrics[metric], metric):
-            self.best = save_best(self.checkpoints, self.best, Best(step, metrics[metric]), strategy, model)
+        if not (self.settings.load_best_model_at_end and self.best.is_improved_by(metrics[metric], metric)):
+            return
+        before, self.best = self.best, Best(step, metrics[metric])
+        state = strategy.gather_model_state(model)
+        if not self.reset.is_done:  # the next step changes the weights before they are written
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+        def save() -> None:
+            self.best = save_best(self.checkpoints, before, self.best, state)
+
+        self.reset.write_after(save)
 
     def load_best(self, model: torch.nn.Module) -> None:
         """Load the best weights into the model, if that is requested and there are any. Collective.
@@ -311,6 +282,7 @@ class RunRecord:
         """
         if not self.settings.load_best_model_at_end or not self.best.step:
             return
-        load_best(self.checkpoints.folder, self.best, model, self.world)
+        if self.reset.is_done or self.best.step != self.step:  # otherwise these are the model's weights, not saved yet
+            load_best(self.checkpoints.folder, self.best, model, self.world)
         metric = f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"
         self.world.print_main(f"{'best weights':>14}  of step {self.best.step}: {metric}")

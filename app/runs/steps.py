@@ -13,6 +13,9 @@ from app.distributed.collectives import all_gather, all_gather_object, reduce_su
 from app.distributed.world import World
 from app.errors import RunError
 
+# With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
+MAX_SKIPPED = 24
+
 
 @dataclass
 class Step:
@@ -65,6 +68,23 @@ class Totals:
         self.padded_tokens += line["padded_tokens"]
         self.skipped += line["grad_norm"] is None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["grad_norm"] is None else 0
+
+    def add_all(self, lines: Sequence[dict[str, Any]], precision: str | None) -> int | None:
+        """Add lines of steps.jsonl, up to the first one whose gradient norm is not finite.
+
+        The norm of an overflow in fp16 becomes None: the loss scale was too large, and has been halved.
+
+        Returns:
+            The index of the line at which the run fails, or None.
+        """
+        for i, line in enumerate(lines):
+            if not math.isfinite(line["grad_norm"]):
+                is_overflow = precision == "fp16" and math.isfinite(line["loss"])
+                if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
+                    return i
+                line["grad_norm"] = None
+            self.add(line)
+        return None
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,8 +21,12 @@ from jobs import SAMPLE_CSV, Job, Outcome, TrainingRun, read_steps, require_succ
 from safetensors.torch import load_file
 
 import app.ddp_loop
+import app.strategies.ddp
+import app.trainer_run
 from app.cli import parse_settings
+from app.distributed.world import World
 from app.errors import AgreedError, UserError
+from app.metrics.score import Scores, score
 
 PATHS = ("ddp_loop", "trainer_run")
 STEPS = 24
@@ -203,6 +208,68 @@ def test_two_damaged_checkpoints_are_skipped_and_reported(resumed_two_ranks, sha
     assert reported == [str(STEPS), "20"]
     assert "(step 15)" in outcome.out
     assert_same(shared / "ddp_loop-2", shared / "damaged")
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("place", ["the first step", "the test evaluation"])
+def test_a_resumed_run_that_fails_before_its_first_step_is_done_leaves_everything_as_it_was(
+    world, review_csv, tmp_path, path_name, place
+):
+    path = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}[path_name]
+    flags = ["--csv", review_csv(100), "--train_batch_size", 8, "--max_steps", 8, "--validation_size", 0.1]
+    flags += ["--eval_strategy", "steps", "--eval_steps", 4, "--save_strategy", "steps", "--save_steps", 4]
+    flags += ["--load_best_model_at_end", "--save_total_limit", 9, "--logging_steps", 1, "--disable_tqdm", "--use_cpu"]
+    flags += ["--cache_dir", tmp_path / "cache"]
+    run = tmp_path / "run"
+    path.fine_tune(parse_settings(arguments=[*map(str, flags), "--output_dir", str(run)]), world)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert run / "metrics.json" in before
+
+    step = 4 if place == "the first step" else 8  # both are evaluated again
+    arguments = list(map(str, resume(*flags, source=run / "checkpoints" / f"checkpoint-{step}")))
+    broken = (
+        patch.object(app.strategies.ddp.DDP, "clip_grad_norm", fail)
+        if place == "the first step"
+        else patch.object(path, "score", score_once())
+    )
+    # A rank that fails keeps its signal handlers, because its process ends next.
+    with broken, patch.object(path, "StopRequest", NeverStopped), pytest.raises(RuntimeError, match="out of memory"):
+        path.fine_tune(parse_settings(arguments=arguments), world)
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+    shutil.copytree(run, tmp_path / "copy")  # the process that has failed still locks the run
+    arguments[-1] = arguments[-1].replace(str(run), str(tmp_path / "copy"))
+    path.fine_tune(parse_settings(arguments=arguments), world)
+    after = {file.relative_to(tmp_path / "copy"): file for file in (tmp_path / "copy").rglob("*") if file.is_file()}
+    assert after.keys() == {file.relative_to(run) for file in before}
+    for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
+        assert after[Path(name)].read_bytes() == before[run / name], name
+
+
+class NeverStopped:
+    """Stands in for `StopRequest`."""
+
+    def __init__(self, world: World) -> None:
+        pass
+
+    def __enter__(self) -> NeverStopped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def requested(self) -> bool:
+        return False
+
+
+def score_once() -> Callable[..., Scores]:
+    """`score`, which works for the evaluation during training, and fails for the next one."""
+    outcomes = iter([score])
+    return lambda *arguments: next(outcomes, fail)(*arguments)
 
 
 @pytest.mark.launched

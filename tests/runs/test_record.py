@@ -5,12 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from run_records import Copies, add_steps, begin, correct_predictions, steps_on_disk
+from run_records import (
+    Copies,
+    References,
+    add_steps,
+    begin,
+    correct_predictions,
+    evaluations_on_disk,
+    steps_on_disk,
+)
 from torch import nn
 from worlds import fake_world
 
@@ -18,13 +27,14 @@ from app.checkpoint import manager
 from app.errors import Preempted, RunError, UserError
 from app.model.identity import ModelIdentity
 from app.runs import record as record_module
+from app.runs import reset as reset_module
 from app.runs import steps as steps_module
 from app.runs.contents import RunInfo
 from app.runs.folder import lock
 from app.runs.metrics_log import MetricsLog
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
-from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
+from app.runs.schema import LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
 from app.settings import Settings
 
 # ---- the console -----------------------------------------------------------------------------------------------------
@@ -90,6 +100,7 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
 def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
     """Under a sharded strategy it is a collective, for which rank 0 would wait."""
     record = record_of_rank_1(tmp_path, monkeypatch)
+    record.reset.is_done = True
     strategy = Copies()
     record.keep_best(1, strategy, nn.Linear(2, 2), {"accuracy": 0.5})
     assert strategy.gathered == 1
@@ -228,22 +239,76 @@ def resume_at(record: RunRecord, step: int) -> Resume:
     return Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
 
 
-def test_nothing_is_removed_before_the_training_state_has_been_loaded(interrupted, new_record):
-    before = {path: path.read_bytes() for path in interrupted.folder.rglob("*") if path.is_file()}
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_removed_before_the_first_steps_are_written(interrupted, new_record):
+    before = contents(interrupted.folder)
     record, plan = new_record(resume_at(interrupted, 5), eval_strategy="steps", eval_steps=5)
-    assert {path: path.read_bytes() for path in interrupted.folder.rglob("*") if path.is_file()} == before
-    begin(record, plan)
+    assert begin(record, plan)
+    record.write_evaluation(5, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    record.step = 5
+    record.write_steps()  # before the evaluation, as there are no steps yet
+    assert contents(interrupted.folder) == before
+    add_steps(record, 6)
     assert sorted(path.name for path in record.checkpoints.folder.iterdir()) == ["checkpoint-5"]
-    assert steps_on_disk(record) == [1, 2, 3, 4, 5]
+    assert steps_on_disk(record) == [1, 2, 3, 4, 5, 6]
+    assert evaluations_on_disk(record) == [5]
     assert not (record.folder / METRICS.name).exists()
+
+
+def test_a_first_step_that_is_not_finite_removes_nothing(interrupted, new_record):
+    before = contents(interrupted.folder)
+    record, plan = new_record(resume_at(interrupted, 5))
+    begin(record, plan)
+    with pytest.raises(RunError, match="step 6: the gradient norm is nan"):
+        add_steps(record, 6, grad_norm=float("nan"))
+    assert contents(interrupted.folder) == before
+
+
+def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_record, monkeypatch):
+    before = contents(interrupted.folder)
+    record, plan = new_record(replace(resume_at(interrupted, 10), lock=interrupted.lock), max_steps=10)
+    interrupted.lock = None
+    begin(record, plan)
+    assert contents(interrupted.folder) == before
+    monkeypatch.setattr(record_module, "write_results", lambda *_: None)
+    record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
+    assert not (record.folder / METRICS.name).exists()
+    assert steps_on_disk(record) == list(range(1, 11))
+
+
+def test_the_best_weights_of_a_repeated_evaluation_are_those_before_the_next_step(new_record, fill):
+    flags = BEST | {"eval_strategy": "steps", "eval_steps": 5}
+    first, plan = new_record(**flags)
+    begin(first, plan)
+    add_steps(first, *range(1, 6))
+    first.save_checkpoint(5, fill)
+    os.close(first.lock)
+    first.lock = None
+    record, plan = new_record(resume_at(first, 5), **flags)
+    assert begin(record, plan)
+    model, before = nn.Linear(2, 2), nn.Linear(2, 2)
+    before.load_state_dict(model.state_dict())
+    record.keep_best(5, References(), model, {"accuracy": 0.5})
+    assert best_folders(record) == []
+    record.load_best(model)
+    assert torch.equal(model.weight, before.weight), "without a further step, the model has them"
+    with torch.no_grad():
+        model.weight += 1  # the next step
+    add_steps(record, 6)
+    assert best_folders(record) == ["best-5"]
+    record.load_best(model)
+    assert torch.equal(model.weight, before.weight)
 
 
 @pytest.mark.parametrize(("eval_strategy", "is_repeated"), [("steps", True), ("no", False)])
 def test_the_evaluation_after_a_checkpoint_is_repeated(interrupted, new_record, eval_strategy, is_repeated):
     record, plan = new_record(resume_at(interrupted, 10), eval_strategy=eval_strategy, eval_steps=5)
     assert begin(record, plan) is is_repeated
-    lines = (record.folder / EVALUATIONS.name).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == ([5] if is_repeated else [5, 10])
+    add_steps(record, 11)
+    assert evaluations_on_disk(record) == ([5] if is_repeated else [5, 10])
 
 
 def test_a_folder_that_can_no_longer_be_written_is_a_one_line_error(interrupted, new_record, monkeypatch):
@@ -259,16 +324,17 @@ def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_
     interrupted, new_record, monkeypatch
 ):
     """The job recognizes its folder by settings.json; if it is killed before that, it follows the request again."""
-    write_json = record_module.write_json
+    write_json = reset_module.write_json
 
     def write_and_check(path: Path, content: object) -> None:
         if path.name == SETTINGS.name:
             assert sorted(p.name for p in interrupted.checkpoints.folder.iterdir()) == ["checkpoint-5"]
         write_json(path, content)
 
-    monkeypatch.setattr(record_module, "write_json", write_and_check)
+    monkeypatch.setattr(reset_module, "write_json", write_and_check)
     record, plan = new_record(resume_at(interrupted, 5))
     begin(record, plan)
+    add_steps(record, 6)
 
 
 def test_a_new_run_evaluates_nothing_at_its_start(new_record):

@@ -19,9 +19,9 @@ from worlds import fake_world
 from app.distributed.world import World
 from app.errors import RunError
 from app.runs import steps as steps_module
-from app.runs.record import MAX_SKIPPED, RunRecord
+from app.runs.record import RunRecord
 from app.runs.schema import STEPS
-from app.runs.steps import Step, Totals, count_tokens, mean, nonfinite_error, reduce_steps
+from app.runs.steps import MAX_SKIPPED, Step, Totals, count_tokens, mean, nonfinite_error, reduce_steps
 
 
 def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
