@@ -6,10 +6,14 @@ Train both paths on the same reviews (every training flag of app.ddp_loop is acc
     python -m app.compare --nproc_per_node 4 --csv reviews.csv --num_train_epochs 1
     python -m app.compare --seeds 5
 
-Compare two finished runs, using only the files in their folders. With --assert_equal, exit with status 1 unless every
-loss, gradient norm, prediction and weight is bitwise identical, and name the first difference:
+Compare two finished runs, using only the files in their folders:
 
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
+
+With --assert_equal, exit with status 1 unless every loss, gradient norm, prediction and weight is bitwise identical,
+and name the first difference and the settings that explain it. This takes seconds, because a report is written only
+with --output_dir:
+
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest --assert_equal
 
 Measure the effect of each silent difference between a typical DDP script and a typical Trainer script, one at a time,
@@ -35,10 +39,10 @@ from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
 from app.program import run_program
-from app.report.comparison import compare_runs, compare_seeds, first_difference_of
-from app.report.render import write_comparison
+from app.report.bitwise import check_same_rows, first_difference
+from app.report.explanation import conclude, explain
 from app.runs.folder import create_folder
-from app.runs.reader import read_run
+from app.runs.reader import Run, read_run
 from app.runs.schema import RUNS
 from app.settings import LARGEST_COUNT, Settings, refuse_flags_of_one_run
 
@@ -54,6 +58,12 @@ def _main() -> int:
     options, settings = parse()
     if options.ablate:
         return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
+    if options.runs and options.assert_equal and settings.output_dir is None:
+        return assert_equal(*(read_run(Path(run)) for run in options.runs))
+    # Imported late: the packages that the report needs take longer than comparing two runs.
+    from app.report.comparison import compare_runs, compare_seeds, conclusion_of
+    from app.report.render import write_comparison
+
     if options.runs:
         a, b = (read_run(Path(run)) for run in options.runs)
         comparison = compare_runs(a, b, baselines=not options.no_baselines)
@@ -66,10 +76,25 @@ def _main() -> int:
             comparison = compare_runs(*pairs[0], baselines=not options.no_baselines)
     print(f"\n{write_comparison(comparison, folder)}")
     print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
-    if options.assert_equal and (difference := first_difference_of(comparison)) is not None:
-        print(f"not equal: {escape_control_characters(difference)}", file=sys.stderr)
-        return 1
-    return 0
+    return _print_conclusion(conclusion_of(comparison), options.assert_equal)
+
+
+def assert_equal(a: Run, b: Run) -> int:
+    """Print whether two runs are bitwise identical, without a report; return the exit status.
+
+    Raises:
+        UserError: the runs have different splits, or a file is damaged.
+    """
+    check_same_rows(a, b)
+    difference = first_difference(a, b)
+    return _print_conclusion(conclude(difference, difference and explain(a, b, difference)), True)
+
+
+def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
+    """Print the last line, on standard error if it is a failure; return the exit status."""
+    failed = is_asserted and not conclusion.startswith("bitwise identical")
+    print(escape_control_characters(conclusion), file=sys.stderr if failed else sys.stdout)
+    return int(failed)
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
@@ -95,7 +120,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         "--assert_equal",
         "--assert-equal",
         action="store_true",
-        help="exit with 1 unless the runs are bitwise identical",
+        help="exit with 1 unless the runs are bitwise identical; two finished runs are then compared without a report "
+        "unless --output_dir is given",
     )
     group.add_argument(
         "--no_baselines",

@@ -47,6 +47,8 @@ DATA_SHEETS: dict[str, tuple[float, float]] = {
     "Tesla V100-PCIE-32GB": (112e12, 14e12),
     "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
 }
+# Environment variables with which a user makes libraries compute with other instructions, and round differently.
+KERNELS_FROM_ENVIRONMENT = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 WITHOUT_BF16 = "Tesla"  # how the names of these older GPUs begin
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_PRODUCT = 8192  # rows and columns
@@ -124,6 +126,9 @@ def use_deterministic_algorithms() -> None:
     # The size itself is fixed as well, because another one may select other algorithms.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
+    # PyTorch would also fill every new tensor with NaN, to show reads of memory that nothing has written. No result
+    # depends on it, and each fill is a kernel.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 
@@ -164,6 +169,12 @@ def cpu_name() -> str:
             if name.strip() == "model name" and value.strip():
                 return value.strip()
     return platform.machine()
+
+
+def cpu_kernels() -> dict[str, str | None]:
+    """Return what the choice of CPU kernels, and with it rounding, depends on: the CPU, and variables that limit it."""
+    chosen = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    return chosen | {name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT}
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

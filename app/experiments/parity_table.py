@@ -5,7 +5,8 @@
 
 Each of the 36 cells trains both paths for two epochs of about a hundred steps on the real CSV, with dropout and with
 evaluations during training, and compares them as `app.compare --assert_equal` does. The exit status is 1 unless all
-cells are identical. Training flags are passed on to every run. To check a cell quickly, shorten the runs:
+cells are identical. Training flags are passed on to every run; on GPUs, --deterministic is set. To check a cell
+quickly, shorten the runs:
 
     python -m app.experiments.parity_table --only 2,1,random,bf16 --csv data/sample_reviews.csv \\
         --train_batch_size 24 --max_steps 6 --eval_steps 4 --validation_size 0.05
@@ -24,7 +25,7 @@ from itertools import product
 from app.cli import settings_parser
 from app.distributed.launcher import check_gpus
 from app.errors import UserError, shorten
-from app.experiments.train_pair import train_pair
+from app.experiments.train_pair import deterministic_on_gpus, train_pair
 from app.files import write_text
 from app.program import run_program
 from app.report.bitwise import first_difference
@@ -103,7 +104,7 @@ def parse() -> tuple[list[Cell], Settings]:
                 )
             )
             raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
-    settings = Settings(**values)
+    settings = deterministic_on_gpus(Settings(**values))
     refuse_flags_of_one_run(settings)
     check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
     return [cells[name] for name in names], settings

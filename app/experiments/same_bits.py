@@ -7,7 +7,7 @@ Each cell of {ddp_loop, trainer_run} x {1, 2, 4 ranks} x {ddp, zero1, zero2, zer
 by real torchrun jobs, with the same settings otherwise. A killed run loses a rank to SIGKILL after one of its
 checkpoints, and is resumed with another number of ranks and another strategy. One hash is printed per cell: SHA-256 of
 the final weights, the losses, gradient norms and learning rates of all steps, the evaluations, and the predictions. The
-exit status is 1 unless all hashes are equal. Any training flag applies to all cells.
+exit status is 1 unless all hashes are equal. Any training flag applies to all cells. On GPUs, --deterministic is set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.cli import as_flags, settings_parser
 from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
 from app.errors import RunError, UserError
-from app.experiments.train_pair import PATHS
+from app.experiments.train_pair import PATHS, deterministic_on_gpus
 from app.files import write_text
 from app.program import run_program
 from app.runs.folder import create_folder
@@ -119,7 +119,7 @@ def parse() -> tuple[Any, Settings]:
     values = parser.values(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
-    settings = Settings(**values)
+    settings = deterministic_on_gpus(Settings(**values))
     refuse_flags_of_one_run(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from app.errors import RunError
 from app.program import run_job
 from app.runs.folder import create_folder
@@ -45,6 +47,12 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
         pair_folder = folder if seeds == 1 else folder / f"seed-{seed}"
         pairs.append(train_pair(replace(settings, seed=seed), nproc_per_node, pair_folder))
     return folder, pairs
+
+
+def deterministic_on_gpus(settings: Settings) -> Settings:
+    """Return settings with `--deterministic` if the runs use GPUs, which otherwise may round differently each time."""
+    uses_gpus = torch.cuda.device_count() > 0 and not settings.use_cpu
+    return replace(settings, deterministic=settings.deterministic or uses_gpus)
 
 
 def train_pair(settings: Settings, nproc_per_node: int, folder: Path) -> tuple[Run, Run]:

@@ -16,6 +16,7 @@ from app.errors import UserError
 from app.runs.reader import Run
 from app.runs.schema import MODEL, MODEL_FOLDER
 
+SPLIT_SETTINGS = ("seed", "test_size", "validation_size", "text_column", "label_column")
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
@@ -47,6 +48,28 @@ def first_difference(a: Run, b: Run) -> str | None:
         or _compare_weights(weights_a, weights_b, a.folder, b.folder)
         or _compare_metrics(a, b)
     )
+
+
+def check_same_rows(a: Run, b: Run) -> None:
+    """Check that two runs were trained and tested on the same rows.
+
+    Raises:
+        UserError: the splits or the predicted rows differ.
+    """
+    if a.split["fingerprint"] != b.split["fingerprint"]:
+        settings = [(name, [run.settings.get(name) for run in (a, b)]) for name in SPLIT_SETTINGS]
+        reasons = [f", --{name} {x} and {y}" for name, (x, y) in settings if x != y]
+        if a.split.get("csv_sha256") != b.split.get("csv_sha256"):
+            reasons.append(", other contents of the CSV")
+        raise UserError(
+            f"{a.folder} and {b.folder} have different splits ({a.split['fingerprint'][:16]} and "
+            f"{b.split['fingerprint'][:16]}{''.join(reasons)}): train both on the same CSV with the same seed and sizes"
+        )
+    if list(a.predictions["row"]) != list(b.predictions["row"]):
+        raise UserError(
+            f"{a.folder} and {b.folder} have the same split, but their predictions are for different rows: one of them "
+            "was changed"
+        )
 
 
 def bitwise_equal_numbers(x: float | None, y: float | None) -> bool:

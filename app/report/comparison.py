@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from app.errors import UserError
 from app.report.baselines import measure_baselines
-from app.report.bitwise import bitwise_equal_numbers, first_difference, first_differing_step
+from app.report.bitwise import bitwise_equal_numbers, check_same_rows, first_difference, first_differing_step
+from app.report.explanation import conclude, explain, on_gpus_without_deterministic
 from app.report.statistics import (
     accuracy_by_length,
     calibration_bins,
@@ -25,7 +26,7 @@ from app.runs.reader import Run
 from app.runs.schema import PREDICTIONS
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
-PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu")
+PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu", "hash")
 
 NO_BASELINES = "not computed because of --no_baselines"
 LISTED_ROWS = 20  # of those that both runs misclassify
@@ -55,6 +56,9 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "names": names,
         "verdict": verdict(rows, *names, bitwise_identical=difference is None),
         "first_difference": difference,
+        "explanation": None if difference is None else explain(a, b, difference),
+        "gpu_warning": on_gpus_without_deterministic(a, b),
+        "same_evaluations": a.evaluations == b.evaluations,
         "runs": [
             {"path": run.path, "folder": str(run.folder), "world_size": run.settings["world_size"]}
             | {name: run.metrics[name] for name in PER_RUN}
@@ -114,34 +118,16 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
     identical = all(entry["first_difference"] is None for entry in entries)
     conclusion = verdict(statistics, *first["names"], bitwise_identical=identical)
     over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
-    return first | {"verdict": conclusion, "seeds": over_seeds}
+    explanation = next((entry["explanation"] for entry in entries if entry["first_difference"] is not None), None)
+    return first | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
 
 
-def first_difference_of(comparison: dict[str, Any]) -> str | None:
-    """Return the first difference in a result of `compare_runs` or `compare_seeds`, or None."""
+def conclusion_of(comparison: dict[str, Any]) -> str:
+    """Return `conclude` for a result of `compare_runs` or `compare_seeds`; the first pair that differs decides."""
     for pair in comparison["seeds"]["pairs"] if "seeds" in comparison else []:
         if pair["first_difference"] is not None:
-            return f"seed {pair['seed']}: {pair['first_difference']}"
-    difference: str | None = comparison["first_difference"]
-    return difference
-
-
-def check_same_rows(a: Run, b: Run) -> None:
-    """Check that two runs were trained and tested on the same rows.
-
-    Raises:
-        UserError: the splits or the predicted rows differ.
-    """
-    if a.split["fingerprint"] != b.split["fingerprint"]:
-        raise UserError(
-            f"{a.folder} and {b.folder} have different splits ({a.split['fingerprint'][:16]} and "
-            f"{b.split['fingerprint'][:16]}): train both on the same CSV with the same seed and sizes"
-        )
-    if list(a.predictions["row"]) != list(b.predictions["row"]):
-        raise UserError(
-            f"{a.folder} and {b.folder} have the same split, but their predictions are for different rows: one of them "
-            "was changed"
-        )
+            return conclude(f"seed {pair['seed']}: {pair['first_difference']}", pair["explanation"])
+    return conclude(comparison["first_difference"], comparison["explanation"])
 
 
 def run_names(a: Run, b: Run) -> list[str]:
@@ -211,6 +197,7 @@ def _compare_seed(a: Run, b: Run) -> dict[str, Any]:
         ],
         "first_differing_step": differing_step and differing_step[0],
         "first_difference": difference,
+        "explanation": None if difference is None else explain(a, b, difference),
         "verdict": verdict(rows, *run_names(a, b), bitwise_identical=difference is None),
     }
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from app.files import write_json, write_text
 from app.report import plots
 from app.report.comparison import LISTED_ROWS
+from app.report.explanation import NO_SETTINGS, flatten
 from app.report.formats import html_environment, markdown_environment
 from app.sizes import MIB
 
-# They do not influence the training.
-NOT_TRAINING_SETTINGS = frozenset(
-    ("path", "output_dir", "logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops")
-)
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 
 
@@ -67,6 +63,9 @@ def _context(comparison: dict[str, Any]) -> dict[str, Any]:
         "seeds": comparison.get("seeds"),
         "headline": headline(comparison),
         "identity": identity(comparison),
+        "hashes": hashes(comparison),
+        "explanation": _capitalize(comparison["explanation"] or ""),
+        "gpu_warning": gpu_warning(comparison),
         "scores": scores(comparison),
         "costs": costs(comparison),
         "settings": settings_rows(comparison),
@@ -99,6 +98,23 @@ def identity(comparison: dict[str, Any]) -> str:
     pairs = comparison["seeds"]["pairs"]
     identical = sum(pair["first_difference"] is None for pair in pairs)
     return f"Bitwise identical for {identical} of {len(pairs)} seeds. With seed {pairs[0]['seed']}: {sentence}"
+
+
+def hashes(comparison: dict[str, Any]) -> str:
+    """Return the hashes of both runs, and why identical training may have different ones, in a line."""
+    a, b = (run["hash"] for run in comparison["runs"])
+    if a == b:
+        return "unknown: an earlier version wrote these runs" if a is None else f"{a} (both)"
+    line = " and ".join(hash_ or "unknown (an earlier version wrote the run)" for hash_ in (a, b))
+    if comparison["first_difference"] is None and not comparison["same_evaluations"] and None not in (a, b):
+        line += ": the evaluations during training, which are part of the hash, differ"
+    return line
+
+
+def gpu_warning(comparison: dict[str, Any]) -> str | None:
+    """Return the warning about GPUs, unless the explanation says the same."""
+    warning: str | None = comparison["gpu_warning"]
+    return None if warning and warning in (comparison["explanation"] or "") else warning
 
 
 def _capitalize(sentence: str) -> str:
@@ -162,25 +178,11 @@ def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
 
 def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `name`, `values` and `differs` of every setting, those that differ first."""
-    a, b = (_flatten(settings) for settings in comparison["settings"])
-    names = [name for name in dict.fromkeys([*a, *b]) if name not in NOT_TRAINING_SETTINGS]
-    rows = [{"name": name, "values": [side.get(name, "–") for side in (a, b)]} for name in names]
-    for row in rows:
-        row["differs"] = row["values"][0] != row["values"][1]
+    a, b = (flatten(settings) for settings in comparison["settings"])
+    names = [name for name in dict.fromkeys([*a, *b]) if name not in NO_SETTINGS]
+    pairs = [["–" if (value := side.get(name)) is None else value for side in (a, b)] for name in names]
+    rows = [{"name": name, "values": [x, y], "differs": x != y} for name, (x, y) in zip(names, pairs, strict=True)]
     return sorted(rows, key=lambda row: not row["differs"])
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            flat[prefix + name] = ", ".join(map(str, value))
-        else:
-            flat[prefix + name] = "–" if value is None else value
-    return flat
 
 
 def with_confidence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
 from app.data.split import Split
 from app.distributed.world import World
-from app.hardware import device_name, git_commit
+from app.hardware import cpu_kernels, device_name, git_commit
 from app.metrics.score import Scores
 from app.model.identity import ModelIdentity
 from app.runs.steps import Totals
@@ -71,6 +71,7 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
         "devices": list(info.devices),
         "launchers": list(info.launchers),
         "threads": torch.get_num_threads(),
+        "kernels": cpu_kernels(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "git_commit": git_commit(),
         "deepspeed_config": info.deepspeed_config,

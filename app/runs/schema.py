@@ -83,6 +83,7 @@ SETTINGS = JsonFormat(  # the fields of app.settings.Settings, and these
     "settings.json",
     required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "seed": INTEGER},
     optional={"model_commit": TEXT, "git_commit": TEXT, "devices": TEXTS, "launchers": TEXTS, "versions": OBJECT}
+    | {"kernels": OBJECT}
     | {"logical_ranks": INTEGER, "strategy": TEXT, "wrapper": TEXT}
     | {"deepspeed": TEXT, "deepspeed_config": OBJECT}
     | {"threads": INTEGER, "cache_dir": TEXT, "text_column": TEXT, "label_column": TEXT}

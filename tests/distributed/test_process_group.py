@@ -40,6 +40,7 @@ def own_process_state(monkeypatch):
     )
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
     torch.set_num_threads(threads)
     if dist.is_initialized():
@@ -158,6 +159,7 @@ def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_initialized(fake_
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
+        assert not torch.utils.deterministic.fill_uninitialized_memory, "a kernel for each new tensor"
     assert [call[0] for call in fake_gpu] == ["set_device", "init_process_group"]
     assert fake_gpu[0] == ("set_device", "cuda:0", ":4096:8", True)
 

@@ -6,8 +6,10 @@ import random
 import sys
 
 import pytest
+import torch
 
 from app.errors import UserError
+from app.experiments import parity_table, same_bits
 from app.experiments.same_bits import Cell, as_markdown, build_cells, parse
 
 
@@ -47,6 +49,17 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
 def test_settings_with_which_a_cell_would_fail_are_refused(monkeypatch, flags, message):
     with pytest.raises(UserError, match=f"^{message}"):
         cells(monkeypatch, *flags)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "is_set"),
+    [(4, [], True), (4, ["--use_cpu"], False), (0, [], False), (0, ["--deterministic"], True)],
+)
+def test_on_gpus_only_deterministic_algorithms_are_used(monkeypatch, gpus, flags, is_set):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for module in (same_bits, parity_table):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *flags])
+        assert module.parse()[1].deterministic is is_set
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import SAMPLE_CSV, Job, TrainingRun, require_success, run_many
+from jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success, run_many
 
 from app.compare import main
 
@@ -59,6 +60,34 @@ def test_different_runs_are_compared_from_their_folders(launch, two_runs, tmp_pa
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert comparison["first_differing_step"] == 3, "the rate of step 1 is 0, so step 2 is the first to change weights"
     assert comparison["max_loss_difference"] > 0
+
+
+def test_the_remedy_that_compare_names_makes_different_runs_identical(compare, tmp_path):
+    """The default number of ranks under torchrun and with plain Python, and another number of threads."""
+    two, one = TrainingRun("ddp_loop", SHORT), TrainingRun("trainer_run", [*SHORT, "--threads", 2])
+    remedied = TrainingRun("trainer_run", [*SHORT, "--logical_ranks", 2, "--threads", 1])
+    require_success(run_many(tmp_path, {"two": two}))
+    require_success(run_many(tmp_path, {"one": one, "remedied": remedied}, ranks=0))
+    status, (line,) = compare("two", "one", "--assert_equal")
+    assert status == 1
+    assert line.startswith("not equal: step 1: the loss is ")
+    assert line.endswith(
+        "; trained differently: ranks 2 and 1, logical ranks 2 and 1, threads 1 and 2; "
+        "start both with --logical_ranks 2 --threads 1"
+    )
+    assert compare("two", "remedied", "--assert_equal") == (0, [])
+    assert not (tmp_path / "runs").exists(), "only a report needs a folder"
+    assert compare("two", "one", "--assert_equal", "--no_baselines", "--output_dir", "report")[0] == 1
+    assert line.partition("; ")[2] in (tmp_path / "report" / "comparison.md").read_text().replace("**T", "t")
+    hashes = [json.loads((tmp_path / run / "metrics.json").read_text())["hash"] for run in ("two", "remedied", "one")]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_comparing_two_runs_without_a_report_imports_nothing_that_takes_seconds():
+    slow = ("matplotlib", "sklearn", "scipy", "datasets", "evaluate")
+    code = f"import sys, app.compare; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from run_folders import edit_json, edit_step, write_run
 from sklearn.metrics import confusion_matrix
 
 from app.errors import UserError
-from app.report.comparison import compare_runs, compare_seeds, first_difference_of
+from app.report.comparison import compare_runs, compare_seeds, conclusion_of
 from app.report.render import write_comparison
 from app.runs.reader import read_run
 
@@ -150,7 +150,8 @@ def test_a_difference_in_loss_that_overflows_is_none(pair):
 def test_runs_with_different_splits_are_an_error(pair, review_csv):
     a, b = pair()
     edit_json(b.folder / "split.json", fingerprint="0" * 64)
-    with pytest.raises(UserError, match="different splits"):
+    edit_json(b.folder / "settings.json", seed=43)
+    with pytest.raises(UserError, match=r"different splits \(\w+ and 0+, --seed 42 and 43\): train both"):
         compare_runs(a, read_run(b.folder))
 
 
@@ -202,7 +203,7 @@ def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):
     edit_step(pairs[1][1].folder, 12, loss=0.5)
     comparison = compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])
     assert comparison["verdict"].startswith("indist")
-    assert first_difference_of(comparison).startswith("seed 2: step 12: the loss is ")
+    assert conclusion_of(comparison).startswith("not equal: seed 2: step 12: the loss is ")
 
 
 def test_both_runs_of_a_pair_must_have_the_same_seed(pair, review_csv):

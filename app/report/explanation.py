@@ -1,0 +1,199 @@
+"""Why two runs differ: the recorded settings and versions that explain it, and how to start two runs that are equal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from app.errors import shorten
+from app.hardware import KERNELS_FROM_ENVIRONMENT
+from app.runs.reader import Run
+from app.settings import Settings
+
+# They do not describe the training: names, processes, and what is printed or measured beside it.
+NO_SETTINGS = {"path", "output_dir", "cache_dir", "launchers", "resume_from_checkpoint"}
+NO_SETTINGS |= {"logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"}
+# They do not change the results of training, or another entry records their effect: `csv` is in the split's
+# fingerprint, `use_cpu` in the devices, `bf16` in the precision, the batch size per device in the global one.
+WITHOUT_EFFECT = {"csv", "use_cpu", "bf16", "per_device_train_batch_size", "revision", "trust_remote_code"}
+WITHOUT_EFFECT |= {"strategy", "wrapper", "activation_checkpointing"}
+WITHOUT_EFFECT |= {"ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"}
+WITHOUT_EFFECT |= {"save_strategy", "save_steps", "save_total_limit", "on_save_failure"}
+# They affect which weights are kept, and how the test rows are evaluated, but no step.
+AFTER_THE_STEPS = {"load_best_model_at_end", "eval_batch_size"}
+OF_THE_BEST_WEIGHTS = {"metric_for_best_model", "eval_strategy", "eval_steps"}
+NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
+NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU"}
+FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in which a reader asks about them
+LISTED = 8  # differences in one line
+FLAGS = {f.name for f in fields(Settings)}
+KERNEL_VARIABLES = tuple(f"kernels.{name}" for name in KERNELS_FROM_ENVIRONMENT)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that both runs recorded, with different values.
+
+    Attributes:
+        key: its dotted key in settings.json.
+    """
+
+    key: str
+    values: tuple[Any, Any]
+
+    def __str__(self) -> str:
+        package = self.key.removeprefix("versions.")
+        values = " and ".join(
+            "not set" if value is None else shorten(value, 12 if self.key.endswith("commit") else 40)
+            for value in self.values
+        )
+        return f"{NAMES.get(self.key, package)} {values}"
+
+
+def explain(a: Run, b: Run, first_difference: str) -> str:
+    """Return, in one line, what the runs recorded that explains their difference, and how to avoid it.
+
+    Args:
+        first_difference: from `app.report.bitwise.first_difference`.
+    """
+    differences = find_causes(a, b, steps_differ=first_difference.startswith("step "))
+    gpus = on_gpus_without_deterministic(a, b)
+    if differences:
+        listed = ", ".join(map(str, differences[:LISTED]))
+        more = f" and {len(differences) - LISTED} more" if len(differences) > LISTED else ""
+        return f"trained differently: {listed}{more}; start both {remedy(a, b, differences, bool(gpus))}"
+    if gpus:
+        return f"{gpus}; start both with --deterministic"
+    hashes = {run.metrics.get("hash") for run in (a, b)}
+    if len(hashes) == 1 and None not in hashes:
+        return "both runs ended with the same hash, so a file of one of them was changed afterwards"
+    return (
+        "nothing that the runs recorded explains it: the settings that affect results, versions and machines are equal"
+    )
+
+
+def conclude(difference: str | None, explanation: str | None) -> str:
+    """Return the line with which `app.compare` ends.
+
+    Args:
+        difference: from `app.report.bitwise.first_difference`.
+        explanation: from `explain`; None for identical runs.
+    """
+    if difference is None:
+        return "bitwise identical: every loss, gradient norm, prediction and weight"
+    return f"not equal: {difference}; {explanation}"
+
+
+def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
+    """Return the recorded differences that may explain different results.
+
+    Every key of settings.json counts unless it is known to have no effect, so that a new setting is never left out.
+    Keys that only one of the runs recorded, because the other one is older, are unknown and do not count.
+
+    Args:
+        steps_differ: whether a loss or gradient norm differs, which no setting of the evaluation explains.
+    """
+    flat_a, flat_b = (_comparable(run) for run in (a, b))
+    without_effect = NO_SETTINGS | WITHOUT_EFFECT
+    if steps_differ:
+        without_effect |= AFTER_THE_STEPS
+    if steps_differ or not (flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")):
+        without_effect |= OF_THE_BEST_WEIGHTS
+    if not any(map(_used_gpus, (a, b))):
+        without_effect |= {"deterministic", "cpu_offload"}
+    if None not in (flat_a.get("deepspeed"), flat_b.get("deepspeed")):
+        without_effect.add("deepspeed")  # the path of the file: its content is recorded too
+    if not _depends_on_ranks(a, b) and flat_a["logical_ranks"] == flat_b["logical_ranks"]:
+        without_effect.add("world_size")
+    keys = [*FIRST, *(key for key in flat_a if key not in FIRST)]
+    pairs = {key: (flat_a[key], flat_b[key]) for key in keys if key in flat_a and key in flat_b}
+    return [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
+
+
+def remedy(a: Run, b: Run, differences: Sequence[Difference], gpus: bool) -> str:
+    """Return how to start both runs so that they are equal, to be read after "start both".
+
+    Args:
+        gpus: whether they used GPUs without `--deterministic`.
+    """
+    by_key = {difference.key: difference.values for difference in differences}
+    exact, others = [], []
+    if "logical_ranks" in by_key or "world_size" in by_key:
+        n = max(by_key.get("logical_ranks", (0,)))
+        sizes = [run.settings["world_size"] for run in (a, b)]
+        is_possible = n > 0 and not n & (n - 1) and all(size > 0 and n % size == 0 for size in sizes)
+        if is_possible and not _depends_on_ranks(a, b):
+            exact.append(f"--logical_ranks {n}")
+        else:
+            others.append("with the same number of ranks")
+    if "threads" in by_key:
+        exact.append(f"--threads {min(by_key['threads'])}")
+    if gpus and "deterministic" not in by_key:
+        exact.append("--deterministic")
+    if "model_commit" in by_key:
+        exact.append(f"--revision {shlex.quote(str(by_key['model_commit'][0]))}")
+    same = [f"--{key}" for key in by_key if key in FLAGS - {"logical_ranks", "threads"}]
+    versions = [key.removeprefix("versions.") for key in by_key if key.startswith("versions.")]
+    parts = [f"with {' '.join(exact)}"] if exact else []
+    parts += [f"with the same {_listed(same)}"] if same else []
+    parts += others
+    parts += [f"with the same versions of {_listed(versions)}"] if versions else []
+    parts += ["with the same commit of this program"] if "git_commit" in by_key else []
+    is_hardware = [key for key in by_key if key == "devices" or key.startswith("kernels.")]
+    parts += ["on the same hardware"] if is_hardware else []
+    known = {"logical_ranks", "world_size", "threads", "model_commit", "git_commit", *same, *is_hardware}
+    rest = [key for key in by_key if key not in known and key not in FLAGS and not key.startswith("versions.")]
+    parts += [f"with the same {_listed(rest)}"] if rest else []
+    return ", ".join(parts)
+
+
+def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
+    """Return the warning that GPUs were used without `--deterministic`, or None if that is not so."""
+    affected = [run for run in (a, b) if _used_gpus(run) and not run.settings.get("deterministic")]
+    if not affected:
+        return None
+    who = "these runs" if len(affected) == 2 else str(affected[0].folder)
+    return f"{who} used GPUs without --deterministic, which may compute other bits each time"
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            flat[prefix + name] = ", ".join(map(str, value))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _comparable(run: Run) -> dict[str, Any]:
+    """Return what a run recorded, flat; each kind of device once, because the number of ranks is an entry itself."""
+    # None is a value of a setting, such as "no dropout of its own". Elsewhere it means that the value is unknown.
+    flat = {
+        key: value
+        for key, value in flatten(run.settings).items()
+        if value is not None or (key in FLAGS and key != "threads") or key in ("model_commit", *KERNEL_VARIABLES)
+    }
+    flat["logical_ranks"] = flat.get("logical_ranks") or run.settings["world_size"]
+    if devices := run.settings.get("devices"):
+        flat["devices"] = ", ".join(sorted(set(devices)))
+    return flat
+
+
+def _used_gpus(run: Run) -> bool:
+    return not all(device.startswith("cpu") for device in run.settings.get("devices") or [])
+
+
+def _depends_on_ranks(*runs: Run) -> bool:
+    """Return whether a run added its gradients in an order that depends on the number of ranks itself."""
+    settings = [run.settings for run in runs]
+    return any(s.get("deepspeed") or s.get("fsdp") or s.get("ddp_comm_hook") == "power_sgd" for s in settings)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
