@@ -10,7 +10,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds: all of it unless it is sharded. Shares memory with it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local: torch.Tensor = tensor.to_local()
+    with torch.no_grad():  # otherwise autograd records the operation, which takes longer than the operation
+        local: torch.Tensor = tensor.to_local()
     return local
 
 

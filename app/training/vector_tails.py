@@ -28,12 +28,18 @@ class VectorTails:
         """
         # Parameters, and the new tails of each: its own and those of its moments.
         self.updated: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+        self.on_cpu: bool | None = None  # known from the first step on, when engines have placed the parameters
         optimizer.register_step_pre_hook(self.update)
         optimizer.register_step_post_hook(self.write)
 
     @torch.no_grad()
     def update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Compute the tails after the step from the state before it."""
+        if self.on_cpu is None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.on_cpu = any(local_part(parameter).device.type == "cpu" for parameter in parameters)
+        if not self.on_cpu:
+            return
         self.updated = []
         for group in optimizer.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None and tail_of(p) is not None]

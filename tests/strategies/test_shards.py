@@ -61,3 +61,10 @@ def test_the_local_part_shares_memory_with_the_parameter():
 def test_a_tensor_that_is_not_sharded_is_its_own_local_part(tensor):
     assert local_part(tensor) is tensor
     assert rows_of(tensor) == (None, 0)
+
+
+def test_the_part_of_a_rank_is_not_recorded_by_autograd():
+    with process_group_of(0, 2):
+        _, (parameter, *_) = shard(SHAPES)
+        assert parameter.requires_grad
+        assert not local_part(parameter).requires_grad
