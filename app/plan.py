@@ -80,7 +80,8 @@ def check_machine(plan: Plan) -> None:
         raise UserError(
             f"--measure with --ranks {ranks}: this machine has {cores} core(s): use --ranks {cores} or fewer"
         )
-    needed = max(sum(memory.total + plan.activations.peak for memory in plan.memory(name)) for name in STRATEGIES)
+    steps = [sum(memory.total + plan.activations.peak for memory in plan.memory(name)) for name in STRATEGIES]
+    needed = max(ranks * plan.start, *steps)
     available = psutil.virtual_memory().available
     if needed > available:
         raise UserError(

@@ -15,9 +15,12 @@ from app import plan as module
 from app.errors import UserError
 from app.model.activations import Activations
 from app.settings import STRATEGIES, Settings
-from app.sizes import parse_size
+from app.sizes import mib, parse_size
+from app.strategies.blocks import sharded_groups
+from app.strategies.planner import bytes_of
+from app.training.console import advise_checkpointing
 from app.training.plan import Plan, build_plan
-from app.training.plan_tables import RANKS, describe_plan, largest_that_fits
+from app.training.plan_tables import RANKS, describe_plan, describe_run_plan, largest_that_fits
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,41 @@ def test_the_memory_tables_agree(planned):
     assert len(by_ranks) == 4 * len(parts), "each precision, with and without checkpointing"
     assert [len(row) for row in by_ranks] == [3 + len(RANKS)] * len(by_ranks)
     assert {row[0]: float(row[4]) for row in by_ranks[:5]} == {name: row[-2] for name, row in parts.items()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_sharding_one_block_at_a_time_needs_less_than_a_step(planned, strategy, offload):
+    assert f"main memory: {mib(planned.start)} MiB for each rank" in describe_plan(planned)
+    complete = [sum(map(bytes_of, group)) for group in sharded_groups(planned.model)]
+    assert sum(complete) <= planned.start, "with buffers"
+    for ranks in RANKS:
+        memory = planned.largest_memory(strategy, ranks)
+        assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device(offload)
+
+
+def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
+    line = "Activations are those of CPU kernels"
+    assert line not in describe_plan(planned)
+    assert line in describe_plan(replace(planned, settings=replace(planned.settings, use_cpu=False)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "advised", "flags"),
+    [
+        (2, True, {"strategy": "zero3", "precision": "bf16"}),
+        (2, True, {"strategy": "zero3", "precision": "fp16"}),
+        (2, True, {"fsdp": True, "precision": "bf16"}),
+        (1, False, {"strategy": "zero3", "precision": "bf16"}),
+        (2, False, {"strategy": "zero3"}),
+        (2, False, {"strategy": "zero2", "precision": "bf16"}),
+        (2, False, {"strategy": "zero3", "precision": "bf16", "activation_checkpointing": True}),
+    ],
+)
+def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks, advised, flags):
+    assert len(advise_checkpointing(Settings(**flags), planned.model, ranks)) == advised
+    plan = replace(planned, settings=replace(planned.settings, **flags), batches=replace(planned.batches, ranks=ranks))
+    assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
 
 
 def test_the_traffic_tables_agree(planned):

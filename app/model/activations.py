@@ -17,6 +17,8 @@ from app.model.empty import empty_batch, empty_model, without_data
 from app.model.precision import autocast
 from app.settings import Settings
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -25,10 +27,12 @@ class Activations:
     Attributes:
         saved: what the forward pass keeps for the backward pass.
         peak: the most that exists at one time in the forward and backward passes, including what is saved.
+        weights: the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies.
     """
 
     saved: int
     peak: int
+    weights: int = 0
 
 
 def count_activations(settings: Settings, config: PretrainedConfig, rows: int, device: torch.device) -> Activations:
@@ -62,9 +66,10 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
             with saved_tensors_hooks(keep, _unchanged), autocast(settings.precision or "fp32", device):
                 loss = model(**batch).loss
             n_saved = sum(storage.nbytes() for storage in saved.values())
+            n_weights = sum(storage.nbytes() for key, storage in saved.items() if key in memory.copies)
             saved.clear()  # backward() frees them one after another
             loss.backward()
-    return Activations(n_saved, memory.peak)
+    return Activations(n_saved, memory.peak, n_weights)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,6 +85,7 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         peak: the most bytes that existed at one time.
+        copies: `_cdata` of the storages that exist and are ignored ones in another dtype.
     """
 
     def __init__(self, ignored: Collection[int]) -> None:
@@ -89,17 +95,21 @@ class LiveMemory(TorchDispatchMode):
         """
         super().__init__()
         self.peak = self.size = 0
-        self.known = set(ignored)
+        self.ignored, self.known = frozenset(ignored), set(ignored)
+        self.copies: set[int] = set()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count the memory of its results unless it is shared with other tensors."""
         results = operation(*args, **(kwargs or {}))
+        is_copy = operation is aten._to_copy.default and args[0].untyped_storage()._cdata in self.ignored
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known:
                     self.known.add(storage._cdata)
                     self.size += storage.nbytes()
+                    if is_copy:
+                        self.copies.add(storage._cdata)
                     # PyTorch keeps the Python object of a storage as long as the storage itself.
                     weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
         self.peak = max(self.peak, self.size)
@@ -107,4 +117,5 @@ class LiveMemory(TorchDispatchMode):
 
     def _forget(self, key: int, size: int) -> None:
         self.known.discard(key)
+        self.copies.discard(key)
         self.size -= size

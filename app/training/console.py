@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from app.data.csv_table import describe_dropped
 from app.distributed.collectives import all_gather_object
@@ -97,6 +98,19 @@ def describe_ranks(world: World) -> str:
     """Return one line per rank: its host, device and process id. Collective."""
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
     return "\n" + _block([(f"rank {rank}", text) for rank, text in enumerate(ranks)])
+
+
+def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
+    """Return at most one line: what keeps ZeRO-3 from saving memory, and what to do about it."""
+    is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
+    if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
+        return []
+    if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
+        return []
+    return [
+        f"zero3 with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the forward "
+        "to the backward pass: --activation_checkpointing avoids it"
+    ]
 
 
 def describe_result(scores: Scores, record: RunRecord) -> str:

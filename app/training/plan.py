@@ -19,7 +19,7 @@ from app.model.load import classifier_config, load_tokenizer
 from app.settings import Settings
 from app.sizes import MIB
 from app.strategies.blocks import add_gradients_per_block
-from app.strategies.planner import BUCKET_CAP, RankMemory, plan_memory
+from app.strategies.planner import BUCKET_CAP, RankMemory, bytes_of, plan_memory
 from app.strategies.traffic import Collective, plan_traffic
 from app.training.build import read_and_split
 
@@ -48,6 +48,11 @@ class Plan:
     def activations(self) -> Activations:
         """The activations of a micro-batch."""
         return self.count(self.batches.micro_size)
+
+    @property
+    def start(self) -> int:
+        """The complete model, which each rank loads into main memory before the strategy shards it."""
+        return sum(map(bytes_of, (*self.model.parameters(), *self.model.buffers())))
 
     def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
         """Return the memory of each rank."""

@@ -10,6 +10,7 @@ from app.model.activations import Activations
 from app.settings import STRATEGIES
 from app.sizes import mib
 from app.strategies.traffic import Collective
+from app.training.console import advise_checkpointing
 from app.training.plan import Plan
 
 RANKS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
@@ -31,6 +32,7 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
         f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, VARIANTS)}",
+        *notes_on_memory(plan),
         f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}\n{RANKS_NOTE}\n",
         f"## Activations, in MiB\n\n{table_of_activations(plan)}",
     ]
@@ -52,11 +54,27 @@ def describe_run_plan(plan: Plan) -> str:
         [
             f"{headline(plan)}\n",
             f"Memory of the rank that needs most, in MiB:\n\n{table_of_memory(plan, [(strategy, offload)])}",
+            *notes_on_memory(plan),
+            *(f"{line}\n" for line in advise_checkpointing(plan.settings, plan.model, plan.batches.ranks)),
             f"Traffic: what a rank sends in a step, in MiB:\n\n{table_of_traffic(plan, [strategy])}",
             f"Collectives of a step, in bytes:\n\n{table_of_collectives(plan, [strategy])}",
             TRAFFIC_NOTE,
         ]
     )
+
+
+def notes_on_memory(plan: Plan) -> list[str]:
+    """Return what a table of memory does not say: the start of a run, and whose kernels were counted."""
+    notes = [
+        f"At the start, each rank loads the complete model into main memory: {mib(plan.start)} MiB for each rank of a "
+        "node. `zero2` and `zero3` then move one block at a time to the device, which needs less there than a step.\n"
+    ]
+    if plan.device.type == "cpu" and not plan.settings.use_cpu:
+        notes.append(
+            "Activations are those of CPU kernels, because PyTorch sees no GPU here. Plan on a machine with a GPU to "
+            "count those of its kernels.\n"
+        )
+    return notes
 
 
 def headline(plan: Plan) -> str:
@@ -103,8 +121,10 @@ def table_of_memory_by_ranks(plan: Plan) -> str:
 
 def table_of_activations(plan: Plan) -> str:
     """Return a table of what precision and activation checkpointing save."""
-    rows = [[*names, mib(found.saved), mib(found.peak)] for *names, found in activation_variants(plan)]
-    return markdown_table(["precision", "checkpointing", "kept for the backward pass", "peak"], rows, text_columns=2)
+    variants = activation_variants(plan)
+    rows = [[*names, mib(found.saved), mib(found.weights), mib(found.peak)] for *names, found in variants]
+    header = ["precision", "checkpointing", "kept for the backward pass", "of it 16-bit weights", "peak"]
+    return markdown_table(header, rows, text_columns=2)
 
 
 def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:

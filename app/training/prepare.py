@@ -25,7 +25,7 @@ from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
-from app.training.console import describe_ranks, describe_run, quiet_libraries
+from app.training.console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
 from app.training.deepspeed_config import Config, changes_of_config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
 from app.training.profiling import StepProfiler
@@ -109,6 +109,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
+    for line in advise_checkpointing(settings, classifier.model, world.size):
+        world.print_main(f"warning: {line}")
     return Preparation(
         settings=settings,
         data=data,

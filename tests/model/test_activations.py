@@ -60,6 +60,16 @@ def test_counted_activations_are_those_that_the_allocator_gives_out(precision, c
     assert counted.peak == pytest.approx(peak, rel=0.02)
 
 
+def test_copies_of_weights_in_16_bits_are_named():
+    config = BertConfig(**SMALL)
+    linear = {n: m for n, m in BertForSequenceClassification(config).named_modules() if type(m) is torch.nn.Linear}
+    for checkpointing, kept in ((False, linear), (True, {n: m for n, m in linear.items() if "encoder" not in n})):
+        settings = Settings(max_length=16, precision="bf16", activation_checkpointing=checkpointing)
+        weights = count_activations(settings, config, 2, CPU).weights
+        assert weights == 2 * sum(module.weight.numel() for module in kept.values())
+    assert count_activations(Settings(max_length=16), config, 2, CPU).weights == 0
+
+
 def test_checkpointing_keeps_less_and_more_rows_keep_more():
     config = BertConfig(**SMALL)
     few, many = (count_activations(Settings(max_length=16), config, rows, CPU) for rows in (2, 4))
