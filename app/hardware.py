@@ -156,9 +156,13 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()})"
 
 
-def usable_cores() -> set[int]:
-    """Return the numbers of the CPU cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+def usable_cores(process: int = 0) -> set[int]:
+    """Return the numbers of the CPU cores that a process may use.
+
+    Args:
+        process: its id; 0 is this process.
+    """
+    return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def cpu_name() -> str:

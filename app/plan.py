@@ -10,7 +10,6 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import psutil
@@ -19,6 +18,7 @@ from app.cli import settings_parser
 from app.distributed.launcher import check_gpus, default_nproc_per_node
 from app.errors import RunError, UserError
 from app.files import write_text
+from app.hardware import usable_cores
 from app.program import run_job, run_program
 from app.report.plan_charts import draw_memory, draw_traffic
 from app.runs.folder import create_folder
@@ -72,7 +72,7 @@ def check_machine(plan: Plan) -> None:
     Raises:
         UserError: there are fewer GPUs or cores than ranks, or too little main memory.
     """
-    ranks, cores = plan.batches.ranks, os.cpu_count() or 1
+    ranks, cores = plan.batches.ranks, len(usable_cores())
     check_gpus(ranks, plan.settings.use_cpu)
     if plan.device.type == "cuda":
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from app import stop_importing
 from app.cli import as_flags
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.errors import RunError, UserError, escape_unencodable_output
+from app.hardware import usable_cores
 from app.interrupts import as_interrupt
 from app.settings import Settings
 
@@ -39,7 +39,7 @@ def run_program(program: Callable[[], int]) -> int:
 def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
     # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
+    threads = settings.threads or max(1, len(usable_cores()) // nproc_per_node)
     command = torchrun_command(module, as_flags(settings), nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()

@@ -16,7 +16,10 @@
 # MAX_RESTARTS      how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
 #                   checkpoint, which must be on a file system that all nodes share (--output_dir)
 # RDZV_CONF         with c10d: more of torchrun's --rdzv_conf, such as last_call_timeout=10,keep_alive_interval=2
-# LOCAL_ADDR, GLOO_SOCKET_IFNAME    this node's address and network interface, if the detected ones are wrong
+# RDZV_ID           with c10d: a name of the job, which keeps the nodes of others out (default: none)
+# LOCAL_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME
+#                   this node's address and network interface, if the detected ones are wrong
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT    seconds that a signaled job has to save a checkpoint (default 30)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 refuse() { echo "multi_node.sh: $*" >&2; exit 2; }
@@ -30,24 +33,18 @@ if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
 command -v torchrun >/dev/null || refuse "torchrun not found: run bash run_scripts/setup.sh on this node first"
 
 # Gloo and c10d resolve the host name, often to 127.0.1.1. Use the address and interface that reach node 0 instead.
-route=$(python -c '
-import psutil, socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-    try:
-        probe.connect((sys.argv[1], 9))  # UDP: selects a route and sends nothing
-    except OSError as problem:
-        sys.exit(f"multi_node.sh: MASTER_ADDR {sys.argv[1]} is unreachable: {problem}")
-    own = probe.getsockname()[0]
-print(own, *(name for name, addresses in psutil.net_if_addrs().items() if own in (a.address for a in addresses)))
-' "$MASTER_ADDR") || exit 2
-read -r address interface _ <<<"$route"
+route=$(python -m app.distributed.network "$MASTER_ADDR") || exit 2
+read -r address interface <<<"$route"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME} # with = it is the name, not how names begin
+endpoint=$MASTER_ADDR:$MASTER_PORT
+if [[ $MASTER_ADDR == *:* ]]; then endpoint=[$MASTER_ADDR]:$MASTER_PORT; fi # IPv6
 
 processes=$(python -m app.distributed.launcher "${@:3}") || exit 2
 
 case $1 in
   static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;
-  c10d) rendezvous=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
+  c10d) rendezvous=(--rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="${RDZV_ID:-none}"
     --local_addr="${LOCAL_ADDR:-$address}"
     --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)${RDZV_CONF:+,$RDZV_CONF}") ;;
 esac

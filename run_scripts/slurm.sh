@@ -22,12 +22,18 @@ cd "${SLURM_SUBMIT_DIR:?start this script with sbatch, from the repository}"
 export NNODES=$SLURM_JOB_NUM_NODES
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first node
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # another port for each job on the same node
+export RDZV_ID=slurm-$SLURM_JOB_ID # nodes of another job with the same port can't join
+# torchrun kills its ranks 30 s after a signal unless this is set. Slurm ends the job 120 s after it: see --signal above.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
+# Since Slurm 22.05, srun does not take over --cpus-per-task, and all ranks would share one core.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 # One torchrun per node. torchrun exits with 1 when its ranks exit with 75 (checkpoint saved), so remember the signal.
 signaled=
-trap 'signaled=yes; kill -USR1 "$job"' USR1 # srun forwards the signal to the ranks
+trap 'signaled=yes; kill -USR1 "$job" || true' USR1 # srun forwards the signal to the ranks; it may have just ended
+# If torchrun fails on one node, Slurm ends it on the others, which would wait for that node.
 # shellcheck disable=SC2016 # SLURM_NODEID is set on each node
-srun bash -c 'NODE_RANK=$SLURM_NODEID exec bash run_scripts/multi_node.sh c10d "$@"' \
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash run_scripts/multi_node.sh c10d "$@"' \
   _ "$1" --output_dir "runs/slurm-$SLURM_JOB_ID" --resume_from_checkpoint auto "${@:2}" &
 job=$!
 status=0

@@ -159,7 +159,7 @@ def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, mon
 
 
 def test_measuring_needs_a_core_per_rank(monkeypatch, tmp_path, review_csv, capsys):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(module, "usable_cores", lambda: {0})
     assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "error: --measure with --ranks 2: this machine has 1 core(s): use --ranks 1 or fewer"
@@ -167,7 +167,7 @@ def test_measuring_needs_a_core_per_rank(monkeypatch, tmp_path, review_csv, caps
 
 
 def test_measuring_needs_enough_memory(monkeypatch, tmp_path, review_csv, capsys):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(module, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
     assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -176,7 +176,7 @@ def test_measuring_needs_enough_memory(monkeypatch, tmp_path, review_csv, capsys
 
 
 def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(module, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(module, "describe_plan", lambda *_: "the plan")
     started = []
     monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)

@@ -15,13 +15,14 @@ PROJECT = Path(__file__).parents[1]
 SRUN = """#!/usr/bin/env bash
 trap 'exit "$STATUS"' USR1
 printf '%s\\n' "$@" >srun-arguments
-env | grep -E '^(NNODES|MASTER_ADDR)=' | sort >srun-environment
+env | grep -E '^(NNODES|MASTER_ADDR|RDZV_ID|SRUN_.*|TORCH_.*)=' | sort >srun-environment
 if [ -z "${WAIT_FOR_SIGNAL:-}" ]; then exit "$STATUS"; fi
 echo running
 while :; do sleep 0.02; done
 """
+# Slurm may signal the job again when srun has ended.
 SCONTROL = """#!/usr/bin/env bash
-case $1 in show) printf 'node-a\\nnode-b\\n' ;; *) echo "$@" >>scontrol-calls ;; esac
+case $1 in show) printf 'node-a\\nnode-b\\n' ;; *) echo "$@" >>scontrol-calls; kill -USR1 "$PPID" ;; esac
 """
 
 
@@ -35,7 +36,7 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("status", "requeued"), [("1", True), ("0", False)])
+@pytest.mark.parametrize(("status", "requeued"), [("3", True), ("0", False)])
 def test_a_signaled_job_is_requeued_unless_it_has_finished(tmp_path: Path, status: str, requeued: bool) -> None:
     job = start(tmp_path, STATUS=status, WAIT_FOR_SIGNAL="yes")
     assert job.stdout is not None
@@ -55,8 +56,19 @@ def test_a_failed_job_is_not_requeued(tmp_path: Path) -> None:
 
 
 def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path: Path) -> None:
-    start(tmp_path, STATUS="0").communicate(timeout=20)
-    assert (tmp_path / "srun-environment").read_text() == "MASTER_ADDR=node-a\nNNODES=2\n"
+    start(tmp_path, STATUS="0", SLURM_CPUS_PER_TASK="32").communicate(timeout=20)
+    assert (tmp_path / "srun-environment").read_text().split() == [
+        *("MASTER_ADDR=node-a", "NNODES=2", "RDZV_ID=slurm-7", "SRUN_CPUS_PER_TASK=32"),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100",
+    ]
     arguments = (tmp_path / "srun-arguments").read_text().splitlines()
+    assert arguments[0] == "--kill-on-bad-exit=1"
     flags = ["--output_dir", "runs/slurm-7", "--resume_from_checkpoint", "auto", "--csv", "reviews.csv"]
     assert arguments[-len(flags) - 1 :] == ["app.ddp_loop", *flags]
+
+
+def test_settings_of_the_user_are_kept_and_a_job_need_not_name_its_cores(tmp_path: Path) -> None:
+    start(tmp_path, STATUS="0", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="300").communicate(timeout=20)
+    names = (tmp_path / "srun-environment").read_text().split()
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in names
+    assert not [name for name in names if name.startswith("SRUN")]

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from app.errors import UserError, shorten
+from app.hardware import usable_cores
 from app.settings import Settings
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
@@ -142,6 +143,15 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or those of a single process."""
     rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in SINGLE_PROCESS.items())
     return rank, size, local_rank, local_size
+
+
+def cores_of_node() -> int:
+    """Return the number of CPU cores that the ranks of this node may use together.
+
+    torchrun binds each rank to the cores next to its GPU, so the number is that of torchrun's own cores.
+    """
+    launcher = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
+    return len(usable_cores(launcher))
 
 
 def launcher_id() -> str | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from app.distributed.collectives import barrier, raise_if_any_failed
-from app.distributed.environment import rank_and_sizes
+from app.distributed.environment import cores_of_node, rank_and_sizes
 from app.distributed.failure import (
     ON_ALL_RANKS,
     ShortErrorHandler,
@@ -28,6 +28,7 @@ from app.distributed.failure import (
     report_failure,
     report_failure_to_connect,
 )
+from app.distributed.network import use_reachable_interface
 from app.distributed.rendezvous import open_store, wait_for_keys
 from app.distributed.world import World
 from app.errors import RunError
@@ -71,10 +72,11 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     """Connect the ranks; return this rank's world, and what keeps this rank from running or None."""
     rank, size, local_rank, local_size = rank_and_sizes()
     # With --logical_ranks, the number must not depend on the number of processes, because it affects rounding.
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.logical_ranks or local_size))
+    threads = settings.threads or max(1, cores_of_node() // (settings.logical_ranks or local_size))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # if it is unset, accelerate chooses another number
     torch.set_num_threads(threads)
 
+    use_reachable_interface(size, local_size)
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
     mine = _describe_rank(settings, local_size, problem)

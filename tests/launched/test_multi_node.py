@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -207,6 +209,71 @@ def test_the_ranks_connect_over_the_cable(nodes: list[str], form: str, tmp_path:
     ranks = [next(line for line in text.splitlines() if line.startswith("rank ")) for text in printed]
     expected = [f"rank {rank} sum 11.0 by cable" for rank in range(2)]
     assert ranks == expected if form == "static" else sorted(ranks) == expected
+
+
+# Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs a command there.
+NAMED = """
+hostname "$1"; mount --bind "$2" /etc/hosts; exec "${@:3}"
+"""
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["multi_node.sh", "torchrun"])
+def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str], program: str, tmp_path: Path) -> None:
+    names, port = ["node-a", "node-b"], "29500"
+    run = ["app.ddp_loop", "--csv", str(SAMPLE), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    run += ["--max_length", "16", "--use_cpu", "--threads", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
+    jobs, logs = [], [tmp_path / f"{name}.log" for name in names]
+    for rank, (node, name, log) in enumerate(zip(nodes, names, logs, strict=True)):
+        hosts = tmp_path / f"{name}.hosts"
+        lines = [(ADDRESSES[i] if i != rank else "127.0.1.1", other) for i, other in enumerate(names)]
+        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {other}\n" for address, other in lines))
+        place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": names[0], "MASTER_PORT": port}
+        if program == "torchrun":
+            place = {}
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+            command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={names[0]}:{port}", "--rdzv_conf"]
+            command += [f"is_host={str(rank == 0).lower()}", "-m", *run]
+        else:
+            place["NPROC_PER_NODE"] = "1"
+            command = ["bash", str(SCRIPT), "c10d", *run]
+        environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place
+        inside = ["ip", "netns", "exec", node, "unshare", "--mount", "--uts", "bash", "-c", NAMED, "_", name]
+        with log.open("w") as output:
+            jobs.append(
+                subprocess.Popen(
+                    [*inside, str(hosts), *command],
+                    env=environment | {"PATH": SYSTEM_PATH},
+                    cwd=PROJECT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    wait_until(lambda: all(job.poll() is not None for job in jobs), 150)
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert len(read_steps(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(("address", "endpoint"), [("127.0.0.1", "127.0.0.1:29500"), ("::1", "[::1]:29500")])
+def test_torchrun_gets_the_job_and_this_nodes_interface(tmp_path: Path, address: str, endpoint: str) -> None:
+    """With a stand-in for torchrun, which prints its arguments and environment."""
+    (tmp_path / "run_scripts").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "run_scripts")  # not from the repository, whose .venv has the real one
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"; env\n')
+    torchrun.chmod(0o755)
+    place = PLACE | {"MASTER_ADDR": address, "RDZV_ID": "job-7", "GLOO_SOCKET_IFNAME": "eth7"}
+    path = os.pathsep.join([str(tmp_path), SYSTEM_PATH])
+    done = subprocess.run(
+        ["bash", str(tmp_path / "run_scripts" / SCRIPT.name), "c10d", "app.ddp_loop", "--use_cpu"],
+        env={"PATH": path, "PYTHONPATH": str(PROJECT)} | place,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert {f"--rdzv_endpoint={endpoint}", "--rdzv_id=job-7", "NCCL_SOCKET_IFNAME==eth7"} <= set(printed)
 
 
 def refusal_of(*arguments: str, **environment: str) -> str:

@@ -1,0 +1,104 @@
+"""The network interface that leads to the other nodes of a job.
+
+Gloo and c10d look up this machine's host name, which Debian and Ubuntu map to 127.0.1.1 in /etc/hosts: an address that
+leads other nodes to themselves.
+
+As a program, print this node's address and network interface for a job that node 0 hosts (multi_node.sh uses it):
+
+    python -m app.distributed.network MASTER_ADDR
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+import psutil
+
+# Documentation addresses (RFC 5737, RFC 3849), which only a default route can lead to.
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+ANY_PORT = 9
+
+
+def use_reachable_interface(size: int, local_size: int) -> None:
+    """Make gloo use an interface that other nodes can reach, unless the user has chosen one or the host name leads there.
+
+    Args:
+        size: the number of ranks.
+        local_size: of them on this node.
+    """
+    if size == local_size or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    route = find_route(os.environ["MASTER_ADDR"]) if _is_loopback(_own_address(socket.gethostname())) else None
+    if route is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = route[1]
+
+
+def find_route(master_addr: str) -> tuple[str, str] | None:
+    """Return the address and the interface with which this node reaches node 0, and other nodes reach this one.
+
+    On node 0 itself, these are of the default route, or of the first interface that is up, if its name stands for a
+    loopback address. They are of loopback only if there is nothing else.
+
+    Returns:
+        None if node 0 is unreachable.
+    """
+    own = _own_address(master_addr)
+    if own is None:
+        return None
+    interfaces = _interfaces()
+    candidates = [one for one in (own, *map(_own_address, ELSEWHERE), *interfaces) if one in interfaces]
+    address = min(candidates, key=_is_loopback, default=None)  # the first one that other nodes can reach
+    return None if address is None else (address, interfaces[address])
+
+
+def _own_address(host: str) -> str | None:
+    """Return the address from which this machine sends to a host; None if it can't send to it."""
+    try:
+        found = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # UDP: selects a route and sends nothing
+                return _without_zone(probe.getsockname()[0])
+        except OSError:  # such as an IPv6 address without IPv6
+            continue
+    return None
+
+
+def _interfaces() -> Mapping[str, str]:
+    """Return the interface of each IP address of this machine, without those that are down."""
+    up = psutil.net_if_stats()
+    return {
+        _without_zone(address.address): name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6) and name in up and up[name].isup
+    }
+
+
+def _without_zone(address: str) -> str:
+    return address.partition("%")[0]
+
+
+def _is_loopback(address: str | None) -> bool:
+    """Whether only this machine can reach an address. One that is unknown counts as well: gloo then takes loopback."""
+    return address is None or ipaddress.ip_address(address).is_loopback
+
+
+def main() -> None:
+    """Print the address and the interface, or exit with an error line."""
+    (master_addr,) = sys.argv[1:]
+    route = find_route(master_addr)
+    if route is None:
+        sys.exit(f"MASTER_ADDR {master_addr} is unreachable")
+    print(*route)
+
+
+if __name__ == "__main__":
+    main()

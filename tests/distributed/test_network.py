@@ -1,0 +1,87 @@
+"""Which interface other nodes can reach. tests/launched/test_multi_node.py starts jobs on nodes with such host names."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from app.distributed import network
+from app.distributed.network import find_route, use_reachable_interface
+
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.9.0.5", "docker0": "172.17.0.1"}
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A function that makes this machine one with these routes: the own address for each destination."""
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+
+    def become(routes: dict[str, str], down: tuple[str, ...] = ()) -> None:
+        family = socket.AF_INET
+        addresses = {
+            name: [SimpleNamespace(family=family, address=address), SimpleNamespace(family=-1, address="00:00")]
+            for name, address in ADDRESSES.items()
+        }
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+        monkeypatch.setattr(
+            psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=name not in down) for name in ADDRESSES}
+        )
+        monkeypatch.setattr(network, "_own_address", routes.get)
+
+    return become
+
+
+def test_the_route_to_node_0_selects_the_interface(node):
+    node({"node-0": "10.9.0.5", network.ELSEWHERE[0]: "10.0.0.5"})
+    assert find_route("node-0") == ("10.9.0.5", "ib0")
+    assert find_route("nowhere") is None
+
+
+def test_on_node_0_whose_name_is_a_loopback_address_the_default_route_selects_it(node):
+    node({"node-0": "127.0.1.1", network.ELSEWHERE[0]: "10.9.0.5"})
+    assert find_route("node-0") == ("10.9.0.5", "ib0")
+
+
+def test_without_a_default_route_it_is_the_first_interface_that_is_up(node):
+    node({"node-0": "127.0.0.1"}, down=("eth0",))
+    assert find_route("node-0") == ("10.9.0.5", "ib0")
+
+
+def test_a_machine_without_a_network_uses_loopback(node):
+    node({"node-0": "127.0.0.1"}, down=("eth0", "ib0", "docker0"))
+    assert find_route("node-0") == ("127.0.0.1", "lo")
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", None])
+def test_gloo_gets_an_interface_if_the_host_name_leads_nowhere(node, monkeypatch, own):
+    node({"node-0": "10.9.0.5"} | ({} if own is None else {HOST: own}))
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    use_reachable_interface(4, 2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("size", "own", "chosen"), [(2, "127.0.1.1", None), (4, "10.0.0.5", None), (4, "127.0.1.1", "eth7")]
+)
+def test_gloo_decides_itself_on_one_node_with_a_proper_host_name_and_as_the_user_says(
+    node, monkeypatch, size, own, chosen
+):
+    node({"node-0": "10.9.0.5", HOST: own})
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    if chosen is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    use_reachable_interface(size, 2)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_the_own_address_is_that_of_the_route():
+    assert network._own_address("127.0.0.1") == "127.0.0.1"
+    assert network._own_address("nowhere.invalid") is None
+    assert network._own_address("." * 100) is None
