@@ -24,7 +24,7 @@ ANY_PORT = 9
 
 
 def use_reachable_interface(size: int, local_size: int) -> None:
-    """Make gloo use an interface that other nodes can reach, unless the user has chosen one or the host name leads there.
+    """Make gloo use an interface that other nodes can reach, unless the user has chosen one or the host name has one.
 
     Args:
         size: the number of ranks.

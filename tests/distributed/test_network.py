@@ -1,4 +1,4 @@
-"""Which interface other nodes can reach. tests/launched/test_multi_node.py starts jobs on nodes with such host names."""
+"""Which interface other nodes can reach. tests/launched/test_multi_node.py starts jobs on such nodes."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str]
             command += [f"is_host={str(rank == 0).lower()}", "-m", *run]
         else:
             place["NPROC_PER_NODE"] = "1"
-            command = ["bash", str(SCRIPT), "c10d", *run]
+            command = ["bash", str(SCRIPT), "static", *run]
         environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place
         inside = ["ip", "netns", "exec", node, "unshare", "--mount", "--uts", "bash", "-c", NAMED, "_", name]
         with log.open("w") as output:
