@@ -190,7 +190,10 @@ def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
-    """Plot the reliability diagram: accuracy over confidence in each bin; the area of a dot grows with its rows."""
+    """Plot the reliability diagram: accuracy over confidence in each bin, with its interval.
+
+    The area of a dot grows with the number of rows in its bin.
+    """
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="confidence", ylabel="accuracy")
@@ -201,9 +204,11 @@ def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) ->
             share = np.array([row["n"] for row in bins]) / sum(row["n"] for row in bins)
             x, y = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
             axes.plot(x, y, color=color, linewidth=1.4, alpha=0.7)
+            low, high = ([row["interval"][end] for row in bins] for end in ("low", "high"))
+            axes.vlines(x, low, high, color=color, linewidth=1.4)
             size = (36 + 260 * share) * (1 if marker == "o" else 0.5)
             axes.scatter(x, y, size, color=color, marker=marker, edgecolor=PAPER, linewidth=1.2, zorder=3)
-            lowest = np.minimum(lowest, [min(x), min(y)])
+            lowest = np.minimum(lowest, [min(x), min(low)])
         left, bottom = np.maximum(np.floor(lowest * 10 - 0.2) / 10, -0.04)
         axes.set(xlim=(left, 1.03), ylim=(bottom, 1.05))
         axes.grid(True, axis="both")

@@ -72,6 +72,7 @@ def _context(comparison: dict[str, Any]) -> dict[str, Any]:
         "disagreements": largest_difference_first(comparison["disagreements"]),
         "misclassified": with_confidence(comparison["misclassified_by_both"]),
         "confusions": confusions(comparison),
+        "calibration": calibration_rows(comparison),
     }
 
 
@@ -166,6 +167,12 @@ def _signed(difference: float, form: str) -> str:
 def _maximum(value: Any) -> float:
     """Return a number, or the maximum of one number per rank."""
     return float(max(value) if isinstance(value, list) else value)
+
+
+def calibration_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return `low`, `high` and `sides`, the bins of both runs, for the confidences that at least one of them has."""
+    bins = zip(*(calibration["bins"] for calibration in comparison["calibration"]), strict=True)
+    return [{"low": a["low"], "high": a["high"], "sides": [a, b]} for a, b in bins if a["n"] or b["n"]]
 
 
 def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:

@@ -55,13 +55,17 @@ class PairedSeeds:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """The `n` rows whose highest probability is in (low, high]; the means are None if there are no such rows."""
+    """The `n` rows whose highest probability is in (low, high].
+
+    `interval` is Wilson's of the accuracy. It and the means are None if there are no such rows.
+    """
 
     low: float
     high: float
     n: int
     confidence: float | None
     accuracy: float | None
+    interval: Interval | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +244,9 @@ def calibration_bins(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15
     for m in range(bins):
         here = of_row == m
         confidence, accuracy = (float(x[here].mean()) if here.any() else None for x in (top, hit))
-        table.append(CalibrationBin(float(edges[m]), float(edges[m + 1]), int(here.sum()), confidence, accuracy))
+        n = int(here.sum())
+        interval = wilson_interval(int(hit[here].sum()), n) if n else None
+        table.append(CalibrationBin(float(edges[m]), float(edges[m + 1]), n, confidence, accuracy, interval))
     return table
 
 

@@ -16,6 +16,7 @@ import pytest
 from jobs import unavailable
 from run_folders import edit_json, write_run
 
+from app.bench.page import Section, Table, as_html
 from app.report.comparison import compare_seeds
 from app.report.render import write_comparison
 from app.runs.reader import read_run
@@ -33,6 +34,14 @@ FRAME = """<!doctype html><iframe src="{page}" style="border: 0; width: {width}p
 onload = () => {{
   const inside = document.querySelector("iframe").contentDocument, root = inside.documentElement;
   const boxed = element => element.closest(".scroll") && !element.matches(".scroll");
+  const words = [...inside.querySelectorAll("thead th")].flatMap(head => [...head.childNodes]).flatMap(node =>
+    [...node.textContent.matchAll(/\\S+/g)].map(match => {{
+      const range = inside.createRange();
+      if (node.nodeType !== Node.TEXT_NODE) return [match[0], 1];
+      range.setStart(node, match.index);
+      range.setEnd(node, match.index + match[0].length);
+      return [match[0], range.getClientRects().length];
+    }}));
   const beyond = [...inside.querySelectorAll("body *")].filter(element => !boxed(element)
     && element.getBoundingClientRect().right > root.clientWidth + 0.5);
   document.title = JSON.stringify({{
@@ -40,6 +49,7 @@ onload = () => {{
     width: root.scrollWidth,
     figures: inside.querySelectorAll("svg").length,
     background: getComputedStyle(inside.body).backgroundColor,
+    broken: words.filter(([word, lines]) => lines > 1).map(([word]) => word),
     beyond: beyond.map(element => element.outerHTML.slice(0, 90)),
   }});
 }};
@@ -123,6 +133,26 @@ def test_nothing_overflows(page, measure, width):
     assert seen["width"] == width
     wide = edited(page, "wide.html", lambda text: text.replace("<main>", '<main><div style="width: 2000px">wide</div>'))
     assert measure(wide, width)["beyond"], "otherwise this test cannot fail"
+
+
+@pytest.mark.parametrize("width", [390, 1120])
+def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(measure, tmp_path, width):
+    header = [
+        "ranks",
+        "rounds",
+        "measured",
+        "predicted",
+        "efficiency, recursive doubling",
+        "bucket of 25 MiB ready",
+    ] * 3
+    table = Table("step times", header, [["1"] * len(header)])
+    page = tmp_path / "laboratory.html"
+    page.write_text(as_html("Scaling", {}, [Section("one", "One node", ["Text."], [table])]), "utf-8")
+    seen = measure(page, width)
+    assert (seen["broken"], seen["beyond"]) == ([], [])
+    rule = "overflow-wrap: normal; hyphens: none; "
+    broken = edited(page, "broken.html", lambda text: text.replace(rule, "").replace("min-width: 5.4rem", ""))
+    assert measure(broken, width)["broken"], "otherwise this test cannot fail"
 
 
 def test_the_page_follows_the_color_scheme(page, measure):

@@ -23,7 +23,8 @@ GROUPS = [
     [{"shortest": 1, "longest": 9, "n": 5, "accuracy": {"low": 0.4, "estimate": 0.7, "high": 0.8}}],
 ]
 BINS = [{"low": 0.9, "high": 1.0, "n": 5, "confidence": 0.95, "accuracy": 0.8}]
-BINS += [{"low": 0.5, "high": 0.6, "n": 0, "confidence": None, "accuracy": None}]
+BINS[0] |= {"interval": {"low": 0.4, "high": 0.95}}
+BINS += [{"low": 0.5, "high": 0.6, "n": 0, "confidence": None, "accuracy": None, "interval": None}]
 CALIBRATION = [{"ece": 0.1, "bins": BINS}] * 2
 
 

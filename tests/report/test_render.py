@@ -92,6 +92,19 @@ def test_the_page_shows_the_values(comparison):
     assert "learning_rate" in text
 
 
+def test_each_bin_of_the_calibration_has_its_rows_and_an_interval(comparison):
+    rows = re.findall(r"<tr><th>(\d+)% – (\d+)%</th>(.*?)</tr>", as_html(comparison), re.DOTALL)
+    a, b = (side["bins"] for side in comparison["calibration"])
+    filled = [bins for bins in zip(a, b, strict=True) if any(one["n"] for one in bins)]
+    assert len(rows) == len(filled) > 2
+    for (low, high, cells), bins in zip(rows, filled, strict=True):
+        assert (low, high) == (f"{100 * bins[0]['low']:.0f}", f"{100 * bins[0]['high']:.0f}")
+        for one in bins:
+            assert f"<td>{one['n']}</td>" in cells
+            if one["n"]:
+                assert f"{100 * one['interval']['low']:.0f}% – {100 * one['interval']['high']:.0f}%" in cells
+
+
 def test_settings_that_differ_come_first_and_are_marked(comparison):
     rows = settings_rows(comparison)
     marked = [row["name"] for row in rows if row["differs"]]

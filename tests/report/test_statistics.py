@@ -397,10 +397,12 @@ def test_calibration_agrees_with_a_loop_and_with_scikit_learn(sample, bins):
             accuracy_inside = sum(int(np.argmax(p[i])) == labels[i] for i in inside) / len(inside)
             confidence = sum(max(p[i]) for i in inside) / len(inside)
             assert (row.accuracy, row.confidence) == (pytest.approx(accuracy_inside), pytest.approx(confidence))
+            assert row.interval == wilson_interval(round(accuracy_inside * len(inside)), len(inside))
             expected += len(inside) / len(p) * abs(accuracy_inside - confidence)
         else:
             assert row.accuracy is None
             assert row.confidence is None
+            assert row.interval is None
     assert expected_calibration_error(p, labels, bins) == pytest.approx(expected, abs=1e-12)
     filled = [row for row in table if row.n]
     accuracy, confidence = calibration_curve(p.argmax(axis=1) == labels, p.max(axis=1), n_bins=bins)
