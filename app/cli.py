@@ -234,7 +234,7 @@ def launch(
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
     Exit statuses: 0 finished (also if a restarted job finds its run already finished), 1 the run failed, 2 invalid
-    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before or after training.
+    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
 
     Args:
         main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the

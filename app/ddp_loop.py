@@ -32,7 +32,7 @@ from app.checkpoint.state import TrainingState
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows, reduce_sum
-from app.distributed.preemption import StopRequest
+from app.distributed.preemption import StopRequest, ignore_stop_requests
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
@@ -60,6 +60,7 @@ def main(settings: Settings) -> None:
             print_plan("ddp_loop", settings, world)
         else:
             fine_tune(settings, world)
+            ignore_stop_requests()  # the run has finished, and leaving takes a moment
 
 
 def fine_tune(settings: Settings, world: World) -> None:
@@ -72,7 +73,7 @@ def fine_tune(settings: Settings, world: World) -> None:
         # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world)
         prepared.record.finish(prepared.strategy, prepared.model, prepared.data.tokenizer, logits, scores)
-    world.print_main(describe_result(scores, prepared.record))
+        world.print_main(describe_result(scores, prepared.record))
 
 
 def train(prepared: Preparation, world: World, stop: StopRequest) -> None:

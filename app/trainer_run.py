@@ -32,7 +32,7 @@ from app.checkpoint.state import TrainingState, load_weights
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows
-from app.distributed.preemption import StopRequest
+from app.distributed.preemption import StopRequest, ignore_stop_requests
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
@@ -56,6 +56,7 @@ def main(settings: Settings) -> None:
             print_plan("trainer_run", settings, world)
         else:
             fine_tune(settings, world)
+            ignore_stop_requests()  # the run has finished, and leaving takes a moment
 
 
 def fine_tune(settings: Settings, world: World) -> None:
@@ -63,7 +64,7 @@ def fine_tune(settings: Settings, world: World) -> None:
     prepared = prepare("trainer_run", settings, world)
     with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
-    world.print_main(describe_result(scores, prepared.record))
+        world.print_main(describe_result(scores, prepared.record))
 
 
 def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Scores:
@@ -106,7 +107,7 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
     all_steps_are_done = prepared.resume.step == total_steps
     if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
-        load_weights(prepared.model, checkpoint)  # DeepSpeed's engine copies them when it is created
+        load_weights(prepared.model, checkpoint, world)  # DeepSpeed's engine copies them when it is created
     if not all_steps_are_done:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"

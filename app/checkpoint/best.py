@@ -14,7 +14,7 @@ from app.checkpoint.manager import CheckpointManager, latest_first, problem_of, 
 from app.checkpoint.state import read_weights, write_weights
 from app.distributed.collectives import first_failure
 from app.distributed.world import World
-from app.errors import RunError
+from app.errors import RunError, UserError
 from app.files import commit
 from app.runs.schema import BEST_PREFIX, MODEL, RUN_STATE
 from app.strategies.base import Tensors
@@ -82,16 +82,24 @@ def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
     """Copy the best weights of another run, whose checkpoint a new run resumes from. Call it on rank 0.
 
     Args:
-        source: the `best-<step>` folder next to that checkpoint; may be missing, or be this run's own.
+        source: the `best-<step>` folder next to that checkpoint, which may be this run's own; None without one.
         run: the folder of the new run.
         checkpoints: the folder of its checkpoints.
+
+    Raises:
+        UserError: another job has removed the folder.
     """
-    if source is None or not source.is_dir():
+    if source is None:
         return
     target, staging = checkpoints / source.name, run / ".best.tmp"
     if source.resolve() != target.resolve():
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.copytree(source, staging)
+        try:
+            shutil.copytree(source, staging)
+        except OSError:
+            if not source.is_dir():
+                raise UserError(f"{source}: has been removed since this run was started") from None
+            raise
         checkpoints.mkdir(exist_ok=True)
         commit(staging, target)
 

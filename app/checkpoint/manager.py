@@ -26,6 +26,7 @@ PREFIX = "checkpoint-"
 STAGING = ".writing"
 MANIFEST = "manifest.json"
 COMPLETION_MARKER = "COMPLETE"
+MARKER_SIZE = hashlib.sha256().digest_size * 2  # bytes of the completion marker, the hash of the manifest
 WRITE_ERRORS = (OSError, SafetensorError)
 
 
@@ -42,8 +43,11 @@ def problem_of(folder: Path) -> str | None:
     """
     try:
         manifest = (folder / MANIFEST).read_bytes()
-        if (folder / COMPLETION_MARKER).read_text(encoding="ascii") != hashlib.sha256(manifest).hexdigest():
-            return f"{MANIFEST} has changed since it was written"
+        marker = (folder / COMPLETION_MARKER).read_bytes()
+        if len(marker) != MARKER_SIZE:
+            return f"{COMPLETION_MARKER} has {len(marker)} bytes, not {MARKER_SIZE}"
+        if marker != hashlib.sha256(manifest).hexdigest().encode():
+            return f"{MANIFEST} or {COMPLETION_MARKER} has changed since it was written"
         for name, (size, sha256) in json.loads(manifest).items():
             path = folder / name
             if path.stat().st_size != size:
@@ -60,7 +64,7 @@ def problem_of(folder: Path) -> str | None:
 def was_complete(folder: Path) -> bool:
     """Tell whether a checkpoint was marked complete. A run killed while it writes the marker leaves a shorter one."""
     try:
-        return (folder / COMPLETION_MARKER).stat().st_size == hashlib.sha256().digest_size * 2
+        return (folder / COMPLETION_MARKER).stat().st_size == MARKER_SIZE
     except FileNotFoundError:
         return False
 
@@ -119,6 +123,19 @@ class CheckpointManager:
         """
         self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
         self.latest_valid: Path | None = None
+
+    def find_latest_valid(self) -> Path | None:
+        """Return the latest valid checkpoint, for a message about a failure. Not collective.
+
+        Rank 0 may have marked one complete right before it failed, so that `latest_valid` does not know of it.
+        """
+        known = self.latest_valid if self.latest_valid is not None and self.latest_valid.is_dir() else None
+        for checkpoint in latest_first(self.folder):
+            if known is not None and step_of(checkpoint) <= step_of(known):
+                break
+            if problem_of(checkpoint) is None:
+                return checkpoint
+        return known
 
     def save(self, name: str, write: Callable[[Path], None], required: Collection[str]) -> bool:
         """Write a folder and mark it complete. Collective.

@@ -7,6 +7,7 @@ another strategy and world size, where each rank reads the rows that it needs fr
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LRScheduler
 
+from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
+from app.distributed.collectives import raise_on_all_ranks
 from app.distributed.world import World
+from app.errors import UserError
 from app.files import flush
 from app.runs.schema import MODEL, SCHEDULE, SHARDS
 from app.strategies.base import Strategy, Tensors
@@ -53,12 +57,17 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore the state from a folder that `save` has written under any strategy and world size. Collective."""
+        """Restore the state from a checkpoint that was written under any strategy and world size. Collective.
+
+        Raises:
+            AgreedError: the checkpoint has been removed, or it is not one of this model.
+        """
         with ShardReader(folder) as shards:
+            with raise_on_all_ranks(self.world):
+                content = shards.open(self.model)
             self._restore(shards)
         self.optimizer.zero_grad()
         lambdas = self.scheduler.state_dict().get("lr_lambdas")
-        content = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
         self.scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
         self.loss_scale.load_state_dict(content["loss_scale"])
         for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
@@ -100,9 +109,15 @@ class TrainingState:
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Restore only the weights of a checkpoint. Collective. `model` may be sharded."""
+def load_weights(model: torch.nn.Module, folder: Path, world: World) -> None:
+    """Restore only the weights of a checkpoint. Collective. `model` may be sharded.
+
+    Raises:
+        AgreedError: the checkpoint has been removed, or it is not one of this model.
+    """
     with ShardReader(folder) as shards:
+        with raise_on_all_ranks(world):
+            shards.open(model)
         _copy_weights(shards, model)
 
 
@@ -115,21 +130,69 @@ def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class ShardReader:
-    """Read tensors whose rows are distributed over the files of several ranks. Use as a context manager."""
+    """Read tensors whose rows are distributed over the files of several ranks. A context manager; call `open` first."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.open_files = folder, ExitStack()
         self.parts: dict[str, list[tuple[int, Any]]] = {}  # of each tensor: the first row in a file, and the file
 
     def __enter__(self) -> ShardReader:
-        for path in self.folder.glob(SHARDS.format(rank="*", size="*")):
-            file = self.open_files.enter_context(safe_open(path, framework="pt"))
-            first_rows = json.loads(file.metadata()[FIRST_ROWS])
-            for name in file.keys():  # noqa: SIM118  # a file is not a dictionary
-                self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
+        return self
+
+    def open(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Open the files of a checkpoint, and check that they hold the tensors of a model and no others.
+
+        The folder may be another run's, which removes old checkpoints. After this, that does no harm.
+
+        Returns:
+            The content of schedule.json.
+
+        Raises:
+            UserError: a file is missing or damaged, or the checkpoint is not one of this model.
+        """
+        try:
+            names = json.loads((self.folder / MANIFEST).read_bytes())  # other files do not belong to the checkpoint
+            for name in sorted(fnmatch.filter(names, SHARDS.format(rank="*", size="*"))):
+                self._open_file(self.folder / name)
+            content: dict[str, Any] = json.loads((self.folder / SCHEDULE).read_bytes())
+        except (OSError, SafetensorError):
+            if not (self.folder / COMPLETION_MARKER).exists():
+                problem = FileNotFoundError("it has been removed since this run was started")
+            raise UserError(f"{self.folder}: can't be read: {problem}") from None
         for parts in self.parts.values():
             parts.sort(key=lambda part: part[0])
-        return self
+        if differences := self._differences(model):
+            more = f" (and {len(differences) - 1} more differences)" if differences[1:] else ""
+            raise UserError(f"{self.folder}: is not a checkpoint of this model: {differences[0]}{more}")
+        return content
+
+    def _open_file(self, path: Path) -> None:
+        file = self.open_files.enter_context(safe_open(path, framework="pt"))
+        first_rows = json.loads(file.metadata()[FIRST_ROWS])
+        for name in file.keys():  # noqa: SIM118  # a file is not a dictionary
+            self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
+
+    def _differences(self, model: torch.nn.Module) -> list[str]:
+        """Return which tensors are missing, have no place in the model, or have another shape."""
+        # DeepSpeed's stage 3 leaves parameters empty; `ds_shape` is their shape.
+        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in _weights(model)}
+        required = [f"model.{name}" for name in shapes]
+        # A parameter that has had no gradient has no optimizer state.
+        required += [f"{key}.{name}" for name in shapes if f"step.{name}" in self for key in (*MOMENTS, "step")]
+        found = [name for name in self.parts if not name.startswith(POWER_SGD.partition("{")[0])]
+        return [
+            *(f"{name} is missing" for name in required if name not in self),
+            *(f"{name} has no place in the model" for name in sorted(set(found) - set(required))),
+            *(
+                f"{name} has the shape {self._shape(f'model.{name}')}, not {shape}"
+                for name, shape in shapes.items()
+                if f"model.{name}" in self and self._shape(f"model.{name}") != shape
+            ),
+        ]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shapes = [file.get_slice(name).get_shape() for _, file in self.parts[name]]
+        return tuple(shapes[0]) if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def __exit__(self, *_: object) -> None:
         self.open_files.close()

@@ -16,6 +16,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun forwards it to them
 
 
+def ignore_stop_requests() -> None:
+    """Ignore the signals from now on. Call it when a run has finished and only the process is left to end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopRequest:
     """Check once per step whether any rank has been asked to stop.
 
@@ -65,13 +71,13 @@ class StopRequest:
         if self.pending is not None:
             self.pending[1].wait()
             self.pending = None
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(self.previous_writer)
         os.close(self.writer)  # ends the thread
         # The thread refers to the process group. If it released the group during interpreter exit, the process would
         # abort.
         self.listener.join()
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
 
     def _listen(self) -> None:
         first = None

@@ -15,6 +15,9 @@ from app.runs.folder import lock
 from app.runs.schema import CHECKPOINTS, LATEST, METRICS, RUNS, SETTINGS
 from app.settings import Settings
 
+NO_CHECKPOINT = "{run} has no complete checkpoint, so training starts from the beginning"
+NOT_IN_A_RUN = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -56,16 +59,16 @@ def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: 
         return replace(found, recorded=_recorded_settings(found.folder)) if found.folder else found
     if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
         return Found(None, _requested_checkpoint(requested, warn))
-    path = Path(requested).resolve()
-    run = path.parent.parent if _is_checkpoint(path) else path
-    if not (run / SETTINGS.name).is_file():  # not a run folder: leave it unlocked, and report what is wrong
+    run = _locate(requested)[0]
+    if run is None:  # leave the folder unlocked, and report what is wrong
         _requested_checkpoint(requested, warn)
+    assert run is not None
     held = lock(run)
     return Found(run, _requested_checkpoint(requested, warn), held)
 
 
-def folder_of_this_job(path_name: str, output_dir: str | None, launchers: Collection[str]) -> Path | None:
-    """Return the run folder that earlier processes of this job created; None if there is none.
+def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
+    """Return the run folder that earlier processes of this job wrote to; None if there is none.
 
     A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
     Otherwise it belongs to another run, or to another program that happens to have a settings.json.
@@ -73,7 +76,13 @@ def folder_of_this_job(path_name: str, output_dir: str | None, launchers: Collec
     Args:
         launchers: the torchrun processes of this job.
     """
-    candidates = [Path(output_dir)] if output_dir is not None else sorted((RUNS / path_name).glob("*"), reverse=True)
+    output_dir, requested = settings.output_dir, settings.resume_from_checkpoint
+    if output_dir is not None:
+        candidates = [Path(output_dir)]
+    elif requested not in (None, "auto"):  # the run is resumed in its own folder, wherever that is
+        candidates = [run] if (run := _locate(str(requested))[0]) is not None else []
+    else:
+        candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
     for folder in candidates:
         recorded = _recorded_settings(folder).get("launchers")
         if isinstance(recorded, list) and set(launchers) & {one for one in recorded if isinstance(one, str)}:
@@ -89,6 +98,8 @@ def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> 
     checkpoint = _latest_valid(own, warn)
     if checkpoint is None and requested not in (None, "auto"):
         checkpoint = _requested_checkpoint(str(requested), warn)
+    if checkpoint is None:
+        warn(NO_CHECKPOINT.format(run=own))
     return Found(own, checkpoint, held)
 
 
@@ -109,6 +120,8 @@ def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], N
     checkpoint = _latest_valid(folder, warn)
     if finished and checkpoint is None:
         raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
+    if checkpoint is None:
+        warn(NO_CHECKPOINT.format(run=folder))
     return Found(folder.resolve(), checkpoint, held)
 
 
@@ -116,32 +129,56 @@ def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the latest valid checkpoint of a run that is to be resumed in place.
 
     Raises:
-        UserError: there were complete checkpoints, and none can be read. Starting from the beginning would remove them,
-            although the cause may be temporary.
+        UserError: none is valid, and not because the run was killed before its first one was complete. Starting from
+            the beginning would remove them, although the cause may be temporary.
     """
-    checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, warn)
-    if checkpoint is None and any(map(was_complete, latest_first(run / CHECKPOINTS))):
-        raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
+    folder = run / CHECKPOINTS
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
+    checkpoint = latest_valid_checkpoint(folder, warn)
+    if checkpoint is None:
+        damaged = latest_first(folder)
+        # A kill leaves at most one checkpoint without a marker, the latest: later ones are written only after it.
+        if len(damaged) > 1 or any(map(was_complete, damaged)):
+            raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
     return checkpoint
 
 
 def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
     """Return the requested checkpoint, or the latest valid one of the requested run."""
-    path = Path(requested)
-    if not path.is_dir():
+    if not Path(requested).is_dir():
         raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
-    if _is_checkpoint(path):
-        problem, checkpoint = problem_of(path), path
+    run, checkpoint = _locate(requested)
+    if checkpoint is not None:
+        problem = problem_of(checkpoint)
+    elif run is not None:
+        checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, warn)
+        problem = "has no complete checkpoint" if checkpoint is None else None
+    elif _is_checkpoint(Path(requested)):
+        problem = problem_of(Path(requested)) or NOT_IN_A_RUN
     else:
-        checkpoint = latest_valid_checkpoint(path / CHECKPOINTS, warn) or path
-        problem = "has no complete checkpoint" if checkpoint == path else None
-    checkpoint = checkpoint.resolve()
-    run = checkpoint.parent.parent
-    if problem is None and (checkpoint.parent.name != CHECKPOINTS or not (run / SETTINGS.name).is_file()):
-        problem = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
+        problem = NOT_IN_A_RUN if latest_first(Path(requested) / CHECKPOINTS) else "has no complete checkpoint"
     if problem is not None:
         raise UserError(f"--resume_from_checkpoint {requested}: {problem}")
+    assert checkpoint is not None
     return checkpoint
+
+
+def _locate(requested: str) -> tuple[Path | None, Path | None]:
+    """Return the run folder that a path names or that contains it, and the checkpoint if the path names one.
+
+    Neither has to exist any more. The run folder is None if there is none.
+    """
+    # A checkpoints folder may be a link to another disk, where its parent is no run folder. So look at the path as it
+    # is written first, and then at what it links to.
+    for path in (Path(os.path.abspath(requested)), Path(requested).resolve()):
+        is_checkpoint = _is_checkpoint(path)
+        if is_checkpoint and path.parent.name != CHECKPOINTS:
+            continue
+        run = (path.parent.parent if is_checkpoint else path).resolve()
+        if (run / SETTINGS.name).is_file():
+            return run, run / CHECKPOINTS / path.name if is_checkpoint else None
+    return None, None
 
 
 def _is_checkpoint(path: Path) -> bool:

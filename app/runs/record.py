@@ -137,7 +137,7 @@ class RunRecord:
         try:
             yield
         except Exception as failure:
-            checkpoint = self.checkpoints.latest_valid or "none"
+            checkpoint = self.checkpoints.find_latest_valid() or "none"
             failure.add_note(f"after step {self.step}; latest valid checkpoint: {checkpoint}")
             raise
 

@@ -106,7 +106,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
         if world.is_main_process:
             # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
             # joined or left.
-            own = folder_of_this_job(path_name, settings.output_dir, launchers)
+            own = folder_of_this_job(path_name, settings, launchers)
             found = find_checkpoint(path_name, settings, own, world.print_main)
     mine = (found.folder, found.checkpoint, found.finished, found.recorded)
     folder, checkpoint, finished, recorded = broadcast_object(mine, world)

@@ -6,6 +6,7 @@ import pytest
 
 from app.checkpoint.best import Best, copy_best
 from app.checkpoint.manager import commit_checkpoint, problem_of
+from app.errors import UserError
 from app.runs.schema import CHECKPOINTS
 
 
@@ -37,6 +38,11 @@ def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):
     assert problem_of(run / CHECKPOINTS / "best-3") is None
     assert problem_of(source) is None
     assert [path.name for path in run.iterdir()] == [CHECKPOINTS]
+
+
+def test_best_weights_that_another_job_has_removed_are_named(tmp_path):
+    with pytest.raises(UserError, match="best-3: has been removed since this run was started"):
+        copy_best(tmp_path / "old" / CHECKPOINTS / "best-3", tmp_path, tmp_path / CHECKPOINTS)
 
 
 def test_best_weights_are_not_copied_onto_themselves(tmp_path):

@@ -237,6 +237,28 @@ def test_an_invalid_new_checkpoint_does_not_remove_the_latest_valid_one(tmp_path
     assert checkpoints.latest_valid == checkpoints.folder / "checkpoint-1"
 
 
+def test_a_failure_names_a_checkpoint_that_was_completed_right_before_it(tmp_path, world):
+    """Rank 0 was killed before the other ranks knew."""
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world)
+    assert checkpoints.find_latest_valid() is None
+    assert checkpoints.save("checkpoint-1", write, FILES)
+    committed(checkpoints.folder / "checkpoint-2")
+    damaged = committed(checkpoints.folder / "checkpoint-3")
+    (damaged / COMPLETION_MARKER).write_bytes(b"")
+    assert checkpoints.find_latest_valid() == checkpoints.folder / "checkpoint-2"
+    remove(checkpoints.folder / "checkpoint-2")
+    assert checkpoints.find_latest_valid() == checkpoints.folder / "checkpoint-1"
+    remove(checkpoints.folder / "checkpoint-1")
+    assert checkpoints.find_latest_valid() is None
+
+
+@pytest.mark.parametrize("marker", [b"", b"5d41"])
+def test_a_marker_that_was_not_written_completely_is_named(tmp_path, marker):
+    folder = committed(tmp_path / "checkpoint-1")
+    (folder / COMPLETION_MARKER).write_bytes(marker)
+    assert problem_of(folder) == f"{COMPLETION_MARKER} has {len(marker)} bytes, not 64"
+
+
 def test_a_failure_is_one_line_and_stops_the_run_if_requested(tmp_path, world, capsys):
     def full(folder: Path) -> None:
         (folder / "half").write_bytes(b"half")

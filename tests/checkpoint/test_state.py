@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedConfig, PreTrainedModel
 from worlds import batch_plan, fake_world, process_group_of
 
+from app.checkpoint import state
+from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
 from app.checkpoint.state import TrainingState, load_weights, write_weights
 from app.distributed.world import World
+from app.errors import UserError
 from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDP
@@ -52,6 +57,17 @@ class Model(PreTrainedModel):
         self.count += 1
         self.mean += x.mean()
         return self.classes(self.out(self.dropout(self.into(x)))).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def no_exchange_of_problems(monkeypatch):
+    """The other ranks of most process groups here do not exist. A problem of this rank is raised unchanged."""
+    monkeypatch.setattr(state, "raise_on_all_ranks", lambda world: nullcontext())
+
+
+def write_manifest(folder: Path) -> None:
+    """List the files of a checkpoint, as `commit_checkpoint` does."""
+    (folder / MANIFEST).write_text(json.dumps({path.name: None for path in folder.iterdir()}))
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,7 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by
             training.model.eval()(torch.randn(4, 6))
         training.model.train()
         training.save(tmp_path)
+        write_manifest(tmp_path)
         undisturbed = train(training, 5, 7)
         weights = training.strategy.gather_model_state(training.model)
 
@@ -156,6 +173,7 @@ def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
 
     before, after = new(0), new(1)
     before.save(tmp_path)
+    write_manifest(tmp_path)
     after.load(tmp_path)
     assert torch.equal(after.model.scale, before.model.scale)
     assert after.model.scale.stride() == (1, 2)
@@ -238,6 +256,7 @@ def save_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> Non
             training.loss_scale.value.fill_(2.0**-7)
             training.loss_scale.good_steps.fill_(1234)
             training.save(folder)
+    write_manifest(folder)
 
 
 def check_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> None:
@@ -295,7 +314,7 @@ def test_each_value_is_in_the_file_of_one_rank_and_every_file_is_written(tmp_pat
     """No rank holds more than its part, so none may write or gather more."""
     reference, (strategy, size) = new_reference(), layout
     save_on_all_ranks(tmp_path, layout, reference)
-    assert {path.name for path in tmp_path.iterdir()} == set(checkpoint_files(size)) - {RUN_STATE}
+    assert {path.name for path in tmp_path.iterdir()} == {*checkpoint_files(size), MANIFEST} - {RUN_STATE}
     elements: dict[str, list[int]] = {}
     for rank in range(size):
         with safe_open(tmp_path / SHARDS.format(rank=rank, size=size), framework="pt") as file:
@@ -327,6 +346,7 @@ def test_each_rank_gets_its_own_errors_of_power_sgd_back(tmp_path):
             training = new_state((f"zero{rank}" if rank else "ddp", 2), world, 0, hook="power_sgd")
             training.strategy.power_sgd.load_state_dict(own(rank))
             training.save(tmp_path)
+    write_manifest(tmp_path)
     for rank in range(2):
         with process_group_of(rank, 2) as world:
             training = new_state(("ddp", 2), world, 1, hook="power_sgd")
@@ -343,7 +363,7 @@ def test_weights_can_be_loaded_without_an_optimizer(tmp_path, layout):
     for rank in range(layout[1]):
         with process_group_of(rank, layout[1]) as world:
             model = new_state(layout, world, seed=1).model
-            load_weights(model, tmp_path)
+            load_weights(model, tmp_path, world)
             for name, tensor in model.state_dict().items():
                 whole = reference["model"][{"out.weight": "into.weight"}.get(name, name)]
                 expected = whole if name in ("count", "mean") else part_of(whole, layout, rank)
@@ -358,3 +378,64 @@ def test_the_schedule_is_saved_without_its_functions(tmp_path):
     assert content.keys() == {"schedule", "loss_scale"}
     assert content["schedule"]["last_epoch"] == 0
     assert "lr_lambdas" not in content["schedule"]
+
+
+# ---- what is not a checkpoint of this model ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=STRATEGIES)
+def saved(request, tmp_path) -> Path:
+    """A checkpoint of two ranks."""
+    save_on_all_ranks(tmp_path, (request.param, 2), new_reference())
+    (tmp_path / COMPLETION_MARKER).touch()
+    return tmp_path
+
+
+def load(folder: Path) -> None:
+    with process_group_of(0, 1) as world:
+        new_state(("ddp", 1), world, seed=1).load(folder)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(saved):
+    shutil.copy(saved / SHARDS.format(rank=0, size=2), saved / SHARDS.format(rank=2, size=3))
+    load(saved)
+
+
+def test_a_checkpoint_that_another_job_removes_is_named(saved):
+    (saved / COMPLETION_MARKER).unlink()  # first, as `remove` does
+    load(saved)
+    (saved / SHARDS.format(rank=1, size=2)).unlink()
+    with pytest.raises(UserError, match=f"{saved.name}: can't be read: it has been removed since this run was started"):
+        load(saved)
+    shutil.rmtree(saved)
+    with pytest.raises(UserError, match="it has been removed since this run was started"):
+        load(saved)
+
+
+def rename(folder: Path, old: str, new: str, change=lambda tensor: tensor) -> None:
+    """Rename a tensor in all files of a checkpoint."""
+    for path in folder.glob("state-*"):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = {new if name == old else name: tensor for name, tensor in load_file(path).items()}
+        save_file({n: change(t) if n == new else t for n, t in tensors.items()}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model.into.weight", "other", r"model\.into\.weight is missing \(and 1 more differences\)"),
+        ("exp_avg.into.weight", "exp_avg.other", r"exp_avg\.into\.weight is missing \(and 1 more"),
+        ("step.into.weight", "step.other", r"exp_avg\.into\.weight has no place in the model \(and 2 more"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(saved, old, new, message):
+    rename(saved, old, new)
+    with pytest.raises(UserError, match=f"is not a checkpoint of this model: {message}"):
+        load(saved)
+
+
+def test_a_tensor_of_another_shape_is_refused(saved):
+    rename(saved, "model.into.weight", "model.into.weight", lambda tensor: tensor[:, :5].contiguous())
+    with pytest.raises(UserError, match=r"into\.weight has the shape \(6, 5\), not \(6, 6\)$"):
+        load(saved)

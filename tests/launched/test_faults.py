@@ -46,7 +46,8 @@ def finished(shared) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(shared) -> Path:
     """A run of EVALUATED by two ranks; the same for both training paths."""
-    done = run("ddp_loop", *EVALUATED, "--output_dir", shared / "undisturbed", shared=shared)
+    more = ["--save_steps", 2, "--save_total_limit", 9, "--output_dir", shared / "undisturbed"]
+    done = run("ddp_loop", *EVALUATED, *more, shared=shared)
     assert done.status == 0, done.err
     return shared / "undisturbed"
 
@@ -263,3 +264,33 @@ def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(sha
     assert steps_of(folder) == list(range(1, step + 1))
     assert (folder / "checkpoints" / f"checkpoint-{step}" / "COMPLETE").is_file()
     assert not (folder / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("path_name", [PATHS[0], pytest.param(PATHS[1], marks=pytest.mark.slow)])
+def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, tmp_path, path_name):
+    done = run(FAULTY, path_name, "terminate_at_model", *BRIEF, "--output_dir", tmp_path / "run", shared=shared)
+    assert done.status == 0, done.err
+    assert not done.error_lines
+    read_run(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_restarted_job_forgets_no_checkpoint_that_it_wrote_into_the_requested_run(
+    undisturbed, shared, tmp_path, path_name
+):
+    """It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed."""
+    if path_name == PATHS[0]:
+        shutil.copytree(undisturbed, tmp_path / "run")
+    else:
+        flags = [*EVALUATED, "--save_steps", 2, "--save_total_limit", 9, "--output_dir", tmp_path / "run"]
+        assert run(path_name, *flags, shared=shared).status == 0
+    requested = tmp_path / "run" / "checkpoints" / "checkpoint-2"
+    flags = [*EVALUATED, "--save_steps", 1, "--save_total_limit", 1, "--resume_from_checkpoint", requested]
+    done = run(FAULTY, path_name, "kill", *flags, shared=shared, torchrun_flags=RESTART)
+    assert done.status == 0, done.err
+    assert re.findall(r"resumed from .*\(step (\d)\)", done.out) == ["2", "5"]
+    assert not requested.exists()
+    assert steps_of(tmp_path / "run") == list(range(1, 10))
+    for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,57 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_a
     assert search(settings) == (folder, None, False)
 
 
+def test_a_run_that_starts_again_says_so(folder):
+    (folder / CHECKPOINTS / "checkpoint-4" / "COMPLETE").write_text("")
+    settings, lines = Settings(output_dir=str(folder), resume_from_checkpoint="auto"), []
+    os.close(find_checkpoint("ddp_loop", settings, None, lines.append).lock)
+    assert "checkpoint-4 is skipped: COMPLETE has 0 bytes, not 64" in lines[0]
+    assert lines[1:] == [f"{folder} has no complete checkpoint, so training starts from the beginning"]
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_kill_leaves_at_most_one_checkpoint_without_a_marker(folder, is_restart):
+    """Several have been damaged otherwise, and their other files may be intact."""
+    shutil.copytree(folder / CHECKPOINTS / "checkpoint-4", folder / CHECKPOINTS / "checkpoint-8")
+    for name in ("checkpoint-4", "checkpoint-8"):
+        (folder / CHECKPOINTS / name / "COMPLETE").write_text("")
+    before = sorted((folder / CHECKPOINTS).rglob("*"))
+    settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
+    with pytest.raises(UserError, match="none of its checkpoints can be read"):
+        find_checkpoint("ddp_loop", settings, folder if is_restart else None, ignore)
+    assert sorted((folder / CHECKPOINTS).rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"output_dir": "run", "resume_from_checkpoint": "auto"},
+        *({"resume_from_checkpoint": path} for path in ("run", "run/checkpoints/checkpoint-4", "disk/checkpoint-4")),
+    ],
+)
+def test_the_checkpoints_may_be_on_another_disk(folder, tmp_path, monkeypatch, search, settings):
+    monkeypatch.chdir(tmp_path)
+    (folder / CHECKPOINTS).rename(tmp_path / "disk")
+    (folder / CHECKPOINTS).symlink_to(tmp_path / "disk")
+    if settings["resume_from_checkpoint"].startswith("disk"):
+        with pytest.raises(UserError, match="disk/checkpoint-4: is not inside a run folder"):
+            search(Settings(**settings))
+        return
+    run, checkpoint, _ = search(Settings(**settings))
+    assert (run, checkpoint.absolute()) == (folder, folder / CHECKPOINTS / "checkpoint-4")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="checkpoint"):
+        search(Settings(**settings))
+
+
+def test_a_link_to_a_checkpoint_or_to_a_run_is_followed(folder, tmp_path, search):
+    (tmp_path / "latest").symlink_to(folder)
+    (tmp_path / "checkpoint-good").symlink_to(folder / CHECKPOINTS / "checkpoint-4")
+    for name in ("latest", "latest/checkpoints/checkpoint-4", "checkpoint-good"):
+        found = search(Settings(resume_from_checkpoint=str(tmp_path / name)))
+        assert found == (folder, folder / CHECKPOINTS / "checkpoint-4", False)
+
+
 def test_auto_does_not_overwrite_a_finished_run(folder, search):
     (folder / METRICS.name).write_text("{}")
     (folder / CHECKPOINTS / "checkpoint-4" / "COMPLETE").unlink()
@@ -364,10 +416,18 @@ def test_a_restarted_job_recognizes_its_folder_by_its_launchers(tmp_path, monkey
     (run.parent / "latest").symlink_to("somewhere-else")
     (run / SETTINGS.name).write_text(content.replace("{", json.dumps(RECORDED)[:-1] + ", ", 1).replace(", }", "}"))
     launchers = ["b:7:3.00", "d:1:1.00"]
-    assert folder_of_this_job("ddp_loop", None, launchers) == (run if is_own else None)
-    assert folder_of_this_job("ddp_loop", str(run), launchers) == (run if is_own else None)
-    assert folder_of_this_job("ddp_loop", str(tmp_path / "missing"), launchers) is None
-    assert folder_of_this_job("ddp_loop", str(run), []) is None
+    elsewhere = run.rename(tmp_path / "elsewhere")
+    assert folder_of_this_job("ddp_loop", Settings(), launchers) is None
+    for place in ("", "checkpoints/checkpoint-10"):  # which may have been removed meanwhile
+        resumed = Settings(resume_from_checkpoint=str(elsewhere / place))
+        assert folder_of_this_job("ddp_loop", resumed, launchers) == (elsewhere if is_own else None)
+        new = Settings(resume_from_checkpoint=str(elsewhere / place), output_dir=str(tmp_path / "missing"))
+        assert folder_of_this_job("ddp_loop", new, launchers) is None
+    elsewhere.rename(run)
+    for settings in (Settings(), Settings(resume_from_checkpoint="auto"), Settings(output_dir=str(run))):
+        assert folder_of_this_job("ddp_loop", settings, launchers) == (run if is_own else None)
+    assert folder_of_this_job("ddp_loop", Settings(output_dir=str(tmp_path / "missing")), launchers) is None
+    assert folder_of_this_job("ddp_loop", Settings(output_dir=str(run)), []) is None
 
 
 @pytest.mark.parametrize(
