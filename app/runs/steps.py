@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from app.distributed.collectives import all_gather, all_gather_object, reduce_sum
+from app.distributed.collectives import all_gather, all_gather_object
 from app.distributed.world import World
 from app.errors import RunError
 
@@ -25,7 +25,7 @@ class Step:
         losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
         grad_norm: the norm of the averaged gradients before clipping, scalar, equal on every rank.
         examples: this rank's rows.
-        tokens: this rank's tokens without padding, scalar int64 tensor.
+        tokens: this rank's tokens without padding, scalar int64 tensor on the CPU.
         padded_tokens: this rank's tokens with padding.
         seconds: the duration of the step.
     """
@@ -99,19 +99,24 @@ def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, to
 
 
 def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
-    """Reduce any number of steps over the ranks in two collectives. Collective.
+    """Reduce any number of steps over the ranks in one collective. Collective.
 
     Returns:
         The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
-    device = world.device
-    by_rank = all_gather(torch.stack([step.losses.double() for step in steps]).to(device), world)
-    losses = [mean(micro_batches) for micro_batches in by_rank.transpose(0, 1).flatten(1).tolist()]
-    tokens = torch.stack([step.tokens for step in steps]).to(device)
-    sizes = torch.tensor([[step.examples, step.padded_tokens] for step in steps], device=device)
-    counts = reduce_sum(torch.cat([tokens.unsqueeze(1), sizes], dim=1), world).tolist()
-    # Only here does the host wait for the device: once for all norms of the interval. They are equal on every rank.
-    norms = torch.stack([step.grad_norm.double() for step in steps]).tolist()
+    # fp64 holds these whole numbers exactly. The copy of pinned memory does not make the host wait.
+    counts = torch.tensor([[step.examples, step.padded_tokens] for step in steps], dtype=torch.float64)
+    counts = torch.cat([torch.stack([step.tokens for step in steps]).unsqueeze(1), counts], dim=1)
+    if world.device.type == "cuda":
+        counts = counts.pin_memory()
+    norms = torch.stack([step.grad_norm.double() for step in steps]).unsqueeze(1)
+    losses = torch.stack([step.losses.double() for step in steps])
+    measured = [tensor.to(world.device, non_blocking=True) for tensor in (counts, norms, losses)]
+    # Only here does the host wait for the device: once for all steps of the interval.
+    by_rank = all_gather(torch.cat(measured, dim=1), world).cpu()
+    counts = by_rank[:, :, :3].sum(dim=0)
+    mine = by_rank[world.rank, :, 3].tolist()  # the norms, which are equal on every rank
+    means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]
     return [
         {
             "step": step.step,
@@ -124,7 +129,9 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
             "padded_tokens": padded_tokens,
             "seconds": step.seconds,
         }
-        for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(steps, losses, norms, counts, strict=True)
+        for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(
+            steps, means, mine, counts.long().tolist(), strict=True
+        )
     ]
 
 

@@ -68,7 +68,6 @@ def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
     record.plan = SimpleNamespace(total_steps=1)
     record.start_clock()
     monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
-    monkeypatch.setattr(steps_module, "reduce_sum", lambda values, world: values)
     add_steps(record, 1)
     record.write_evaluation(1, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     assert capsys.readouterr().out == ""

@@ -41,13 +41,15 @@ def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
 def reduce_over(ranks: Sequence[Sequence[Step]], monkeypatch) -> list[dict[str, Any]]:
     """Reduce the steps of several ranks, as each of them would."""
 
+    sent: list[torch.Tensor] = []
+
     def gather(values: torch.Tensor, world: World) -> torch.Tensor:
-        others = [torch.stack([one.losses.double() for one in steps]) for steps in ranks[1:]]
-        return torch.stack([values, *others])
+        sent.append(values)
+        return torch.stack([*sent, *[values] * (len(ranks) - len(sent))])
 
     monkeypatch.setattr(steps_module, "all_gather", gather)
-    monkeypatch.setattr(steps_module, "reduce_sum", lambda values, world: values * len(ranks))
-    return reduce_steps(ranks[0], fake_world(0, len(ranks)))
+    # Each call knows what the ranks before it have sent.
+    return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
 
 
 def test_losses_are_averaged_and_counts_are_summed_over_the_ranks(monkeypatch):
