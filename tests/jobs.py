@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +17,15 @@ from typing import Any, NoReturn
 import pandas as pd
 import psutil
 import pytest
+import torch
+from fake_cuda import guard
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
 
 PROJECT = Path(__file__).parents[1]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
 MANY_RUNS = PROJECT / "tests" / "launched" / "many_runs.py"
+ON_FAKE_GPUS = PROJECT / "tests" / "fake_cuda" / "launch.py"
 LIMIT = 240  # seconds for a job: a limit only has to end what hangs, also on a machine three times as slow as a laptop
 
 
@@ -44,6 +49,19 @@ def require_deepspeed() -> None:
     """Skip a test that needs DeepSpeed if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         unavailable("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
+
+
+def require_fake_gpus() -> None:
+    """Skip a test on fake GPUs (see `tests/fake_cuda/README.md`) where there can't be any."""
+    if torch.backends.cuda.is_built():
+        pytest.skip("this build of PyTorch has CUDA: the tests marked gpu run on real GPUs")
+    if sys.platform != "linux":
+        pytest.skip("fake GPUs are built on Linux only")
+    if f"torch=={torch.__version__.partition('+')[0]}" not in (PROJECT / "constraints.txt").read_text().split():
+        pytest.skip("fake GPUs depend on internals of PyTorch: they are made for the version in constraints.txt")
+    if not guard.library_path().exists() and shutil.which("g++") is None:
+        unavailable("no g++, which builds tests/fake_cuda/guard.cpp: apt-get install g++")
+    guard.build()
 
 
 def find_real_csv() -> Path | None:
@@ -179,28 +197,39 @@ class Outcome:
         problem: the exception's type and text; None if the run finished.
         out: what rank 0 printed.
         inspection: `ddp`, its plain attributes, and `changes` in config and tokenizer, each (before, after).
+        reports: on fake GPUs, what `fake_cuda.report.Report.as_dict` returned on each rank.
     """
 
     problem: str | None
     out: str
     inspection: dict[str, Any]
+    reports: list[dict[str, Any]]
 
 
 def run_many(
-    folder: Path, runs: Mapping[str, TrainingRun], ranks: int = 2, limit: float = 600, **environment: str
+    folder: Path,
+    runs: Mapping[str, TrainingRun],
+    ranks: int = 2,
+    limit: float = 600,
+    fake_gpu_nodes: int = 0,
+    job_flags: Sequence[str] = (),
+    **environment: str,
 ) -> dict[str, Outcome]:
-    """Train many runs one after another in one job on CPUs, with one thread per rank.
+    """Train many runs one after another in one job, on CPUs or on fake GPUs, with one thread per rank.
 
     Args:
         folder: the job's working directory. A run's own folder is `folder/name` unless its flags name another.
         runs: the runs, by name.
         ranks: processes, or 0 for plain Python.
         limit: seconds for all of them together.
+        fake_gpu_nodes: use fake GPUs (see `tests/fake_cuda/README.md`), on so many machines; 0 for CPUs.
+        job_flags: what all runs of a process share, such as `--deterministic`; each run needs it as well.
 
     Returns:
         The outcome of each run, by name.
     """
-    common = ["--use_cpu", "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
+    device = [] if fake_gpu_nodes else ["--use_cpu"]
+    common = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
     content = {}
     for name, run in runs.items():
         flags = [*common, *map(str, run.flags)]
@@ -210,9 +239,11 @@ def run_many(
     file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))
-    flags = ["--use_cpu", "--threads=1", "--ddp_timeout=120"]
+    command: list[Any] = [MANY_RUNS, *device, *job_flags, "--threads=1", "--ddp_timeout=120"]
+    if fake_gpu_nodes:
+        command = [ON_FAKE_GPUS, "--nodes", fake_gpu_nodes, *command]
     variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
-    with Job(str(MANY_RUNS), *flags, cwd=folder, ranks=ranks, **variables, **environment) as job:
+    with Job(*map(str, command), cwd=folder, ranks=ranks, **variables, **environment) as job:
         done = job.finish(limit)
     assert done.status == 0, done.out + done.err
     return {name: Outcome(**x) for name, x in json.loads(file.with_name("outcomes.json").read_text()).items()}

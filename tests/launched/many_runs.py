@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import architectures  # noqa: F401  (registers its models with transformers)
+from fake_cuda.report import REPORT
 from mutations import MUTATIONS
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +26,7 @@ import app.ddp_loop
 import app.trainer_run
 import app.training.build
 from app.cli import launch, parse_settings
-from app.distributed.collectives import barrier
+from app.distributed.collectives import all_gather_object, barrier
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.runs.record import RunRecord
@@ -53,6 +54,7 @@ def train(run: dict[str, Any], world: World) -> dict[str, Any]:
     barrier(world)
     flags = [flag.replace("{rank}", str(world.rank)) for flag in run["flags"]]
     problem, inspection, out = None, {}, io.StringIO()
+    REPORT.clear()
     try:
         with (
             redirect_stdout(out),
@@ -63,7 +65,8 @@ def train(run: dict[str, Any], world: World) -> dict[str, Any]:
     except Exception as raised:
         problem = f"{type(raised).__name__}: {raised}"
     gc.collect()  # a DDP module must not outlive the process group
-    return {"problem": problem, "out": out.getvalue(), "inspection": inspection}
+    reports = all_gather_object(REPORT.as_dict(), world) if world.device.type == "cuda" else []
+    return {"problem": problem, "out": out.getvalue(), "inspection": inspection, "reports": reports}
 
 
 @contextmanager

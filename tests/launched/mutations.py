@@ -17,7 +17,8 @@ import app.training.build
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
 from app.strategies.base import clip_by_norm
-from app.strategies.reduction import sum_pairwise
+from app.strategies.fsdp import FullyShard
+from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
 from app.training.dropout import seed_micro_batch
 
 
@@ -123,6 +124,39 @@ def large_loss_scale(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def exchange_that_does_not_wait(world: World) -> Iterator[None]:
+    """On GPUs, the stream on which gradients are exchanged does not wait for the backward pass."""
+    exchange_on = FixedOrderAllReduce._exchange_on
+
+    def exchange_at_once(self: FixedOrderAllReduce, stream: Any, *arguments: Any) -> Any:
+        with patch.object(type(stream), "wait_stream", lambda *_: None):
+            return exchange_on(self, stream, *arguments)
+
+    with patch.object(FixedOrderAllReduce, "_exchange_on", exchange_at_once):
+        yield
+
+
+@contextmanager
+def memory_that_is_not_recorded(world: World) -> Iterator[None]:
+    """On GPUs, the allocator does not know that rounded gradients are used on another stream."""
+    with patch.object(type(torch.empty(0, device=world.device)), "record_stream", lambda *_: None):
+        yield
+
+
+@contextmanager
+def norm_on_the_cpu(world: World) -> Iterator[None]:
+    """With offloaded gradients, the norm of a shard stays on the CPU."""
+    clip = FullyShard.clip_grad_norm
+
+    def clip_on_cpu(self: FullyShard, *arguments: Any) -> torch.Tensor:
+        with patch.object(self, "world", dataclasses.replace(world, device=torch.device("cpu"))):
+            return clip(self, *arguments)
+
+    with patch.object(FullyShard, "clip_grad_norm", clip_on_cpu):
+        yield
+
+
+@contextmanager
 def cpus_as_gpus(world: World) -> Iterator[None]:
     """accelerate takes the ranks on CPUs for ranks on GPUs: only then does it shard the model for `--fsdp`."""
     start = PartialState.__init__
@@ -151,5 +185,6 @@ MUTATIONS = {
     for mutation in (
         *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
         *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale, cpus_as_gpus),
+        *(exchange_that_does_not_wait, memory_that_is_not_recorded, norm_on_the_cpu),
     )
 }

@@ -1,0 +1,63 @@
+"""Copies between devices: which of them make the host wait, and which memory a copy without waiting uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fake_cuda import guard
+from fake_cuda.guard import HOST
+from fake_cuda.memory import ALLOCATOR, Access, launch, wait_on_host
+from fake_cuda.tensor import FakeCuda, data_of, wrap
+
+aten = torch.ops.aten
+
+
+def copy_tensors(name: str, args: Any, kwargs: dict[str, Any], target: torch.device | None) -> Any:
+    """Run `copy_`, `_foreach_copy_`, or `_to_copy`, which `Tensor.to` calls."""
+    if name == "_foreach_copy_":
+        non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+        for destination, source in zip(args[0], args[1], strict=True):
+            _copy_into(destination, source, non_blocking)
+        return None
+    if name == "copy_":
+        non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+        return _copy_into(args[0], args[1], non_blocking)
+    source, options = args[0], {key: value for key, value in kwargs.items() if key != "device"}
+    non_blocking, pin = bool(options.pop("non_blocking", False)), options.pop("pin_memory", None)
+    real = aten._to_copy.default(data_of(source), **options)
+    target = source.device if target is None else target
+    if target.type != "cuda" and (non_blocking or pin):  # PyTorch pins the result of a copy without waiting
+        real = real.pin_memory()
+    result = wrap(real, target) if target.type == "cuda" else real
+    _transfer(source, result, non_blocking)
+    return result
+
+
+def _copy_into(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    data_of(destination).copy_(data_of(source))
+    _transfer(source, destination, non_blocking)
+    return destination
+
+
+def _transfer(source: torch.Tensor, destination: torch.Tensor, non_blocking: bool) -> None:
+    """Enqueue a copy. The host waits if it is told to, or if the host's memory is not pinned."""
+    reads = [source.cpu_data] if isinstance(source, FakeCuda) else []
+    writes = [destination.cpu_data] if isinstance(destination, FakeCuda) else []
+    stream = guard.current_stream()
+    if reads and writes:
+        launch("copy", reads, writes)
+        return
+    host = destination if reads else source
+    is_pinned = bool(aten.is_pinned.default(host))
+    waits = host.numel() > 0 and not (non_blocking and is_pinned)
+    if waits:
+        pageable = ", from pageable memory" if non_blocking else ""
+        wait_on_host(f"copy {'to the host' if reads else 'to the device'}{pageable}")
+    launch("copy", reads, writes)
+    if waits:
+        guard.join(stream, HOST)
+    else:
+        access = Access(stream, guard.launch(stream), "copy without waiting")
+        ALLOCATOR.host_memory_of(host).access(access, is_write=bool(reads))

@@ -1,0 +1,93 @@
+"""Code of PyTorch that bypasses the dispatcher, and is replaced for that reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo  # before functions that it inspects are replaced
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+
+from fake_cuda import guard
+from fake_cuda.operations import check_host_access
+from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
+
+
+def install() -> None:
+    """Replace all of it."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    _move_modules()
+    _record_futures()
+    _check_host_reads()
+    _profile_the_cpu()
+    # FSDP2 frees the storage of a gathered parameter, which has no effect on the fake one.
+    for module in (_fsdp_param, _fsdp_param_group):
+        for function in ("alloc_storage", "free_storage"):
+            if hasattr(module, function):
+                setattr(module, function, lambda tensor: None)
+    _fsdp_init._move_states_to_device = _move_states_to_device
+
+
+def _move_modules() -> None:
+    """`module.to("cuda")` sets the data of a parameter, which can't make it a FakeCuda: swap the contents instead.
+
+    The parameters stay the same objects, so tied ones stay tied, and optimizers keep theirs.
+    """
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    # It refuses tensors with weak references, which is too careful here: they remain valid.
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[assignment,attr-defined]
+    torch._has_compatible_shallow_copy_type = _are_of_a_kind
+
+
+def _are_of_a_kind(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    return isinstance(input, FakeCuda) == isinstance(from_, FakeCuda)
+
+
+def _move_states_to_device(params: Any, buffers: Any, device: torch.device) -> None:
+    """FSDP2 moves a parameter by `tensor.data = …`, which can't make a FakeCuda."""
+    for tensor in (*params, *buffers):
+        if tensor.device == device or tensor.device.type == "meta":
+            continue
+        moved = tensor.detach().to(device)
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
+
+
+def _record_futures() -> None:
+    """C++ records a future's tensors on the streams of its callbacks (`Future::synchronizeWithCurrentStreams`)."""
+    original = torch.futures.Future.then
+
+    def then(self: Any, callback: Any) -> Any:
+        def record_and_call(future: Any) -> Any:
+            for tensor in tensors_in(future.value()):
+                if isinstance(tensor, FakeCuda):
+                    use_on_stream(tensor, guard.current_stream())
+            return callback(future)
+
+        return original(self, record_and_call)
+
+    torch.futures.Future.then = then  # type: ignore[method-assign]
+
+
+def _check_host_reads() -> None:
+    """These read a CPU tensor without an operation, maybe before a copy without waiting has written it."""
+    for name in ("numpy", "tolist"):
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            check_host_access(self, f"{name}()")
+            return original(self, *args, **options)
+
+        setattr(torch.Tensor, name, read)
+
+
+def _profile_the_cpu() -> None:
+    """There are no events of CUDA: PyTorch's profiler would print a warning for each operation."""
+    original = torch.profiler.profile.__init__
+
+    def init(self: torch.profiler.profile, *, activities: Any = None, **options: Any) -> None:
+        original(self, activities=[torch.profiler.ProfilerActivity.CPU], **options)
+
+    torch.profiler.profile.__init__ = init  # type: ignore[method-assign]

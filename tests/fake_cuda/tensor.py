@@ -1,0 +1,135 @@
+"""The tensors: PyTorch sees a CUDA tensor, and its numbers are those of a CPU tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from fake_cuda import guard
+from fake_cuda.memory import ALLOCATOR, launch, wait_on_host
+
+
+class FakeCuda(torch.Tensor):
+    """A tensor that PyTorch takes for one on a GPU.
+
+    Attributes:
+        cpu_data: its numbers.
+    """
+
+    cpu_data: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor, device: torch.device) -> FakeCuda:
+        assert type(real) in (torch.Tensor, torch.nn.Parameter), type(real)
+        size, strides, offset = real.size(), real.stride(), real.storage_offset()
+        fake: FakeCuda = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, storage_offset=offset, dtype=real.dtype, device=device
+        )
+        fake.cpu_data = real.detach()
+        return fake
+
+    def __init__(self, real: torch.Tensor, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from fake_cuda.operations import execute  # which imports this module
+
+        return execute(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FakeCuda({self.cpu_data}, device={self.device})"
+
+    # The host can't read device memory.
+
+    def numpy(self, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
+
+    def tolist(self) -> Any:
+        wait_on_host("tolist()")
+        launch("tolist", [self.cpu_data], [])
+        guard.join(guard.current_stream(), guard.HOST)
+        return self.cpu_data.tolist()
+
+    # Libraries compare addresses, so there are some.
+
+    def data_ptr(self) -> int:
+        return self.cpu_data.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.cpu_data.untyped_storage()
+
+    def record_stream(self, stream: Any) -> None:
+        use_on_stream(self, stream.stream_id)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return FakeCuda(self.cpu_data, self.device)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        torch._C.TensorBase.data.__set__(self, new)
+        assert isinstance(new, FakeCuda)
+        self.cpu_data = new.cpu_data
+
+    def is_shared(self) -> bool:
+        return False
+
+
+def use_on_stream(tensor: FakeCuda, stream: int) -> None:
+    """Make the allocator wait for a stream before it reuses the memory of a tensor."""
+    ALLOCATOR.memory_of(tensor.cpu_data, guard.current_stream(tensor.device.index)).recorded.add(stream)
+
+
+def resolve(device: Any) -> torch.device:
+    """Return a device with its number: `cuda` means the current one."""
+    device = torch.device(device)
+    return torch.device("cuda", guard.device()) if device.type == "cuda" and device.index is None else device
+
+
+def wrap(real: torch.Tensor, device: torch.device) -> FakeCuda:
+    """Return a CPU tensor as a tensor on a device, whose memory is allocated on the current stream."""
+    assert device.index is not None
+    ALLOCATOR.memory_of(real, guard.current_stream(device.index))
+    return FakeCuda(real, device)
+
+
+def tensors_in(*things: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results of an operation."""
+    found = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, list | tuple):
+            found += tensors_in(*thing)
+        elif isinstance(thing, dict):
+            found += tensors_in(*thing.values())
+    return found
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], thing: Any) -> Any:
+    """Return arguments or results of an operation with a function applied to their tensors."""
+    if isinstance(thing, torch.Tensor):
+        return function(thing)
+    if isinstance(thing, list | tuple):
+        mapped = [map_tensors(function, one) for one in thing]
+        return mapped if isinstance(thing, list) else tuple(mapped)
+    if isinstance(thing, dict):
+        return {key: map_tensors(function, value) for key, value in thing.items()}
+    return thing
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the CPU tensor that stands for a CUDA tensor, or a CPU tensor itself."""
+    return tensor.cpu_data if isinstance(tensor, FakeCuda) else tensor

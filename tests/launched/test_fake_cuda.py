@@ -1,0 +1,309 @@
+"""The code for GPUs, on fake ones (`tests/fake_cuda/README.md`): no error, no race, the same bits, few waits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import write_model
+from jobs import (
+    ON_FAKE_GPUS,
+    Job,
+    Outcome,
+    TrainingRun,
+    require_deepspeed,
+    require_fake_gpus,
+    run_many,
+    write_subset,
+)
+
+from app.runs.hashes import hash_run
+
+pytestmark = pytest.mark.launched
+PATHS, STRATEGIES = ("ddp_loop", "trainer_run"), ("ddp", "zero1", "zero2", "zero3")
+LOGGING_STEPS = 2
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=8", "--max_length=16", "--dropout=0.1", "--max_grad_norm=0.5"]
+FLAGS += ["--logical_ranks=4", f"--logging_steps={LOGGING_STEPS}", "--max_steps=4"]
+QUIET = ["--eval_strategy=no", "--save_strategy=no"]
+SAVED = ["--save_strategy=steps", "--save_steps=2", "--eval_strategy=steps", "--eval_steps=2"]
+SAVED += ["--validation_size=0.1", "--load_best_model_at_end", "--metric_for_best_model=loss"]
+OFFLOAD = ["--strategy=zero3", "--cpu_offload"]
+MODEL = ["--model=bert"]
+# Waits in a micro-batch of models that wait themselves: in `wait_for_device` before, and again for what came since.
+WAITING_MODELS = {"gpt2": 2, "modernbert": 1}
+MICRO_BATCHES = 2 * 2 * LOGGING_STEPS  # two per rank and step, in two logging intervals
+
+
+def run(path: str, *flags: str, **options: Any) -> TrainingRun:
+    return TrainingRun(path, [*FLAGS, *MODEL, *QUIET, *flags], **options)
+
+
+def saved(path: str, *flags: str) -> TrainingRun:
+    return TrainingRun(path, [*FLAGS, *MODEL, *SAVED, *flags])
+
+
+def resumed(path: str, *flags: str) -> TrainingRun:
+    return saved(path, *flags, f"--resume_from_checkpoint=saved-{path}/checkpoints/checkpoint-2")
+
+
+def in_buckets(path: str, *flags: str, **options: Any) -> TrainingRun:
+    """Train a model of several buckets: an exchange that goes wrong does so while the backward pass goes on."""
+    return TrainingRun(path, [*FLAGS, *QUIET, "--ddp_bucket_cap_mb=1", *flags], **options)
+
+
+def counted(path: str, strategy: str, model: str) -> dict[str, TrainingRun]:
+    """Return two runs, of which the second has two logging intervals more."""
+    flags = [*FLAGS, *QUIET, f"--strategy={strategy}", f"--model={model}"]
+    long = [*flags, f"--max_steps={4 + 2 * LOGGING_STEPS}"]
+    name = f"waits_{path}_{strategy}_{model}"
+    return {f"{name}-short": TrainingRun(path, flags), f"{name}-long": TrainingRun(path, long)}
+
+
+# What comes before the first "-" in a run's name is its group. All runs of a group have the same bits.
+FAST = {
+    "fp32-ddp_loop-ddp": run("ddp_loop"),
+    "fp32-trainer_run-zero3": run("trainer_run", "--strategy=zero3"),
+    "fp32-offload": run("ddp_loop", *OFFLOAD),
+    "bf16_hook-2": run("ddp_loop", "--ddp_comm_hook=bf16"),
+}
+FAST_COUNTED = [("ddp_loop", "ddp", "bert")]
+TWO_RANKS = {
+    f"fp32-{path}-{name}": run(path, f"--strategy={name}")
+    for path, name in product(PATHS, STRATEGIES)
+    if f"fp32-{path}-{name}" not in FAST
+}
+TWO_RANKS |= {
+    "fp32-trainer-offload": run("trainer_run", *OFFLOAD),
+    "fp32-checkpointing": run("ddp_loop", "--activation_checkpointing", "--strategy=zero3"),
+    "fp32-trainer-checkpointing": run("trainer_run", "--activation_checkpointing"),
+    "fp32-unused": run("ddp_loop", "--ddp_find_unused_parameters"),
+    "fp32-profile": run("ddp_loop", "--profile=1"),
+    "fp32-trainer-profile": run("trainer_run", "--profile=1", "--strategy=zero3"),
+    "bf16-ddp": run("ddp_loop", "--bf16"),
+    "bf16-zero3": run("ddp_loop", "--bf16", "--strategy=zero3"),
+    "bf16-trainer": run("trainer_run", "--bf16", "--strategy=zero2"),
+    "fp16-ddp": run("ddp_loop", "--precision=fp16"),
+    "fp16-zero3": run("ddp_loop", "--precision=fp16", "--strategy=zero3"),
+    "fp16-trainer-offload": run("trainer_run", "--precision=fp16", *OFFLOAD),
+    "accumulation-ddp": run("ddp_loop", "--gradient_accumulation_steps=2"),
+    "accumulation-trainer": run("trainer_run", "--gradient_accumulation_steps=2", "--strategy=zero2"),
+    "fp16_hook-2": run("ddp_loop", "--ddp_comm_hook=fp16"),
+    "bf16_hook-trainer": run("trainer_run", "--ddp_comm_hook=bf16", "--strategy=zero1"),
+    "power_sgd-2": run("ddp_loop", "--ddp_comm_hook=power_sgd", "--logical_ranks=2"),
+    "power_sgd-trainer": run("trainer_run", "--ddp_comm_hook=power_sgd", "--logical_ranks=2"),
+    "saved-ddp_loop": saved("ddp_loop", "--strategy=zero3"),
+    "saved-trainer_run": saved("trainer_run"),
+    "saved-resumed-offload": resumed("ddp_loop", *OFFLOAD),
+    "saved-resumed-trainer": resumed("trainer_run", "--strategy=zero1"),
+    "buckets-2": in_buckets("ddp_loop"),
+    "bf16_hook_buckets-2": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
+    "fsdp-trainer": run("trainer_run", "--fsdp", "--logical_ranks=2"),  # equal to the others up to rounding only
+}
+ONE_RANK = {
+    "fp32-1": run("ddp_loop", "--deterministic"),
+    "fp32-zero3-1": run("ddp_loop", "--deterministic", "--strategy=zero3"),
+    "fp32-trainer-1": run("trainer_run", "--deterministic"),
+    "bf16-1": run("ddp_loop", "--deterministic", "--bf16"),
+    "fp16_hook-1": run("ddp_loop", "--deterministic", "--ddp_comm_hook=fp16"),
+    "saved-resumed-1": resumed("ddp_loop"),  # whose setting has to be the same; the job has set the algorithms
+}
+FOUR_RANKS = {
+    "fp32-zero3-4": run("ddp_loop", "--strategy=zero3"),
+    "fp32-trainer-zero1-4": run("trainer_run", "--strategy=zero1"),
+    "fp32-offload-4": run("trainer_run", *OFFLOAD),
+    "bf16-4": run("ddp_loop", "--bf16"),
+    "buckets-4": in_buckets("ddp_loop"),
+    "bf16_hook_buckets-4": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
+    "fp16_hook-4": run("trainer_run", "--ddp_comm_hook=fp16"),
+    "saved-resumed-4": resumed("trainer_run", "--strategy=zero2"),
+}
+DEEPSPEED = {"stage-2": {"stage": 2}, "stage-3": {"stage": 3, "memory_efficient_linear": False}}
+WITH_DEEPSPEED = {
+    f"{name}-deepspeed": saved("trainer_run", f"--deepspeed={name}.json", "--logical_ranks=2") for name in DEEPSPEED
+}
+OVERFLOW = run("trainer_run", "--deepspeed=stage-2.json", "--logical_ranks=2", "--learning_rate=1e25")
+# A deliberate bug, and how it shows.
+FAST_BUGS = {"norm_on_the_cpu": (run("ddp_loop", *OFFLOAD), "error")}
+BUGS = {
+    "exchange_that_does_not_wait": (in_buckets("ddp_loop"), "race"),
+    "memory_that_is_not_recorded": (in_buckets("ddp_loop", "--ddp_comm_hook=bf16"), "race"),
+}
+SLOW_COUNTED = [
+    *((path, strategy, "bert") for path, strategy in product(PATHS, STRATEGIES)),
+    *(("ddp_loop", "ddp", model) for model in WAITING_MODELS),
+]
+SLOW_COUNTED.remove(*FAST_COUNTED)
+GROUPS = sorted({name.partition("-")[0] for name in (*FAST, *TWO_RANKS, *ONE_RANK, *FOUR_RANKS)})
+
+
+class Jobs:
+    """The folder of all runs, and the outcomes of those that have been trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.outcomes: dict[str, Outcome] = {}
+
+    def train(self, runs: Mapping[str, TrainingRun], **options: Any) -> None:
+        self.outcomes |= run_many(self.folder, runs, fake_gpu_nodes=1, **options)
+
+
+def buggy(bugs: Mapping[str, tuple[TrainingRun, str]]) -> dict[str, TrainingRun]:
+    return {name: replace(run, mutation=name) for name, (run, _) in bugs.items()}
+
+
+@pytest.fixture(scope="module")
+def fast(hotel_csv, tmp_path_factory) -> Jobs:
+    """One short job of two ranks."""
+    require_fake_gpus()
+    folder = tmp_path_factory.mktemp("fake-gpus")
+    write_subset(hotel_csv, folder / "reviews.csv", 120)
+    for model in ("bert", *WAITING_MODELS):
+        write_model(folder / model, model)
+    for name, zero in DEEPSPEED.items():
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero}))
+    jobs = Jobs(folder)
+    runs = FAST | buggy(FAST_BUGS)
+    for case in FAST_COUNTED:
+        runs |= counted(*case)
+    jobs.train(runs)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(fast) -> Jobs:
+    runs = dict(TWO_RANKS)
+    for case in SLOW_COUNTED:
+        runs |= counted(*case)
+    fast.train(runs)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks) -> Jobs:
+    two_ranks.train(ONE_RANK, ranks=0, job_flags=["--deterministic"])
+    return two_ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks(two_ranks) -> Jobs:
+    two_ranks.train(FOUR_RANKS | buggy(BUGS), ranks=4)
+    return two_ranks
+
+
+@pytest.fixture(scope="module")
+def deepspeed(fast) -> Jobs:
+    require_deepspeed()
+    fast.train(WITH_DEEPSPEED | {"overflow": OVERFLOW})
+    return fast
+
+
+def check(jobs: Jobs, names: Iterable[str]) -> None:
+    """Assert that runs have neither errors nor races, and that those of a group have the same bits."""
+    outcomes = {name: jobs.outcomes[name] for name in names}
+    problems = {name: one.problem for name, one in outcomes.items() if one.problem is not None}
+    assert not problems, problems
+    races = {name: race for name, one in outcomes.items() for report in one.reports for race in report["races"]}
+    assert not races, races
+    assert all(report["kernels"] for one in outcomes.values() for report in one.reports)
+
+
+def check_bits(jobs: Jobs) -> None:
+    """Assert that all runs of a group so far have the same bits."""
+    hashes: dict[str, dict[str, str]] = {}
+    for name, outcome in jobs.outcomes.items():
+        group = name.partition("-")[0]
+        if group in GROUPS and outcome.problem is None:
+            hashes.setdefault(group, {})[name] = hash_run(jobs.folder / name)
+    different = {group: runs for group, runs in hashes.items() if len(set(runs.values())) > 1}
+    assert not different, different
+
+
+def check_waits(jobs: Jobs, path: str, strategy: str, model: str) -> None:
+    """Assert that two logging intervals make the host wait once each, or for each micro-batch if the model waits."""
+    runs = counted(path, strategy, model)
+    assert [jobs.outcomes[name].problem for name in runs] == [None, None]
+    short, long = (Counter(jobs.outcomes[name].reports[0]["waits"]) for name in runs)
+    allowed = WAITING_MODELS.get(model, 0) * MICRO_BATCHES + 2
+    assert (long - short).total() <= allowed, long - short
+
+
+def test_both_paths_train_without_errors_and_races(fast):
+    check(fast, FAST)
+    check_bits(fast)
+
+
+@pytest.mark.parametrize("case", FAST_COUNTED, ids="-".join)
+def test_the_host_waits_once_per_logging_interval(fast, case):
+    check_waits(fast, *case)
+
+
+@pytest.mark.parametrize("bug", FAST_BUGS)
+def test_a_deliberate_bug_is_detected(fast, bug):
+    assert shows(fast.outcomes[bug], FAST_BUGS[bug][1])
+
+
+def shows(outcome: Outcome, how: str) -> bool:
+    if how == "error":
+        return "FakeCudaError" in str(outcome.problem)
+    return outcome.problem is None and all(report["races"] for report in outcome.reports)
+
+
+@pytest.mark.slow
+def test_all_strategies_precisions_and_hooks_train_without_errors_and_races(two_ranks):
+    check(two_ranks, TWO_RANKS)
+    check_bits(two_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_COUNTED, ids="-".join)
+def test_the_host_waits_once_per_logging_interval_with_each_strategy(two_ranks, case):
+    check_waits(two_ranks, *case)
+
+
+@pytest.mark.slow
+def test_one_rank_trains_the_same_bits_with_deterministic_algorithms(one_rank):
+    check(one_rank, ONE_RANK)
+    check_bits(one_rank)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_the_same_bits(four_ranks):
+    check(four_ranks, FOUR_RANKS)
+    check_bits(four_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_deliberate_bug_of_four_ranks_is_detected(four_ranks, bug):
+    assert shows(four_ranks.outcomes[bug], BUGS[bug][1])
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_without_errors_and_races(deepspeed):
+    check(deepspeed, WITH_DEEPSPEED)
+
+
+@pytest.mark.slow
+def test_an_overflow_in_deepspeed_ends_with_one_line(deepspeed):
+    assert str(deepspeed.outcomes["overflow"].problem).startswith("RunError: step ")
+
+
+@pytest.mark.slow
+def test_the_laboratory_measures_without_errors_and_races(fast):
+    flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001", "--seeds=1"]
+    flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert", "--largest_mib=0.0625"]
+    command = [ON_FAKE_GPUS, "--report=reports", "app.bench.communication", *flags]
+    with Job(*map(str, command), cwd=fast.folder) as job:
+        done = job.finish()
+    assert done.status == 0, done.err
+    for rank in range(2):
+        report = json.loads((fast.folder / "reports" / f"report-{rank}.json").read_text())
+        assert report["races"] == {}
+        assert any(note.startswith("nccl ") for note in report["notes"])
+        assert not any("without device_id" in note for note in report["notes"])
