@@ -1,6 +1,7 @@
 """Predict the memory and the traffic of a training step on each rank, without loading weights or starting ranks.
 
     python -m app.plan --model bert-base-chinese --train_batch_size 32
+    python -m app.plan --ranks 16 --ranks_per_node 8
     python -m app.plan --ranks 8 --strategy zero3 --precision bf16 --device_memory 24GiB
 
 Any training flag applies. Rows are assumed to be padded to `--max_length`, which is the most memory that a batch can
@@ -16,6 +17,7 @@ import psutil
 
 from app.cli import settings_parser
 from app.distributed.launcher import check_gpus, default_nproc_per_node
+from app.distributed.topology import Topology
 from app.errors import RunError, UserError
 from app.files import write_text
 from app.hardware import usable_cores
@@ -39,17 +41,21 @@ def _main() -> int:
     parser = settings_parser(__doc__)
     group = parser.add_argument_group("plan")
     group.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
+    group.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
     group.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
     group.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
     values = parser.values(sys.argv[1:])
-    ranks, device_memory, measure = (values.pop(name) for name in ("ranks", "device_memory", "measure"))
+    names = ("ranks", "ranks_per_node", "device_memory", "measure")
+    ranks, ranks_per_node, device_memory, measure = (values.pop(name) for name in names)
     budget = None if device_memory is None else parse_size("device_memory", device_memory)
     settings = Settings(**values)
     refuse_flags_of_one_run(settings)
     ranks = default_nproc_per_node(settings.use_cpu) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")
-    plan = build_plan(settings, ranks)
+    if ranks_per_node is not None and (ranks_per_node < 1 or ranks % min(ranks_per_node, ranks)):
+        raise UserError(f"--ranks_per_node {ranks_per_node}: must be 1 or more, and divide --ranks {ranks}")
+    plan = build_plan(settings, Topology(ranks, min(ranks_per_node or ranks, ranks)))
     if measure:
         check_machine(plan)
     text = describe_plan(plan, budget)
@@ -70,8 +76,10 @@ def check_machine(plan: Plan) -> None:
     """Check that this machine can train the plan's steps, before anything is written.
 
     Raises:
-        UserError: there are fewer GPUs or cores than ranks, or too little main memory.
+        UserError: it is one node only, there are fewer GPUs or cores than ranks, or too little main memory.
     """
+    if plan.topology.nodes > 1:
+        raise UserError("--measure: trains on this machine, which is one node: leave out --ranks_per_node")
     ranks, cores = plan.batches.ranks, len(usable_cores())
     check_gpus(ranks, plan.settings.use_cpu)
     if plan.device.type == "cuda":

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from app import plan as module
+from app.distributed.topology import Topology, powers_of_two
 from app.errors import UserError
 from app.model.activations import Activations
 from app.settings import STRATEGIES, Settings
@@ -20,7 +21,7 @@ from app.strategies.blocks import sharded_groups
 from app.strategies.planner import bytes_of
 from app.training.console import advise_checkpointing
 from app.training.plan import Plan, build_plan
-from app.training.plan_tables import RANKS, describe_plan, describe_run_plan, largest_that_fits
+from app.training.plan_tables import describe_plan, describe_run_plan, largest_that_fits
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def planned(tmp_path_factory) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
     (folder / "reviews.csv").write_text("label,review\n" + "".join(f"{i % 2},第{i}次好\n" for i in range(90)))
     settings = Settings(csv=str(folder / "reviews.csv"), use_cpu=True, max_length=16, train_batch_size=8)
-    return build_plan(replace(settings, gradient_accumulation_steps=2), ranks=2)
+    return build_plan(replace(settings, gradient_accumulation_steps=2), Topology(2))
 
 
 def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_csv, capsys):
@@ -91,7 +92,7 @@ def test_the_memory_tables_agree(planned):
     assert parts["zero3 --cpu_offload"][-1] == pytest.approx(sum(parts["zero3"][:3]), abs=0.2)
     by_ranks = table(text, "## Memory of the device by the number of ranks")
     assert len(by_ranks) == 4 * len(parts), "each precision, with and without checkpointing"
-    assert [len(row) for row in by_ranks] == [3 + len(RANKS)] * len(by_ranks)
+    assert [len(row) for row in by_ranks] == [3 + len(powers_of_two(1, 1024))] * len(by_ranks)
     assert {row[0]: float(row[4]) for row in by_ranks[:5]} == {name: row[-2] for name, row in parts.items()}
 
 
@@ -101,7 +102,7 @@ def test_sharding_one_block_at_a_time_needs_less_than_a_step(planned, strategy, 
     assert f"main memory: {mib(planned.start)} MiB for each rank" in describe_plan(planned)
     complete = [sum(map(bytes_of, group)) for group in sharded_groups(planned.model)]
     assert sum(complete) <= planned.start, "with buffers"
-    for ranks in RANKS:
+    for ranks in powers_of_two(1, 1024):
         memory = planned.largest_memory(strategy, ranks)
         assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device(offload)
 
@@ -144,10 +145,27 @@ def test_the_traffic_tables_agree(planned):
         assert sent / 2**20 == pytest.approx(together, abs=0.1)
 
 
+def test_the_traffic_of_several_nodes_is_that_inside_and_that_between_them(planned):
+    text = describe_plan(planned)
+    assert "leaves a node" not in text
+    assert "among" not in text
+    nodes = replace(planned, topology=Topology(8, 4))
+    text = describe_plan(nodes)
+    leaving = {row[0]: float(row[-1]) for row in table(text, "## Traffic: what a rank sends")}
+    by_ranks = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic that leaves a node")}
+    collectives = table(text, "## Collectives of a step")
+    assert {row[4] for row in collectives} == {"all ranks", "the ranks of a node", "equal local ranks"}
+    for strategy in STRATEGIES:
+        assert by_ranks[strategy][:4] == [0, 0, 0, leaving[strategy]], "1, 2, 4 and 8 ranks"
+        together = sum(numbers([row[-1] for row in collectives if row[0] == strategy]))
+        assert together / 2**20 == pytest.approx(leaving[strategy], abs=0.1)
+    assert "equal local ranks" in describe_run_plan(nodes)
+
+
 def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, monkeypatch):
     def plan(**changes: object) -> Plan:
         settings = Settings(csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=16, **changes)
-        return build_plan(settings, ranks=2)
+        return build_plan(settings, Topology(2))
 
     monkeypatch.chdir(tmp_path)
     plain, shared = plan(), plan(logical_ranks=8, ddp_bucket_cap_mb=1)
@@ -193,6 +211,9 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
     ("flags", "message"),
     [
         (["--ranks=0"], "error: --ranks 0: must be 1 or more"),
+        (["--ranks_per_node=0"], "error: --ranks_per_node 0: must be 1 or more, and divide --ranks 2"),
+        (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
+        (["--measure", "--ranks_per_node=1"], "error: --measure: "),
         (["--ranks=3"], "error: --train_batch_size 8 can't be divided among 3 rank(s)"),
         (["--deepspeed=ds.json"], "error: --deepspeed: only app.trainer_run has it: "),
         (["--fsdp"], "error: --fsdp: only app.trainer_run has it: "),

@@ -15,6 +15,7 @@ from worlds import batch_plan
 from app.bench.count_collectives import Counts, count_third_step
 from app.bench.harness import Bench
 from app.bench.traffic import as_counts
+from app.distributed.topology import Topology
 from app.distributed.world import World
 from app.model.precision import training_dtype
 from app.settings import Settings
@@ -37,6 +38,7 @@ class Step:
         name: a model of `MODELS`.
         logical_ranks: by default the number of ranks.
         changes: more settings.
+        inside: the number of ranks on each node; by default all ranks are on one node.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Step:
     logical_ranks: int | None = None
     accumulation: int = 1
     changes: dict[str, Any] = field(default_factory=dict)
+    inside: int | None = None
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -69,7 +72,9 @@ class Step:
     def predict(self) -> Counts:
         """The collectives that app.plan predicts."""
         plan = batch_plan(self.ranks, self.logical_ranks, self.accumulation)
-        return as_counts(plan_step(self.settings, self.config, plan, torch.device("cpu")).traffic(self.strategy))
+        topology = Topology(self.ranks, self.inside)
+        step = plan_step(self.settings, self.config, plan, torch.device("cpu"), topology)
+        return as_counts(step.traffic(self.strategy))
 
     def count(self, world: World) -> Counts:
         """The collectives that this rank calls."""

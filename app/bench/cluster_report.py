@@ -12,6 +12,7 @@ from app.bench.prediction.alpha_beta import AlphaBeta
 from app.bench.prediction.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from app.bench.prediction.scaling_predict import Fits, Interval, at_bound, over
 from app.bench.scaling_measure import MODES, ScalingPlan
+from app.distributed.topology import powers_of_two
 from app.sizes import format_bandwidth
 
 LARGEST_CLUSTER = 1024  # ranks
@@ -84,7 +85,7 @@ def _cluster_points(
     mode: str, algorithm: str, plan: ScalingPlan, fits: Fits, flags: ClusterFlags
 ) -> dict[int, Interval]:
     points = {}
-    for ranks in cluster_ranks(flags.ranks_per_node):
+    for ranks in powers_of_two(flags.ranks_per_node, LARGEST_CLUSTER):
         rows = flags.batch / ranks if mode == "strong" else float(plan.rows)
         if rows < 1:
             continue
@@ -97,14 +98,6 @@ def _cluster_points(
             times.append(predict_cluster_step(computation.scaled(spread), cluster, algorithm, ranks))
         points[ranks] = Interval(*times)
     return points
-
-
-def cluster_ranks(ranks_per_node: int) -> list[int]:
-    """Return numbers of ranks: powers of two on one node, and complete nodes, whose number is a power of two."""
-    powers = [2**n for n in range(LARGEST_CLUSTER.bit_length())]
-    one_node = [ranks for ranks in powers if ranks < ranks_per_node]
-    nodes = [ranks_per_node * number for number in powers]
-    return [ranks for ranks in one_node + nodes if ranks <= LARGEST_CLUSTER]
 
 
 def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:

@@ -116,7 +116,7 @@ def check(names: Sequence[str], settings: Settings, largest: int, seeds: int, wo
             if name == "compression":
                 settings_by_hook(settings, seeds, len(split.train), world.size)
             else:
-                training_step.variants_of(name, settings, len(split.train), world.size)
+                training_step.variants_of(name, settings, len(split.train), world.topology)
         except UserError as problem:
             raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from app.bench.harness import Bench
+from app.distributed.topology import Topology
 from app.strategies.planner import bytes_of
-from app.strategies.traffic import Collective
+from app.strategies.traffic import ALL, BETWEEN, INSIDE, Collective
 from app.training.optim import build_optimizer, build_scheduler
 
-Counts = Counter[tuple[str, int]]  # how often a step calls a collective: (operation, bytes)
+Counts = Counter[tuple[str, int, str]]  # how often a step calls a collective: (operation, bytes, among which ranks)
 
 # Each collective, and which of its arguments is as large as `Collective.size`.
 ARGUMENTS = {
@@ -38,15 +41,16 @@ def count_third_step(bench: Bench) -> Counts:
     per_step = bench.data.plan.micro_batches_per_step
     batches = cycle(bench.loader)  # the data may have fewer steps
     bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, STEPS - 1)
-    with CountCollectives() as mode:
+    with CountCollectives(bench.world.topology) as mode:
         bench.train_steps(islice(batches, per_step), optimizer, scheduler, 1)
     counts: Counts = mode.counts
     return counts
 
 
-def sent_bytes(counts: Counts, ranks: int) -> float:
+def sent_bytes(counts: Counts, topology: Topology) -> float:
     """Return the bytes that a rank sends in counted collectives, averaged over the ranks."""
-    return sum(Collective("", "", kind, size, times).sent(ranks) for (kind, size), times in counts.items())
+    collectives = (Collective("", "", kind, size, times, among) for (kind, size, among), times in counts.items())
+    return sum(collective.sent(topology) for collective in collectives)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -58,8 +62,9 @@ class CountCollectives(TorchDispatchMode):
         counts: how often each collective was called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Topology) -> None:
         super().__init__()
+        self.topology = topology
         self.counts: Counts = Counter()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,5 +73,16 @@ class CountCollectives(TorchDispatchMode):
             name = operation.overloadpacket.__name__
             kind, index = ARGUMENTS.get(name, (name, 0))
             tensors = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, torch.Tensor)]
-            self.counts[kind, sum(map(bytes_of, tensors))] += 1
+            (group,) = (
+                arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+            )
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+            self.counts[kind, sum(map(bytes_of, tensors)), among_which(ranks, self.topology)] += 1
         return operation(*args, **(kwargs or {}))
+
+
+def among_which(ranks: Sequence[int], topology: Topology) -> str:
+    """Return which ranks take part in a collective: `ALL`, `INSIDE` or `BETWEEN`."""
+    if len(ranks) == topology.ranks:
+        return ALL
+    return INSIDE if len({rank // topology.inside for rank in ranks}) == 1 else BETWEEN

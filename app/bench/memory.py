@@ -63,7 +63,7 @@ def measure(name: str, settings: Settings, data: ReviewData, world: World) -> No
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
     with raise_on_all_ranks(world):
-        plan = plan_step(settings, config, bench.data.plan, world.device)
+        plan = plan_step(settings, config, bench.data.plan, world.device, world.topology)
     optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
     local = bench.strategy.local_optimizer(optimizer)
     scheduler = build_scheduler(optimizer, settings, 3)

@@ -4,9 +4,10 @@
     torchrun --standalone --nproc_per_node=4 -m app.bench.reduction --csv reviews.csv --threads 1
 
 Trains the embedded model and a BERT of 4 layers x 312 with plain all-reduce, with as many logical ranks as processes,
-and with twice as many. Rounds of the three alternate, so that all are affected if the machine slows down. The result is
-the median of the rounds' ratios. Training flags apply to all of them, except that the strategy is `ddp` and gradients
-are not compressed. `app.bench.communication` has the same comparison as one of its sections.
+and with twice as many; on several nodes also without summing inside the nodes first. Rounds of all alternate, so that
+all are affected if the machine slows down. The result is the median of the rounds' ratios. Training flags apply to all
+of them, except that the strategy is `ddp` and gradients are not compressed. `app.bench.communication` has the same
+comparison as one of its sections.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(settings: Settings) -> None:
         settings = plain_ddp(settings)
         data = build_data(settings, world)
         for model in models(settings):
-            comparison = compare(model, reduction_variants(settings, world.size), data, SECONDS, world)
+            comparison = compare(model, reduction_variants(settings, world.topology), data, SECONDS, world)
             world.print_main(describe(comparison, world.size))
 
 

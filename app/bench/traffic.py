@@ -47,13 +47,17 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world)
     with raise_on_all_ranks(world):
-        predicted = plan_step(settings, config, bench.data.plan, world.device).traffic(settings.strategy)
+        predicted = plan_step(settings, config, bench.data.plan, world.device, world.topology).traffic(
+            settings.strategy
+        )
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)
-    header = ["operation", "what", "bytes", "predicted", "counted"]
-    sent = sum(collective.sent(world.size) for collective in predicted)
-    world.print_main(f"## {settings.strategy}: a rank sends {sent:,.0f} bytes per step\n")
-    world.print_main(markdown_table(header, rows, text_columns=2))
+    header = ["operation", "among", "what", "bytes", "predicted", "counted"]
+    sent = f"a rank sends {sum(one.sent(world.topology) for one in predicted):,.0f} bytes per step"
+    if world.topology.nodes > 1:
+        sent += f", and {sum(one.leaving(world.topology) for one in predicted):,.0f} bytes leave a node"
+    world.print_main(f"## {settings.strategy}: {sent}\n")
+    world.print_main(markdown_table(header, rows, text_columns=3))
     expected = as_counts(predicted)
     wrong = [rank for rank, theirs in enumerate(all_gather_object(counted, world)) if theirs != expected]
     if wrong:
@@ -64,11 +68,11 @@ def rows_of(predicted: Sequence[Collective], counted: Counts) -> list[list[str]]
     """Return the cells of the table: for each collective of one size, how often it was predicted and counted."""
     expected = as_counts(predicted)
     rows = []
-    for operation, size in expected | counted:
-        same = [c for c in predicted if (c.operation, c.size) == (operation, size)]
+    for key in expected | counted:
+        same = [c for c in predicted if (c.operation, c.size, c.among) == key]
         what = "; ".join(f"{c.purpose}: {c.what}" for c in same) or "not predicted"
-        key = (operation, size)
-        rows.append([operation, what, f"{size:,}", str(expected[key]), str(counted[key])])
+        operation, size, among = key
+        rows.append([operation, among, what, f"{size:,}", str(expected[key]), str(counted[key])])
     return rows
 
 
@@ -76,7 +80,7 @@ def as_counts(collectives: Iterable[Collective]) -> Counts:
     """Return how often a step calls each collective."""
     counts = Counts()
     for collective in collectives:
-        counts[collective.operation, collective.size] += collective.times
+        counts[collective.operation, collective.size, collective.among] += collective.times
     return counts
 
 

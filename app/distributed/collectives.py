@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from app.distributed.topology import RankGroup
 from app.distributed.world import World
 from app.errors import AgreedError, UserError
 
@@ -135,20 +136,21 @@ def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
     return gathered.view(world.size, *values.shape)
 
 
-def all_gather_in_place(rows: torch.Tensor, world: World, async_op: bool = False) -> list[dist.Work | None]:
-    """Copy row r of rank r to every rank, for each rank r.
+def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = False) -> list[dist.Work | None]:
+    """Copy row r of rank r to every rank of a group, for each rank r.
 
     Args:
         rows: shape (number of ranks, n). Only this rank's row is read.
+        ranks: the group.
         async_op: whether to return at once.
 
     Returns:
         What to wait for, if `async_op` is set.
     """
     if rows.is_cuda:
-        return [all_gather_single(rows.view(-1), rows[world.rank], async_op=async_op)]
+        return [all_gather_single(rows.view(-1), rows[ranks.rank], group=ranks.group, async_op=async_op)]
     # gloo's all-gather would receive the rows elsewhere and copy them.
-    return [dist.broadcast(row, src=rank, async_op=async_op) for rank, row in enumerate(rows)]
+    return [dist.broadcast(row, group_src=rank, group=ranks.group, async_op=async_op) for rank, row in enumerate(rows)]
 
 
 def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ from app.distributed.failure import (
 )
 from app.distributed.network import use_reachable_interface
 from app.distributed.rendezvous import open_store, wait_for_keys
+from app.distributed.topology import Topology, common_ranks_per_node, create_node_groups
 from app.distributed.world import World
 from app.errors import RunError
 from app.hardware import use_deterministic_algorithms
@@ -79,11 +80,15 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     use_reachable_interface(size, local_size)
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
-    mine = _describe_rank(settings, local_size, problem)
-    device_type, problem = common_device_type(_exchange(store, rank, size, mine, timeout), rank)
+    mine = replace(_describe_rank(settings, local_size, problem), local_rank=local_rank, local_size=local_size)
+    ranks = _exchange(store, rank, size, mine, timeout)
+    device_type, problem = common_device_type(ranks, rank)
+    topology = Topology(size, common_ranks_per_node([(one.host, one.local_rank, one.local_size) for one in ranks]))
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        return World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout), problem
+        groups = create_node_groups(rank, topology, timeout)
+        world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout)
+        return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
 
     device = torch.device("cuda", local_rank)
     if settings.deterministic:
@@ -94,7 +99,9 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(timeout), device_id=device
     )
     control_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, size, local_rank, local_size, device, store, timeout, control_group), problem
+    world = World(rank, size, local_rank, local_size, device, store, timeout, control_group)
+    groups = create_node_groups(rank, topology, nccl_timeout(timeout))
+    return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
 
 
 # ---- the device type: the same on every rank -----------------------------------------------------------------------
@@ -102,11 +109,13 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device type that a rank would use, and what keeps the rank from running, if anything."""
+    """The device type that a rank would use, its place, and what keeps the rank from running, if anything."""
 
     device_type: str
     host: str
     problem: str | None = None
+    local_rank: int = 0
+    local_size: int = 1
 
 
 def _describe_rank(settings: Settings, local_size: int, problem: str | None) -> RankDevice:

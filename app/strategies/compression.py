@@ -61,7 +61,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
         buffer = bucket.buffer()
         compressed = self.compress(buffer)
-        self.sums.add_to_last_leaf(gradients_in(bucket, compressed), self.indices_of(bucket))
+        self.add_partial_sums(bucket, compressed)
         total: torch.futures.Future[Any]
         if self.world.size <= 2:
             total = dist.all_reduce(compressed, async_op=True).get_future()

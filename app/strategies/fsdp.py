@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from app.data.sampler import BatchPlan
+from app.distributed.topology import RankGroup
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.base import (
@@ -83,7 +84,7 @@ class FullyShard(PlainAdamW):
             sharded = fully_shard(
                 module, mesh=mesh, reshard_after_forward=self.reshard_after_forward, offload_policy=offload
             )
-            sharded.set_custom_reduce_scatter(PairwiseReduceScatter())
+            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.world.levels))
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -150,6 +151,9 @@ class FullyShard(PlainAdamW):
 class PairwiseReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter, as a sum in the order of the tree, divided by the number of ranks."""
 
+    def __init__(self, levels: Sequence[RankGroup]) -> None:
+        self.levels = levels
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer that FSDP2 fills, or that receives the result."""
         return torch.empty(size, dtype=dtype, device=device)
@@ -163,7 +167,7 @@ class PairwiseReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Write this rank's shard of the average of all ranks' inputs into `output_tensor`. Collective."""
-        mean = reduce_scatter_pairwise(input_tensor.view(group.size(), -1), group).div_(group.size())
+        mean = reduce_scatter_pairwise(input_tensor.view(group.size(), -1), self.levels).div_(group.size())
         output_tensor.copy_(mean)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from app.distributed.topology import Topology
 from app.settings import WRAPPED_IN_DDP
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES
-from app.strategies.reduction import MOST_IN_FLIGHT
+from app.strategies.reduction import buckets_in_flight
 
 MOMENTS = 2  # AdamW's moving averages of the gradient and of its square
 BUCKET_CAP = 25 * 2**20  # DDP's default, in bytes
@@ -61,11 +62,12 @@ class RankMemory:
 def plan_memory(
     model: PreTrainedModel,
     strategy: str,
-    ranks: int,
+    topology: Topology,
     logical_ranks_per_rank: int = 1,
     accumulation_steps: int = 1,
     bucket_cap: int = BUCKET_CAP,
     comm_hook: str = "no",
+    on_gpus: bool = False,
 ) -> list[RankMemory]:
     """Return the memory of each rank.
 
@@ -78,7 +80,9 @@ def plan_memory(
         model: only its shapes are used: the parameters may be on the meta device.
         bucket_cap: DDP's bucket size, in bytes.
         comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`.
+        on_gpus: whether NCCL connects the ranks, and not gloo.
     """
+    ranks = topology.ranks
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = sum(bytes_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
     complete = sum(map(bytes_of, parameters))
@@ -87,7 +91,8 @@ def plan_memory(
     if strategy in WRAPPED_IN_DDP:
         element = parameters[0].element_size()
         sent = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else element  # bytes of an element that is exchanged
-        received = min(complete, MOST_IN_FLIGHT * max(bucket_cap, *map(bytes_of, parameters))) if ranks > 2 else 0
+        buckets = buckets_in_flight(2 if topology.two_levels else 1, on_gpus) if ranks > 2 else 0
+        received = min(complete, buckets * max(bucket_cap, *map(bytes_of, parameters)))
         exchange = received * sent // element
         if comm_hook in DTYPES:  # the rounded copy of every bucket
             exchange += complete * sent // element

@@ -8,7 +8,7 @@ results along the rest of the same tree (`sum_pairwise`). The idea is EasyScale'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from app.distributed.collectives import all_gather_in_place, all_gather_single
+from app.distributed.topology import RankGroup
 from app.distributed.world import World
 
 Gradients = list[torch.Tensor]
-MOST_IN_FLIGHT = 3  # gradient buckets that are exchanged at the same time
 
 
 class TreeSum:
@@ -68,20 +68,35 @@ def sum_pairwise(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
-def reduce_scatter_pairwise(chunks: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum row r of every rank's `chunks` on rank r, in the order of the tree. Collective.
+def reduce_scatter_pairwise(chunks: torch.Tensor, levels: Sequence[RankGroup]) -> torch.Tensor:
+    """Sum row r of every rank's `chunks` on rank r, in the order of the tree. Overwrites `chunks`. Collective.
 
-    Sends the same number of bytes as a ring reduce-scatter, but all of them directly to the rank that adds them.
+    Sends the same number of bytes as a ring reduce-scatter, but all of them directly to a rank that adds them.
 
     Args:
         chunks: shape (number of ranks, n).
+        levels: `World.levels`.
 
     Returns:
         The sum, shape (n,).
     """
-    received = torch.empty_like(chunks)
-    dist.all_to_all_single(received, chunks, group=group)
-    return sum_pairwise(received)
+    if len(levels) == 1:
+        part, received = chunks.view(-1), torch.empty_like(chunks).view(-1)
+    else:
+        # A rank of a node adds what its node has for the ranks with the same local rank: these rows must be neighbors.
+        inside, between = levels
+        part = chunks.view(between.size, inside.size, -1).transpose(0, 1).flatten()
+        received = chunks.view(-1)
+    for level in levels:
+        rows = rows_for(received, level)
+        dist.all_to_all_single(rows, rows_for(part, level), group=level.group)
+        part, received = sum_pairwise(rows), rows[-1]
+    return part
+
+
+def rows_for(tensor: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """Divide the elements of a tensor into one row for each rank of a group."""
+    return tensor.view(ranks.size, len(tensor) // ranks.size)
 
 
 def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
@@ -100,12 +115,25 @@ def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
     return views
 
 
+def buckets_in_flight(levels: int, on_gpus: bool) -> int:
+    """Return how many gradient buckets `FixedOrderAllReduce` receives at the same time.
+
+    Args:
+        levels: 2 with the exchange in two levels, otherwise 1.
+    """
+    # On GPUs, one stream exchanges one bucket after another. On CPUs, each exchange starts its next collective when a
+    # further bucket is ready: two for each level, and one more bucket for which the first collective starts.
+    return 1 if on_gpus else 2 * levels + 1
+
+
 class FixedOrderAllReduce:
     """A DDP communication hook that averages gradients over all logical ranks, in the order of the tree.
 
     With one or two processes it is DDP's own all-reduce, because a + b = b + a. Otherwise it is an all-to-all of
-    chunks, the tree, and an all-gather: the same number of bytes as a ring all-reduce. The exchange of a bucket
-    overlaps with the backward pass that computes the next one. At most `MOST_IN_FLIGHT` are exchanged at once.
+    chunks, the tree, and an all-gather: the same number of bytes as a ring all-reduce. Several nodes with two or more
+    ranks each do that inside the nodes first, and then between ranks of equal local rank (`World.levels`), so that no
+    more bytes leave a node than with a ring. The exchange of a bucket overlaps with the backward pass that computes the
+    next ones.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
@@ -126,14 +154,16 @@ class FixedOrderAllReduce:
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
-        self.sums.add_to_last_leaf(gradients_in(bucket, bucket.buffer()), self.indices_of(bucket))
+        self.add_partial_sums(bucket, bucket.buffer())
         if self.world.size <= 2:
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default process group
         return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.world.size)
 
-    def indices_of(self, bucket: GradBucket) -> list[int]:
-        """Return the positions of a bucket's parameters in the list of all parameters."""
-        return [self.index[parameter] for parameter in bucket.parameters()]
+    def add_partial_sums(self, bucket: GradBucket, gradients: torch.Tensor) -> None:
+        """Add the sums of this process's other logical ranks to a bucket's gradients, in place."""
+        if self.sums.partial_sums:
+            indices = [self.index[parameter] for parameter in bucket.parameters()]
+            self.sums.add_to_last_leaf(gradients_in(bucket, gradients), indices)
 
     def exchange(self, buffer: torch.Tensor, is_last: bool, divisor: int) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a buffer over three or more ranks, in place, and to divide the sum.
@@ -148,21 +178,21 @@ class FixedOrderAllReduce:
         exchange = Exchange(buffer, self.world, self._receive_buffer(buffer), divisor)
         self.in_flight.append(exchange)
         if is_last:  # the backward pass has nothing left to compute, so there is nothing to overlap with
-            for one in self.in_flight:
-                one.start_all_gather()
-            self._finish(len(self.in_flight))
+            while self.in_flight:
+                self._advance(self.in_flight)
         else:
-            for earlier in self.in_flight[:-1]:
-                earlier.start_all_gather()
-            self._finish(len(self.in_flight) - (MOST_IN_FLIGHT - 1))
+            self._advance(self.in_flight[:-1])
         return exchange.future
 
-    def _finish(self, number: int) -> None:
-        """Finish the first exchanges, and keep their buffers: the system clears new memory page by page, slowly."""
-        for exchange in self.in_flight[: max(0, number)]:
+    def _advance(self, exchanges: Sequence[Exchange]) -> None:
+        """Start the next collective of each exchange. Finish those that have none, and keep their buffers.
+
+        The system clears new memory page by page, slowly.
+        """
+        for exchange in [one for one in exchanges if not one.start_next()]:
             exchange.finish()
             self.free.append(exchange.received)
-        del self.in_flight[: max(0, number)]
+            self.in_flight.remove(exchange)
 
     def _receive_buffer(self, like: torch.Tensor) -> torch.Tensor:
         for i, buffer in enumerate(self.free):
@@ -177,58 +207,72 @@ class FixedOrderAllReduce:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             exchange = Exchange(buffer, self.world, torch.empty_like(buffer), divisor)
-            exchange.start_all_gather()
+            while exchange.start_next():
+                pass
             exchange.finish()
         return exchange.future
 
 
 class Exchange:
-    """The sum of one buffer over the ranks, divided, in two steps: all-to-all and tree, then all-gather.
+    """The sum of one buffer over the ranks, divided: an all-to-all and the tree in each level, then all-gathers back.
 
-    The buffer is divided into one chunk per rank, and rank r adds the r-th chunks of all ranks. The elements that are
-    left, fewer than there are ranks, are sent to every rank, and each adds them itself.
+    The buffer is divided into one chunk for each rank of the first level, which adds it, and in the second level the
+    sum is divided again. The elements that are left, fewer than there are ranks, are sent to every rank, and each adds
+    them itself.
     """
 
     def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, divisor: int) -> None:
-        """Start the all-to-all.
+        """Start the first collective.
 
         Args:
             buffer: gradients. The divided sum replaces them.
             received: memory for the chunks of the other ranks, at least as large.
             divisor: what the sum is divided by.
         """
-        self.buffer, self.world, self.received, self.divisor = buffer, world, received, divisor
+        self.buffer, self.levels, self.received, self.divisor = buffer, world.levels, received, divisor
         on_gpu = buffer.is_cuda
         self.async_op = not on_gpu
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if on_gpu else []
         )
         divided = len(buffer) // world.size * world.size
-        self.chunks, self.rest = buffer[:divided].view(world.size, -1), buffer[divided:]
-        self.received_chunks = received[:divided].view(world.size, -1)
+        self.divided, self.rest = buffer[:divided], buffer[divided:]
         self.received_rests = buffer.new_empty(world.size, len(self.rest))
-        self.work = []
-        if divided:
-            self.work.append(dist.all_to_all_single(self.received_chunks, self.chunks, async_op=self.async_op))
+        self.work: list[dist.Work | None] = []
+        self.collectives = self._collectives() if divided else iter(())
+        self.start_next()
         if len(self.rest):
             self.work.append(all_gather_single(self.received_rests.view(-1), self.rest, async_op=self.async_op))
-        self.gathering = False
 
-    def start_all_gather(self) -> None:
-        """Add the received chunks and start to gather the sums, unless that has been done."""
-        if self.gathering:
-            return
-        self.gathering = True
-        self._wait()
-        if len(self.rest):
-            torch.div(sum_pairwise(self.received_rests), self.divisor, out=self.rest)
-        if self.chunks.numel():
-            torch.div(sum_pairwise(self.received_chunks), self.divisor, out=self.chunks[self.world.rank])
-            self.work = all_gather_in_place(self.chunks, self.world, self.async_op)
+    def _collectives(self) -> Iterator[bool]:
+        """Start one collective after another. Each of them needs the result of the one before."""
+        part, received, mine = self.divided, self.received[: len(self.divided)], self.divided
+        gathered = []
+        for level in self.levels:
+            arrived = rows_for(received, level)
+            self.work.append(
+                dist.all_to_all_single(arrived, rows_for(part, level), group=level.group, async_op=self.async_op)
+            )
+            yield True
+            self._wait()
+            part, received = sum_pairwise(arrived), arrived[-1]
+            gathered.append(rows_for(mine, level))
+            mine = gathered[-1][level.rank]
+        torch.div(part, self.divisor, out=mine)
+        for rows, level in zip(gathered[::-1], self.levels[::-1], strict=True):
+            self._wait()
+            self.work += all_gather_in_place(rows, level, self.async_op)
+            yield True
+
+    def start_next(self) -> bool:
+        """Wait for a collective and start the one that needs its result. Return False if there is none."""
+        return next(self.collectives, False)
 
     def finish(self) -> None:
         """Wait for the result and complete the future."""
         self._wait()
+        if len(self.rest):
+            torch.div(sum_pairwise(self.received_rests), self.divisor, out=self.rest)
         self.future.set_result(self.buffer)
 
     def _wait(self) -> None:

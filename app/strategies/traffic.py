@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from app.distributed.topology import Topology
 from app.sizes import MIB
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES, MATRIX_RANK, is_compressed, matrix_shape
@@ -17,11 +18,13 @@ from app.strategies.planner import BUCKET_CAP, assign_to_ranks, bytes_of
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
 BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
 NORM_BYTES = 8  # a sum of squares in fp64
+# Which ranks a collective is called with.
+ALL, INSIDE, BETWEEN = "all ranks", "the ranks of a node", "equal local ranks"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that all ranks take part in.
+    """A collective that every rank calls, with all other ranks or with some of them.
 
     Attributes:
         purpose: `gradients`, `parameters`, `buffers` or `norm`.
@@ -29,6 +32,7 @@ class Collective:
         operation: `all-reduce`, `all-gather`, `all-to-all` or `broadcast`.
         size: bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result.
         times: how often a training step calls it.
+        among: `ALL`; or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients.
     """
 
     purpose: str
@@ -36,8 +40,9 @@ class Collective:
     operation: str
     size: int
     times: int = 1
+    among: str = ALL
 
-    def sent(self, ranks: int) -> float:
+    def sent(self, topology: Topology) -> float:
         """Return the bytes that a rank sends in a training step, averaged over the ranks.
 
         Ranks receive as much as they send. An all-gather, an all-to-all and a broadcast deliver each byte to those
@@ -46,14 +51,36 @@ class Collective:
         are also the factors of the "bus bandwidth" of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
         """
         passes = 2 if self.operation == "all-reduce" else 1
+        ranks = ranks_of(self.among, topology)
         return passes * (ranks - 1) / ranks * self.size * self.times
+
+    def leaving(self, topology: Topology) -> float:
+        """Return the bytes that leave a node in a training step, averaged over the nodes.
+
+        Among all ranks, an all-gather and an all-reduce are assumed to be rings, which enter and leave each node once,
+        and a broadcast to enter each node once. An all-to-all sends from each rank to each rank of the other nodes.
+        """
+        if topology.nodes == 1 or self.among == INSIDE:
+            return 0.0
+        if self.among == BETWEEN:
+            return topology.inside * self.sent(topology)
+        if self.operation == "all-to-all":
+            return (topology.ranks - topology.inside) / topology.nodes * self.size * self.times
+        if self.operation == "broadcast":
+            return (topology.nodes - 1) / topology.nodes * self.size * self.times
+        return self.sent(topology)
+
+
+def ranks_of(among: str, topology: Topology) -> int:
+    """Return the number of ranks that take part in a collective."""
+    return {ALL: topology.ranks, INSIDE: topology.inside, BETWEEN: topology.nodes}[among]
 
 
 def plan_traffic(
     model: PreTrainedModel,
     order: Sequence[torch.Tensor],
     strategy: str,
-    ranks: int,
+    topology: Topology,
     logical_ranks_per_rank: int = 1,
     accumulation_steps: int = 1,
     bucket_cap_mb: int | None = None,
@@ -71,7 +98,7 @@ def plan_traffic(
         comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`. PowerSGD is planned for the steps in which it compresses.
     """
     if strategy in ("zero2", "zero3"):
-        return _sharded(model, order, strategy, ranks, logical_ranks_per_rank, accumulation_steps)
+        return _sharded(model, order, strategy, topology, logical_ranks_per_rank, accumulation_steps)
     collectives = _buffers(model)
     buckets = gradient_buckets(model, order, bucket_cap_mb, find_unused_parameters)
     if comm_hook == "power_sgd":
@@ -80,13 +107,13 @@ def plan_traffic(
         for number, bucket in enumerate(buckets, start=1):
             element = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else bucket[0].element_size()
             elements = sum(parameter.numel() for parameter in bucket)
-            collectives += _average(f"bucket {number}", elements, element, ranks, on_gpus)
+            collectives += _average(f"bucket {number}", elements, element, topology, on_gpus)
     if find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
     if strategy == "zero1":
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for rank, share in enumerate(assign_to_ranks(trainable, ranks)):
+        for rank, share in enumerate(assign_to_ranks(trainable, topology.ranks)):
             # ZeroRedundancyOptimizer broadcasts one fp32 number for a rank without parameters.
             size = sum(map(bytes_of, share)) or 4
             collectives.append(Collective("parameters", f"those of rank {rank}", "broadcast", size))
@@ -113,26 +140,37 @@ def gradient_buckets(
     return in_order[::-1] if find_unused_parameters else in_order
 
 
-def _average(what: str, elements: int, element: int, ranks: int, on_gpus: bool) -> list[Collective]:
+def _average(what: str, elements: int, element: int, topology: Topology, on_gpus: bool) -> list[Collective]:
     """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce).
 
     Args:
         element: bytes of an element.
     """
+    ranks = topology.ranks
     if ranks <= 2:
         return [Collective("gradients", what, "all-reduce", elements * element)]
     rest = elements % ranks * element
     divided = elements * element - rest
-    collectives = []
-    if divided:
-        collectives.append(Collective("gradients", what, "all-to-all", divided))
+    collectives = _summed(what, divided, topology)
     if rest:
         collectives.append(Collective("gradients", f"{what}, rest", "all-gather", ranks * rest))
-    if divided and on_gpus:
-        collectives.append(Collective("gradients", what, "all-gather", divided))
-    elif divided:
-        collectives.append(Collective("gradients", what, "broadcast", divided // ranks, times=ranks))
+    for one in _summed(what, divided, topology)[::-1]:
+        if on_gpus:
+            collectives.append(replace(one, operation="all-gather"))
+        else:
+            n = ranks_of(one.among, topology)
+            collectives.append(replace(one, operation="broadcast", size=one.size // n, times=n))
     return collectives
+
+
+def _summed(what: str, size: int, topology: Topology, times: int = 1) -> list[Collective]:
+    """Return the all-to-alls of gradients, in one level or in two."""
+    if not size:
+        return []
+    whole = Collective("gradients", what, "all-to-all", size, times)
+    if not topology.two_levels:
+        return [whole]
+    return [replace(whole, among=INSIDE), replace(whole, among=BETWEEN, size=size // topology.inside)]
 
 
 def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
@@ -164,7 +202,7 @@ def _sharded(
     model: PreTrainedModel,
     order: Sequence[torch.Tensor],
     strategy: str,
-    ranks: int,
+    topology: Topology,
     logical_ranks_per_rank: int,
     accumulation_steps: int,
 ) -> list[Collective]:
@@ -173,9 +211,11 @@ def _sharded(
     A group of parameters is gathered once in each forward pass, under ZeRO-3 also in each backward pass. Its gradients
     are exchanged once per logical rank.
     """
+    ranks = topology.ranks
     gathers = logical_ranks_per_rank * accumulation_steps * (2 if strategy == "zero3" else 1)
     with_gradient = set(order)
-    gathered, exchanged = [], []
+    gathered: list[Collective] = []
+    exchanged: list[Collective] = []
     *blocks, rest = sharded_groups(model)
     named = [(f"block {number}", block) for number, block in enumerate(reversed(blocks), start=1)]
     for what, group in [*named, ("the rest", rest)] if ranks > 1 else []:
@@ -183,8 +223,7 @@ def _sharded(
         gradients = sum(_padded(parameter, ranks) for parameter in group if parameter in with_gradient)
         if size:
             gathered.append(Collective("parameters", what, "all-gather", size, gathers))
-        if gradients:
-            exchanged.append(Collective("gradients", what, "all-to-all", gradients, logical_ranks_per_rank))
+        exchanged += _summed(what, gradients, topology, logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]
 
 

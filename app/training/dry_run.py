@@ -32,7 +32,7 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
             sources = read_sources(settings, world.size)
             completed = complete_settings(settings, given, sources.batches, is_pretrained(settings))
             check_sources(path_name, completed, sources, resume)
-            plan = plan_step(settings, sources.config, sources.batches, device_of(settings))
+            plan = plan_step(settings, sources.config, sources.batches, device_of(settings), world.topology)
             print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
 
 

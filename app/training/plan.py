@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
 from app.data.split import Split
+from app.distributed.topology import Topology
 from app.model.activations import Activations, count_activations
 from app.model.empty import empty_model, gradient_order, without_data
 from app.model.hub import resolve_commit
@@ -33,6 +34,7 @@ class Plan:
         order: the parameters that get a gradient, in the order in which backward() computes them.
         batches: how the rows of the step are divided.
         device: where the ranks train.
+        topology: the nodes of the ranks.
         count: returns the activations of a number of rows of `--max_length` tokens, with the run's precision and
             activation checkpointing or with others.
     """
@@ -42,6 +44,7 @@ class Plan:
     order: list[torch.nn.Parameter]
     batches: BatchPlan
     device: torch.device
+    topology: Topology
     count: Callable[..., Activations]
 
     @property
@@ -54,17 +57,26 @@ class Plan:
         """The complete model, which each rank loads into main memory before the strategy shards it."""
         return sum(map(bytes_of, (*self.model.parameters(), *self.model.buffers())))
 
+    def at(self, ranks: int | None) -> Topology:
+        """Return the topology of another number of ranks, with as many on each node."""
+        if ranks is None:
+            return self.topology
+        inside = self.topology.inside
+        # On a single node, nothing is known about others.
+        return Topology(ranks, inside if self.topology.nodes > 1 and ranks % inside == 0 else None)
+
     def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
         """Return the memory of each rank."""
         cap = self.settings.ddp_bucket_cap_mb
         return plan_memory(
             self.model,
             strategy,
-            ranks or self.batches.ranks,
+            self.at(ranks),
             self.batches.logical_ranks_per_rank,
             self.batches.accumulation_steps,
             BUCKET_CAP if cap is None else cap * MIB,
             self.settings.ddp_comm_hook,
+            self.device.type == "cuda",
         )
 
     def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
@@ -79,7 +91,7 @@ class Plan:
             self.model,
             self.order,
             strategy,
-            ranks or self.batches.ranks,
+            self.at(ranks),
             self.batches.logical_ranks_per_rank,
             self.batches.accumulation_steps,
             self.settings.ddp_bucket_cap_mb,
@@ -89,14 +101,14 @@ class Plan:
         )
 
 
-def build_plan(settings: Settings, ranks: int) -> Plan:
+def build_plan(settings: Settings, topology: Topology) -> Plan:
     """Read the data and the model's config, and plan a training step.
 
     Raises:
         UserError: the data, the batch size or the model is invalid.
     """
-    sources = read_sources(settings, ranks)
-    return plan_step(settings, sources.config, sources.batches, device_of(settings))
+    sources = read_sources(settings, topology.ranks)
+    return plan_step(settings, sources.config, sources.batches, device_of(settings), topology)
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -134,7 +146,9 @@ def read_sources(settings: Settings, ranks: int) -> Sources:
     return Sources(table, split, batches, commit, tokenizer, config)
 
 
-def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device) -> Plan:
+def plan_step(
+    settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device, topology: Topology
+) -> Plan:
     """Plan a training step of a model.
 
     Raises:
@@ -157,4 +171,4 @@ def plan_step(settings: Settings, config: PretrainedConfig, batches: BatchPlan, 
         )
         return count_activations(variant, config, rows, device)
 
-    return Plan(settings, model, order, batches, device, count)
+    return Plan(settings, model, order, batches, device, topology, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
+from app.distributed.topology import powers_of_two
 from app.markdown import markdown_table
 from app.model.activations import Activations
 from app.settings import STRATEGIES
@@ -13,13 +14,19 @@ from app.strategies.traffic import Collective
 from app.training.console import advise_checkpointing
 from app.training.plan import Plan
 
-RANKS = tuple(1 << exponent for exponent in range(11))  # 1 to 1,024
+MOST_RANKS = 1024
 Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set
 VARIANTS: tuple[Variant, ...] = (*((strategy, False) for strategy in STRATEGIES), ("zero3", True))
 RANKS_NOTE = "Each rank has the micro-batches of this plan, so the global batch grows with the number of ranks."
 TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
     "much as it sends. Sizes are those of the tensor that is reduced, sent or gathered."
+)
+
+
+NODES_NOTE = (
+    "This is what all ranks of a node send to the other nodes. What the libraries gather or reduce among all ranks is "
+    "assumed to pass around a ring."
 )
 
 
@@ -38,9 +45,15 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     ]
     if budget is not None:
         parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
+    by_ranks = table_of_traffic_by_ranks(plan, sent_by_purpose)
     parts += [
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, STRATEGIES)}",
-        f"## Traffic by the number of ranks, in MiB\n\n{table_of_traffic_by_ranks(plan)}\n{RANKS_NOTE}\n",
+        f"## Traffic by the number of ranks, in MiB\n\n{by_ranks}\n{RANKS_NOTE}\n",
+    ]
+    if plan.topology.nodes > 1:
+        nodes = table_of_traffic_by_ranks(plan, leaving_by_purpose)
+        parts.append(f"## Traffic that leaves a node, by the number of ranks, in MiB\n\n{nodes}\n{NODES_NOTE}\n")
+    parts += [
         f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n",
     ]
     return "\n".join(parts)
@@ -107,15 +120,21 @@ def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
     return markdown_table(["strategy", *kinds, "on the device", "in main memory"], rows)
 
 
+def numbers_of_ranks(plan: Plan) -> list[int]:
+    """Return the columns of the tables by the number of ranks."""
+    return powers_of_two(plan.topology.inside if plan.topology.nodes > 1 else 1, MOST_RANKS)
+
+
 def table_of_memory_by_ranks(plan: Plan) -> str:
     """Return a table with one line per strategy, precision and checkpointing, and one column per number of ranks."""
-    by_strategy = {strategy: [plan.largest_memory(strategy, ranks) for ranks in RANKS] for strategy in STRATEGIES}
+    numbers = numbers_of_ranks(plan)
+    by_strategy = {strategy: [plan.largest_memory(strategy, ranks) for ranks in numbers] for strategy in STRATEGIES}
     rows = []
     for precision, checkpointing, activations in activation_variants(plan):
         for strategy, offload in VARIANTS:
             cells = [mib(memory.on_device(offload) + activations.peak) for memory in by_strategy[strategy]]
             rows.append([label((strategy, offload)), precision, checkpointing, *cells])
-    header = ["strategy", "precision", "checkpointing", *(f"{ranks:,}" for ranks in RANKS)]
+    header = ["strategy", "precision", "checkpointing", *(f"{ranks:,}" for ranks in numbers)]
     return markdown_table(header, rows, text_columns=3)
 
 
@@ -169,40 +188,65 @@ def largest_that_fits(free: int, count: Callable[[int], Activations]) -> int:
 def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
     """Return a table with one line per strategy and one column per purpose."""
     rows = []
+    several_nodes = plan.topology.nodes > 1
     for strategy in strategies:
         sent = sent_by_purpose(plan, strategy)
         other = sum(sent.values()) - sent["gradients"] - sent["parameters"]
         cells = [sent["gradients"], sent["parameters"], other, sum(sent.values())]
+        cells += [sum(leaving_by_purpose(plan, strategy).values())] if several_nodes else []
         rows.append([strategy, *map(mib, cells)])
-    return markdown_table(["strategy", "gradients", "parameters", "buffers and norm", "together"], rows)
+    header = ["strategy", "gradients", "parameters", "buffers and norm", "together"]
+    return markdown_table(header + (["leaves a node"] if several_nodes else []), rows)
 
 
 def sent_by_purpose(plan: Plan, strategy: str, ranks: int | None = None) -> dict[str, float]:
     """Return the bytes that a rank sends in a step for gradients, parameters, buffers and the norm."""
-    sent = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
-    for collective in plan.traffic(strategy, ranks):
-        sent[collective.purpose] += collective.sent(ranks or plan.batches.ranks)
-    return sent
+    return _by_purpose(plan.traffic(strategy, ranks), lambda collective: collective.sent(plan.at(ranks)))
 
 
-def table_of_traffic_by_ranks(plan: Plan) -> str:
-    """Return a table with one line per strategy and one column per number of ranks."""
-    rows = [[name, *(mib(sum(sent_by_purpose(plan, name, n).values())) for n in RANKS)] for name in STRATEGIES]
-    return markdown_table(["strategy", *(f"{ranks:,}" for ranks in RANKS)], rows)
+def leaving_by_purpose(plan: Plan, strategy: str, ranks: int | None = None) -> dict[str, float]:
+    """Return the bytes that leave a node in a step, for the same purposes."""
+    return _by_purpose(plan.traffic(strategy, ranks), lambda collective: collective.leaving(plan.at(ranks)))
+
+
+def _by_purpose(collectives: Sequence[Collective], count: Callable[[Collective], float]) -> dict[str, float]:
+    by_purpose = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
+    for collective in collectives:
+        by_purpose[collective.purpose] += count(collective)
+    return by_purpose
+
+
+def table_of_traffic_by_ranks(plan: Plan, count: Callable[[Plan, str, int], dict[str, float]]) -> str:
+    """Return a table with one line per strategy and one column per number of ranks.
+
+    Args:
+        count: `sent_by_purpose` or `leaving_by_purpose`.
+    """
+    numbers = numbers_of_ranks(plan)
+    rows = [[name, *(mib(sum(count(plan, name, n).values())) for n in numbers)] for name in STRATEGIES]
+    return markdown_table(["strategy", *(f"{ranks:,}" for ranks in numbers)], rows)
 
 
 def table_of_collectives(plan: Plan, strategies: Sequence[str]) -> str:
     """Return a table with one line per bucket, block or rank. Neighbors that are alike share a line."""
     rows = []
+    several_nodes = plan.topology.nodes > 1
     for strategy in strategies:
-        for _, group in groupby(plan.traffic(strategy), key=lambda c: (c.purpose, c.operation, c.size, c.times)):
+        for _, group in groupby(
+            plan.traffic(strategy), key=lambda c: (c.purpose, c.operation, c.size, c.times, c.among)
+        ):
             same = list(group)
-            sent = sum(collective.sent(plan.batches.ranks) for collective in same)
+            sent = sum(collective.sent(plan.topology) for collective in same)
             times = sum(collective.times for collective in same)
             cells = [f"{same[0].size:,}", f"{times:,}", f"{sent:,.0f}"]
-            rows.append([strategy, same[0].purpose, name_of(same), same[0].operation, *cells])
-    header = ["strategy", "purpose", "what", "operation", "size", "times", "sent per rank"]
-    return markdown_table(header, rows, text_columns=4)
+            names = [strategy, same[0].purpose, name_of(same), same[0].operation]
+            if several_nodes:
+                names.append(same[0].among)
+                cells.append(f"{sum(collective.leaving(plan.topology) for collective in same):,.0f}")
+            rows.append(names + cells)
+    names = ["strategy", "purpose", "what", "operation"] + (["among"] if several_nodes else [])
+    numbers = ["size", "times", "sent per rank"] + (["leaves a node"] if several_nodes else [])
+    return markdown_table(names + numbers, rows, text_columns=len(names))
 
 
 def name_of(collectives: Sequence[Collective]) -> str:

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from traffic import Step
+from worlds import divide_among_nodes
 
 from app.cli import launch
 from app.distributed.collectives import all_gather_object
@@ -20,10 +21,12 @@ def main(settings: Settings) -> None:
     with join(settings) as world:
         shapes = [(None, 1), (None, 2), (2 * world.size, 2)]
         steps = [
-            Step(name, strategy, world.size, logical_ranks, accumulation)
+            Step(name, strategy, world.size, logical_ranks, accumulation, inside=world.ranks_per_node)
             for name, strategy, (logical_ranks, accumulation) in product(("uneven", "bart"), STRATEGIES, shapes)
         ]
-        steps.append(Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}))
+        steps.append(
+            Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}, inside=world.ranks_per_node)
+        )
         wrong = {}
         for step in steps:
             counts = all_gather_object(step.count(world), world)
@@ -35,4 +38,5 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    divide_among_nodes()
     launch(main, None)

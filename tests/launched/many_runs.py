@@ -1,7 +1,8 @@
 """Run many trainings in one torchrun job: starting a job takes longer than training a tiny model.
 
 As a script it reads RUNS, a JSON file that maps each run's name to the fields that `jobs.run_many` describes, trains
-them one after another in one process group, and writes outcomes.json beside it.
+them one after another in one process group, and writes outcomes.json beside it. With RANKS_PER_NODE, the ranks are
+divided among several nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import architectures  # noqa: F401  (registers its models with transformers)
 from fake_cuda.report import REPORT
 from mutations import MUTATIONS
 from torch.nn.parallel import DistributedDataParallel
+from worlds import divide_among_nodes
 
 import app.ddp_loop
 import app.trainer_run
@@ -108,4 +110,5 @@ def describe(model: Any, tokenizer: Any) -> list[str]:
 
 
 if __name__ == "__main__":
+    divide_among_nodes()
     launch(run_all, None)

@@ -58,6 +58,9 @@ def two_ranks(folder) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def all_ranks(folder, two_ranks) -> Path:
+    # Two ranks on each of two nodes sum gradients inside the nodes first.
+    on_two_nodes = {f"{variant}-two-nodes": rounded(variant, "trainer_run", "ddp") for variant in ROUNDED}
+    require_success(run_many(folder, on_two_nodes, ranks=4, RANKS_PER_NODE="2"))
     for ranks, path, strategy in ((0, "trainer_run", "zero1"), (4, "ddp_loop", "zero1")):
         runs = {f"{variant}-{ranks}": rounded(variant, path, strategy) for variant in ROUNDED}
         if ranks == 4:
@@ -104,7 +107,12 @@ def test_power_sgd_needs_one_rank_per_logical_rank(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ROUNDED)
 def test_rounded_gradients_train_to_the_same_bits_at_any_number_of_ranks(all_ranks, variant):
-    names = [f"{variant}-0", f"{variant}-4", *(f"bf16-{path}-2" for path in PATHS if variant == "bf16")]
+    names = [
+        f"{variant}-0",
+        f"{variant}-4",
+        f"{variant}-two-nodes",
+        *(f"bf16-{path}-2" for path in PATHS if variant == "bf16"),
+    ]
     hashes = {name: hash_run(all_ranks / name) for name in names}
     assert len(set(hashes.values())) == 1, hashes
 

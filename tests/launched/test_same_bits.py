@@ -111,6 +111,15 @@ def four_ranks(two_ranks) -> Path:
     return two_ranks
 
 
+@pytest.fixture(scope="module")
+def two_nodes(one_rank) -> Path:
+    """Two ranks on each of two nodes, which sum gradients inside the nodes first."""
+    runs = undisturbed(4, [""]) | undisturbed(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
+    runs = {f"two-nodes-{name}": run for name, run in runs.items()}
+    require_success(run_many(one_rank, runs, ranks=4, RANKS_PER_NODE="2"))
+    return one_rank
+
+
 def reference(folder: Path, variant: str = "") -> str:
     return hash_run(folder / run_name("ddp_loop", 1, "ddp", variant))
 
@@ -160,6 +169,20 @@ def test_a_run_resumes_with_other_ranks_and_another_strategy(two_ranks, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_four_ranks_train_like_one(four_ranks, path, strategy):
     assert hash_run(four_ranks / run_name(path, 4, strategy)) == reference(four_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("path", PATHS)
+def test_two_nodes_train_like_one_rank(two_nodes, path, strategy):
+    assert hash_run(two_nodes / f"two-nodes-{run_name(path, 4, strategy)}") == reference(two_nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_two_nodes_scale_the_loss_like_one_rank(two_nodes, strategy):
+    name = f"two-nodes-{run_name('ddp_loop', 4, strategy, '-fp16')}"
+    assert hash_run(two_nodes / name) == reference(two_nodes, "-fp16")
 
 
 @pytest.mark.slow

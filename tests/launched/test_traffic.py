@@ -11,10 +11,11 @@ from jobs import PROJECT
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_predicted_bytes_equal_counted_bytes(launch, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, 2), (4, 4), (4, 2)])
+def test_predicted_bytes_equal_counted_bytes(launch, tmp_path, ranks, ranks_per_node):
     program, result = PROJECT / "tests" / "launched" / "count_traffic.py", tmp_path / "result.json"
     path = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
-    done = launch(str(program), "--use_cpu", "--threads=1", ranks=ranks, RESULT=str(result), PYTHONPATH=path)
+    variables = {"RESULT": str(result), "PYTHONPATH": path, "RANKS_PER_NODE": str(ranks_per_node)}
+    done = launch(str(program), "--use_cpu", "--threads=1", ranks=ranks, **variables)
     assert done.status == 0, done.err
     assert json.loads(result.read_text()) == {"steps": 25, "wrong": {}}

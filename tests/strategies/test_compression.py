@@ -11,7 +11,7 @@ from gradients import Bucket, add_neighbors, flat, flat_gradients
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from worlds import ThreadNetwork, batch_plan, fake_world, process_group_of
+from worlds import ThreadNetwork, batch_plan, process_group_of
 
 from app.data.sampler import BatchPlan
 from app.distributed import collectives
@@ -48,7 +48,9 @@ def leaves_of(plan: BatchPlan, precision: str) -> list[list[torch.Tensor]]:
     return [[torch.tensor(value, dtype=torch.float32) / divisor for value in leaf] for leaf in values]
 
 
-def average(hook_name: str, plan: BatchPlan, precision: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def average(
+    hook_name: str, plan: BatchPlan, precision: str, monkeypatch: pytest.MonkeyPatch, inside: int | None = None
+) -> list[torch.Tensor]:
     """Average the gradients of all logical ranks on several ranks, which are threads. Return each rank's result."""
     network = ThreadNetwork(plan.ranks)
     for module in (compression, reduction, collectives):
@@ -58,7 +60,7 @@ def average(hook_name: str, plan: BatchPlan, precision: str, monkeypatch: pytest
 
     def work(rank: int) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        world, sums = fake_world(rank, plan.ranks), TreeSum()
+        world, sums = network.world(rank, inside), TreeSum()
         hook = RoundedAllReduce(parameters, sums, world, DTYPES[hook_name], factor)
         *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
         for leaf in others:
@@ -76,15 +78,15 @@ def average(hook_name: str, plan: BatchPlan, precision: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("hook", DTYPES)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch, ranks, hook, precision):
+@pytest.mark.parametrize(("ranks", "inside"), [(1, None), (2, None), (4, None), (8, None), (4, 2), (8, 4)])
+def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch, ranks, inside, hook, precision):
     plan = batch_plan(ranks, LOGICAL_RANKS)
     one_process_each = leaves_of(batch_plan(LOGICAL_RANKS, LOGICAL_RANKS), precision)
     rounded = [(flat(leaf) / LOGICAL_RANKS).to(DTYPES[hook]) for leaf in one_process_each]
     expected = add_neighbors(rounded).float()
     # With fp16, the loss of a process is multiplied by its number of logical ranks, and the gradient norm divided by it
     expected = expected * loss_factor(Settings(precision=precision), plan)
-    for found in average(hook, plan, precision, monkeypatch):
+    for found in average(hook, plan, precision, monkeypatch, inside):
         assert torch.equal(found, expected)
 
 

@@ -197,15 +197,15 @@ def test_a_parameter_without_a_gradient_is_an_error_in_the_first_step_as_with_dd
                 step()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_each_rank_gets_its_shard_of_the_average(monkeypatch, ranks):
+@pytest.mark.parametrize(("ranks", "inside"), [(1, None), (2, None), (3, None), (4, None), (8, None), (4, 2), (8, 4)])
+def test_each_rank_gets_its_shard_of_the_average(monkeypatch, ranks, inside):
     inputs = [torch.randn(ranks * 5, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     network = ThreadNetwork(ranks)
     monkeypatch.setattr(reduction, "dist", network)
     group = SimpleNamespace(size=lambda: ranks)
 
     def reduce(rank: int) -> torch.Tensor:
-        comm = PairwiseReduceScatter()
+        comm = PairwiseReduceScatter(network.world(rank, inside).levels)
         output = comm.allocate((5,), dtype=torch.float32, device=torch.device("cpu"))
         comm(output, inputs[rank].clone(), group, op=None)
         return output

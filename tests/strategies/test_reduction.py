@@ -15,7 +15,13 @@ from worlds import ThreadNetwork, batch_plan, fake_world
 from app.data.sampler import BatchPlan
 from app.distributed import collectives
 from app.strategies import reduction
-from app.strategies.reduction import FixedOrderAllReduce, TreeSum, reduce_scatter_pairwise, sum_pairwise
+from app.strategies.reduction import (
+    FixedOrderAllReduce,
+    TreeSum,
+    buckets_in_flight,
+    reduce_scatter_pairwise,
+    sum_pairwise,
+)
 
 SHAPES = ((5,), (3, 4), ())  # of the parameters
 LAYOUTS = [(1 << v, 1 << w) for v in range(6) for w in range(v + 1)]  # logical ranks, processes
@@ -124,12 +130,17 @@ def test_partial_sums_can_be_added_to_some_of_the_parameters_at_a_time(seed, log
 # ---- across processes, which are threads here ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "logical_ranks"), [(3, None), (4, 4), (4, 16), (5, None), (8, 8)])
-@pytest.mark.parametrize("buckets", [[[3, 2, 1, 0]], [[3], [2], [1], [0]], [[0, 1], [3, 2]]])
+ONE_LEVEL = [(3, None, None), (4, 4, None), (4, 16, None), (5, None, None), (8, 8, None), (8, 8, 1), (6, None, 3)]
+TWO_LEVELS = [(4, 4, 2), (4, 16, 2), (6, None, 2), (8, 8, 4), (12, None, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "logical_ranks", "inside"), [*ONE_LEVEL, *TWO_LEVELS])
+@pytest.mark.parametrize("buckets", [[[3, 2, 1, 0]], [[3], [2], [1], [0], [4], [5]], [[0, 1], [3, 2]]])
 def test_the_communication_hook_averages_every_bucket_in_the_order_of_the_tree(
-    monkeypatch, ranks, logical_ranks, buckets
+    monkeypatch, ranks, logical_ranks, inside, buckets
 ):
-    shapes = [(7,), (2, 3), (1,), (30,)]  # most buckets do not divide evenly among 3, 4, 5 or 8 ranks
+    # Most buckets do not divide evenly among 3, 4, 5, 6, 8 or 12 ranks.
+    shapes = [(7,), (2, 3), (1,), (30,), (25,), (26,)][: max(map(max, buckets)) + 1]
     plan = batch_plan(ranks, logical_ranks)
     leaves = gradients(3, plan.logical_ranks, shapes)
     network = ThreadNetwork(ranks)
@@ -140,7 +151,7 @@ def test_the_communication_hook_averages_every_bucket_in_the_order_of_the_tree(
     def work(rank: int) -> list[torch.Tensor]:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         sums = TreeSum()
-        hook = FixedOrderAllReduce(parameters, sums, fake_world(rank, ranks))
+        hook = FixedOrderAllReduce(parameters, sums, network.world(rank, inside))
         averages = []
         for _ in range(2):  # steps
             *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
@@ -163,10 +174,55 @@ def test_the_communication_hook_averages_every_bucket_in_the_order_of_the_tree(
         assert torch.equal(averages[0], expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_each_rank_gets_its_own_row_of_the_sum(monkeypatch, ranks):
+LAYOUTS_OF_NODES = [(1, None), (2, None), (3, None), (4, None), (8, None), (4, 2), (6, 2), (6, 3), (8, 2), (16, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "inside"), LAYOUTS_OF_NODES)
+def test_each_rank_gets_its_own_row_of_the_sum(monkeypatch, ranks, inside):
     inputs = [gradients(rank, 1, [(ranks, 6)])[0][0] for rank in range(ranks)]
     network = ThreadNetwork(ranks)
     monkeypatch.setattr(reduction, "dist", network)
-    sums = network.run(lambda rank: reduce_scatter_pairwise(inputs[rank].clone()))
+    sums = network.run(lambda r: reduce_scatter_pairwise(inputs[r].clone(), network.world(r, inside).levels))
     assert torch.equal(torch.stack(sums), add_neighbors(inputs))
+
+
+def test_ranks_of_several_nodes_exchange_with_those_of_equal_local_rank_only(monkeypatch):
+    network = ThreadNetwork(8)
+    monkeypatch.setattr(reduction, "dist", network)
+    network.run(lambda r: reduce_scatter_pairwise(torch.ones(8, 6), network.world(r, 4).levels))
+    size = 4 * 8 * 6
+    for rank, called in enumerate(network.called):
+        node, peers = range(4) if rank < 4 else range(4, 8), range(rank % 4, 8, 4)
+        assert called == [("all-to-all", node, size), ("all-to-all", peers, size // 4)]
+    flat_network = ThreadNetwork(6)
+    monkeypatch.setattr(reduction, "dist", flat_network)
+    flat_network.run(lambda r: reduce_scatter_pairwise(torch.ones(6, 6), flat_network.world(r, 3).levels))
+    assert {call for called in flat_network.called for call in called} == {("all-to-all", range(6), 4 * 6 * 6)}
+
+
+def test_no_view_of_a_gradient_is_created_if_a_process_has_one_logical_rank(monkeypatch):
+    monkeypatch.setattr(reduction, "gradients_in", lambda *_: pytest.fail("there is nothing to add"))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    hook = FixedOrderAllReduce([parameter], TreeSum(), fake_world(0, 3))
+    monkeypatch.setattr(hook, "exchange", lambda buffer, *_, **__: buffer)
+    assert torch.equal(hook.average(Bucket([0], [parameter], True)), torch.ones(4))
+
+
+@pytest.mark.parametrize(("inside", "most"), [(None, 3), (2, 5)])
+def test_as_many_buckets_are_received_at_the_same_time_as_the_plan_assumes(monkeypatch, inside, most):
+    network = ThreadNetwork(4)
+    for module in (reduction, collectives):
+        monkeypatch.setattr(module, "dist", network)
+    sizes = []
+
+    def work(rank: int) -> None:
+        hook = FixedOrderAllReduce([], TreeSum(), network.world(rank, inside))
+        futures = [hook.exchange(torch.ones(8), is_last=number == 9, divisor=4) for number in range(10)]
+        assert all(torch.equal(future.wait(), torch.ones(8)) for future in futures)
+        sizes.append(len({buffer.data_ptr() for buffer in hook.free}))
+
+    network.run(work)
+    levels = len(network.world(0, inside).levels)
+    assert sizes == [most] * 4 == [buckets_in_flight(levels, on_gpus=False)] * 4
+    assert buckets_in_flight(levels, on_gpus=True) == 1

@@ -16,8 +16,9 @@ from torch import nn
 from traffic import MODELS, Step
 from worlds import process_group_of
 
-from app.settings import STRATEGIES
-from app.strategies.traffic import Collective, gradient_buckets, plan_traffic
+from app.distributed.topology import Topology
+from app.settings import STRATEGIES, WRAPPED_IN_DDP
+from app.strategies.traffic import BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
 
 FAST = ("bart", "xlnet", "frozen")  # tied weights, parameters without a gradient, and one that is not trained
 
@@ -25,7 +26,7 @@ ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for na
 
 
 def check(step: Step) -> None:
-    with process_group_of(step.ranks - 1, step.ranks) as world:
+    with process_group_of(step.ranks - 1, step.ranks, step.inside) as world:
         assert step.count(world) == step.predict(), step
 
 
@@ -39,6 +40,13 @@ def test_any_architecture(name):
 @pytest.mark.parametrize(("ranks", "logical_ranks", "accumulation"), [(1, 4, 2), (3, 3, 2), (4, 8, 1), (64, 64, 1)])
 def test_any_number_of_ranks_logical_ranks_and_micro_batches(strategy, ranks, logical_ranks, accumulation):
     check(Step("uneven", strategy, ranks, logical_ranks, accumulation))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("ranks", "inside", "hook"), [(4, 2, "no"), (6, 3, "no"), (12, 4, "no"), (16, 8, "bf16")])
+def test_any_number_of_nodes(strategy, ranks, inside, hook):
+    if hook == "no" or strategy in WRAPPED_IN_DDP:
+        check(Step("uneven", strategy, ranks, changes={"ddp_comm_hook": hook}, inside=inside))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,9 +83,19 @@ class Shapes(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
 
 
+def planned(model: nn.Module, strategy: str, topology: Topology, **more: int) -> list[Collective]:
+    collectives = plan_traffic(model, list(model.parameters()), strategy, topology, **more)
+    return [collective for collective in collectives if collective.purpose != "norm"]
+
+
 def sent(model: nn.Module, strategy: str, ranks: int, **more: int) -> float:
-    collectives = plan_traffic(model, list(model.parameters()), strategy, ranks, **more)
-    return sum(collective.sent(ranks) for collective in collectives if collective.purpose != "norm")
+    topology = Topology(ranks)
+    return sum(collective.sent(topology) for collective in planned(model, strategy, topology, **more))
+
+
+def leaving(model: nn.Module, strategy: str, ranks: int, inside: int) -> float:
+    topology = Topology(ranks, inside)
+    return sum(one.leaving(topology) for one in planned(model, strategy, topology) if one.purpose == "gradients")
 
 
 def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
@@ -124,7 +142,34 @@ def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, 
 def test_gpus_gather_averages_in_one_collective():
     model = Shapes([(10, 4)])
     parameters = list(model.parameters())
-    on_cpus, on_gpus = (plan_traffic(model, parameters, "ddp", 4, on_gpus=on_gpus) for on_gpus in (False, True))
+    on_cpus, on_gpus = (
+        plan_traffic(model, parameters, "ddp", Topology(4), on_gpus=on_gpus) for on_gpus in (False, True)
+    )
     assert on_cpus[-1] == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
     assert on_gpus[-1] == Collective("gradients", "bucket 1", "all-gather", 160)
-    assert on_cpus[-1].sent(4) == on_gpus[-1].sent(4)
+    assert on_cpus[-1].sent(Topology(4)) == on_gpus[-1].sent(Topology(4))
+
+
+@pytest.mark.parametrize(("nodes", "inside"), [(2, 2), (2, 8), (3, 4), (8, 8)])
+def test_no_more_bytes_leave_a_node_than_with_a_ring(nodes, inside):
+    ranks = nodes * inside
+    model = Shapes([(ranks, 2 * ranks)])  # can be divided among the ranks
+    size = 4 * 2 * ranks**2
+    assert leaving(model, "ddp", ranks, inside) == pytest.approx(2 * (nodes - 1) / nodes * size)
+    assert leaving(model, "zero2", ranks, inside) == pytest.approx((nodes - 1) / nodes * size)
+    assert sum(one.sent(Topology(ranks, inside)) for one in planned(model, "ddp", Topology(ranks, inside))) == (
+        pytest.approx(sent(model, "ddp", ranks))
+    ), "the ranks send as much as if they were on one node"
+
+
+def test_the_bytes_that_leave_a_node_are_as_counted_by_hand():
+    topology = Topology(6, 3)
+    assert Collective("", "", "all-to-all", 60).leaving(topology) == 3 * 3 * 10, "three ranks, three chunks of 10"
+    assert Collective("", "", "all-gather", 60).leaving(topology) == 50, "one rank sends all but one chunk"
+    assert Collective("", "", "all-reduce", 60).leaving(topology) == 100
+    assert Collective("", "", "broadcast", 60).leaving(topology) == 30, "the other node receives it from the root's"
+    assert Collective("", "", "all-to-all", 60, among=INSIDE).leaving(topology) == 0
+    assert Collective("", "", "all-to-all", 60, times=2, among=BETWEEN).leaving(topology) == 2 * 3 * 30
+    assert not topology.two_levels, "3 ranks are no subtree"
+    # 4 P of 1 x 36 numbers: an all-to-all, 6 broadcasts of a sixth.
+    assert leaving(Shapes([(6, 6)]), "ddp", 6, 3) == 1.5 * 144 + 0.5 * 144

@@ -137,9 +137,9 @@ def prepare(
         case "all-to-all":
             return partial(dist.all_to_all_single, other, complete, group=group)
         case "all-gather, in place":
-            return partial(all_gather_in_place, complete, world)
+            return partial(all_gather_in_place, complete, world.all_ranks)
         case "reduce-scatter, pairwise":
-            return partial(reduce_scatter_pairwise, complete)
+            return partial(reduce_scatter_pairwise, complete, world.levels)
     raise ValueError(f"no collective is called {name}")
 
 

@@ -106,7 +106,7 @@ def measure_hooks(
 def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
     """Return the bytes that a rank sends in the third training step, on average over the ranks. Collective."""
     bench = distribute(settings, data, build_model(settings, data, world).model, world)
-    return sent_bytes(count_third_step(bench), world.size)
+    return sent_bytes(count_third_step(bench), world.topology)
 
 
 def training_steps(settings: Settings, data: ReviewData) -> int:

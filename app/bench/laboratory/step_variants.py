@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from app.bench.harness import Bench, build_named, distribute
 from app.bench.laboratory.timing import time_calls
 from app.data.sampler import BatchPlan
+from app.distributed.topology import Topology
 from app.distributed.world import World
 from app.settings import TINY, Settings
 from app.strategies.base import Strategy
@@ -82,9 +83,20 @@ def plain_ddp(settings: Settings) -> Settings:
     return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no")
 
 
-def reduction_variants(settings: Settings, ranks: int) -> dict[str, Variant]:
-    """Return plain all-reduce, and the fixed order with as many logical ranks as processes and with twice as many."""
+def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDP:
+    """Return DDP that sums gradients over all ranks at once, as if they were on one node."""
+    return DDP(settings, plan, replace(world, node_groups=()))
+
+
+def reduction_variants(settings: Settings, topology: Topology) -> dict[str, Variant]:
+    """Return plain all-reduce, and the fixed order with as many logical ranks as processes and with twice as many.
+
+    Where gradients are summed inside the nodes first, the sum over all ranks at once is a variant too.
+    """
+    ranks = topology.ranks
     variants = {"plain all-reduce": Variant(replace(settings, logical_ranks=None), PlainDDP)}
+    if topology.two_levels:
+        variants["in one level"] = Variant(replace(settings, logical_ranks=ranks), in_one_level)
     for n in (ranks, 2 * ranks):
         if n == ranks or n & (n - 1) == 0:  # `plan_batches` accepts no others
             variants[f"{n} logical ranks"] = Variant(replace(settings, logical_ranks=n))

@@ -31,6 +31,7 @@ from app.bench.laboratory.step_variants import (
 from app.bench.page import Figure, Part, Section, Table
 from app.data.sampler import plan_batches
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
+from app.distributed.topology import Topology
 from app.distributed.world import World
 from app.settings import Settings
 from app.training.build import ReviewData, build_data
@@ -89,7 +90,7 @@ def measure_step(name: str, settings: Settings, seconds: float, world: World) ->
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):
-        variants = variants_of(name, settings, len(data.split.train), world.size)
+        variants = variants_of(name, settings, len(data.split.train), world.topology)
     if name == "no_sync":
         return measure_no_sync(variants, data, seconds, world)
     title, about = {
@@ -101,7 +102,7 @@ def measure_step(name: str, settings: Settings, seconds: float, world: World) ->
     return section_of(name, title, about, comparisons, "step", world)
 
 
-def variants_of(name: str, settings: Settings, n_train: int, ranks: int) -> dict[str, Variant]:
+def variants_of(name: str, settings: Settings, n_train: int, topology: Topology) -> dict[str, Variant]:
     """Return the variants that a section compares. All of them can be trained.
 
     Args:
@@ -110,7 +111,7 @@ def variants_of(name: str, settings: Settings, n_train: int, ranks: int) -> dict
     Raises:
         UserError: the batch can't be divided for one of them.
     """
-    plain = plain_ddp(settings)
+    plain, ranks = plain_ddp(settings), topology.ranks
     match name:
         case "breakdown":
             variants = {"": Variant(settings)}
@@ -123,7 +124,7 @@ def variants_of(name: str, settings: Settings, n_train: int, ranks: int) -> dict
         case "unused_parameters":
             variants = unused_variants(plain)
         case "reduction":
-            variants = reduction_variants(plain, ranks)
+            variants = reduction_variants(plain, topology)
         case _:
             raise ValueError(f"no section is called {name}")
     for variant in variants.values():

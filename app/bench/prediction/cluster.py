@@ -51,7 +51,8 @@ class Cluster:
         time, so that the slower hop determines the time of each round. `tree`: two binary trees over the nodes, and two
         over the ranks of each node; again the slower hop limits the rate, and latencies add up along the path.
         `hierarchical`: a ring reduce-scatter within each node, ring all-reduces between the nodes, in which each rank
-        of a node has its part of the tensor and its share of the link, and a ring all-gather within each node.
+        of a node has its part of the tensor and its share of the link, and a ring all-gather within each node. The
+        exchange of `app.strategies.reduction` in two levels has as many messages and bytes.
 
         Args:
             algorithm: one of `ALGORITHMS`.

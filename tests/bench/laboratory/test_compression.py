@@ -14,6 +14,7 @@ from app.bench.laboratory.compression import Measured, measure_hooks, settings_b
 from app.bench.laboratory.compression_section import as_section, measure_compression
 from app.bench.laboratory.step_variants import EMBEDDED
 from app.bench.page import Figure, Table, as_html, as_text
+from app.distributed.topology import Topology
 from app.errors import AgreedError
 from app.settings import Settings
 from app.training.build import build_data, build_model
@@ -40,10 +41,10 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     ],
 )
 def test_what_a_rank_sends_is_counted_from_the_tensors(world, call, times):
-    with CountCollectives() as counter:
+    with CountCollectives(Topology(1)) as counter:
         call(torch.zeros(10, 10, dtype=torch.bfloat16))
         torch.zeros(1000).add_(1)
-    assert sent_bytes(counter.counts, 4) == times * 0.75 * 200
+    assert sent_bytes(counter.counts, Topology(4)) == times * 0.75 * 200
 
 
 @pytest.mark.parametrize(("hook", "size"), [("no", 4), ("fp16", 2), ("bf16", 2)])
@@ -53,11 +54,11 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
     data = build_data(settings, world)
     bench = distribute(settings, data, build_model(settings, data, world).model, world)
     optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
-    with CountCollectives() as counter:
+    with CountCollectives(Topology(1)) as counter:
         bench.train_steps(bench.loader, optimizer, build_scheduler(optimizer, settings, 1), 1)
     buffers = sum(buffer.nbytes for buffer in bench.model.buffers()) / 2  # DDP broadcasts them before a forward pass
     assert (
-        sent_bytes(counter.counts, 2)
+        sent_bytes(counter.counts, Topology(2))
         == size * sum(parameter.numel() for parameter in bench.model.parameters()) + buffers
     )
 

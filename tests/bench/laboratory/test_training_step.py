@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from worlds import batch_plan, fake_world
 
 from app.bench import recipe, reduction
 from app.bench.harness import set_up
@@ -21,6 +22,7 @@ from app.bench.laboratory.training_step import (
     variants_of,
 )
 from app.bench.page import Table, as_html, as_text
+from app.distributed.topology import RankGroup, Topology
 from app.errors import AgreedError, UserError
 from app.settings import Settings
 from app.training.build import build_data
@@ -77,7 +79,7 @@ def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
 @pytest.mark.parametrize("name", [*NAMES, "breakdown"])
 @pytest.mark.parametrize("change", [{"strategy": "zero3", "cpu_offload": True}, {"ddp_comm_hook": "power_sgd"}])
 def test_a_section_has_variants_whatever_the_strategy_and_the_compression(name, change):
-    variants = variants_of(name, Settings(train_batch_size=8, **change), n_train=90, ranks=1)
+    variants = variants_of(name, Settings(train_batch_size=8, **change), n_train=90, topology=Topology(1))
     assert list(variants) == NAMES.get(name, [""])
     kept = {(v.settings.strategy, v.settings.cpu_offload, v.settings.ddp_comm_hook) for v in variants.values()}
     given = Settings(**change)
@@ -135,8 +137,17 @@ def test_buckets_differ_in_their_size_only(settings):
 
 @pytest.mark.parametrize(("ranks", "counts"), [(1, [1, 2]), (2, [2, 4]), (3, [3]), (4, [4, 8])])
 def test_only_possible_numbers_of_logical_ranks_are_compared(ranks, counts):
-    found = reduction_variants(Settings(logical_ranks=8), ranks)
+    found = reduction_variants(Settings(logical_ranks=8), Topology(ranks))
     assert [variant.settings.logical_ranks for variant in found.values()] == [None, *counts]
+
+
+def test_on_several_nodes_the_sum_in_one_level_is_compared(settings):
+    found = reduction_variants(settings, Topology(4, 2))
+    assert list(found) == ["plain all-reduce", "in one level", "4 logical ranks", "8 logical ranks"]
+    world = fake_world(3, 4, inside=2)
+    groups = tuple(RankGroup(None, 2, 1) for _ in range(2))
+    strategy = found["in one level"].make_strategy(settings, batch_plan(4), replace(world, node_groups=groups))
+    assert strategy.world.levels == (world.all_ranks,)
 
 
 def test_ratios_are_those_of_the_same_round():

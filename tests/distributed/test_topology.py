@@ -1,0 +1,73 @@
+"""How ranks are divided among nodes, and when gradients are summed in two levels."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from worlds import process_group_of
+
+from app.distributed.topology import Topology, common_ranks_per_node, powers_of_two
+
+
+def places(*nodes: int) -> list[tuple[str, int, int]]:
+    """Host, LOCAL_RANK and LOCAL_WORLD_SIZE of the ranks of nodes that have these numbers of ranks."""
+    return [(f"node{node}", local, size) for node, size in enumerate(nodes) for local in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [([1], 1), ([4], 4), ([1, 1], 1), ([2, 2], 2), ([3, 3, 3], 3), ([4, 2], None), ([2, 4], None)],
+)
+def test_the_nodes_must_have_equally_many_ranks(nodes, expected):
+    assert common_ranks_per_node(places(*nodes)) == expected
+
+
+def test_the_ranks_of_a_node_must_be_consecutive():
+    first, second, third, fourth = places(2, 2)
+    assert common_ranks_per_node([first, third, second, fourth]) is None
+    assert common_ranks_per_node([second, first, third, fourth]) is None
+    assert common_ranks_per_node([first, fourth, third, second]) is None, "each node has ranks of both hosts"
+    assert common_ranks_per_node([first, second, third]) is None, "a rank is missing"
+
+
+def test_two_agents_on_one_machine_count_as_two_nodes():
+    assert common_ranks_per_node([("host", rank % 2, 2) for rank in range(4)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inside", "nodes", "two_levels"),
+    [
+        (1, 1, 1, False),
+        (8, None, 1, False),
+        (8, 8, 1, False),
+        (8, 1, 8, False),
+        (8, 4, 2, True),
+        (6, 2, 3, True),
+        (12, 6, 2, False),
+        (12, 3, 4, False),
+    ],
+)
+def test_nodes_with_a_power_of_two_of_ranks_sum_in_two_levels(ranks, inside, nodes, two_levels):
+    topology = Topology(ranks, inside)
+    assert (topology.nodes, topology.two_levels) == (nodes, two_levels)
+
+
+@pytest.mark.parametrize(("rank", "node", "peers"), [(0, [0, 1], [0, 2, 4]), (3, [2, 3], [1, 3, 5])])
+def test_each_rank_is_in_the_group_of_its_node_and_in_that_of_its_local_rank(rank, node, peers):
+    with process_group_of(rank, 6, 2) as world:
+        assert [dist.get_process_group_ranks(level.group) for level in world.levels] == [node, peers]
+        assert [(level.size, level.rank) for level in world.levels] == [(2, rank % 2), (3, rank // 2)]
+
+
+@pytest.mark.parametrize("inside", [6, 3, 1])
+def test_one_level_needs_no_group(monkeypatch, inside):
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group was created"))
+    with process_group_of(4, 6, inside) as world:
+        assert world.levels == (world.all_ranks,)
+        assert (world.all_ranks.group, world.all_ranks.size, world.all_ranks.rank) == (None, 6, 4)
+
+
+def test_numbers_of_ranks_fill_the_nodes():
+    assert powers_of_two(6, 1024) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
+    for inside in (1, 8, 4096):
+        assert powers_of_two(inside, 1024) == [2**n for n in range(11)]
