@@ -109,7 +109,9 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
         without_effect.add("world_size")
     keys = [*FIRST, *(key for key in flat_a if key not in FIRST)]
     pairs = {key: (flat_a[key], flat_b[key]) for key in keys if key in flat_a and key in flat_b}
-    return [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
+    causes = [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
+    # Commits of this program are meant not to change results: another one is suspected only if nothing else differs.
+    return [cause for cause in causes if cause.key != "git_commit"] or causes
 
 
 def remedy(a: Run, b: Run, differences: Sequence[Difference], gpus: bool) -> str:

@@ -96,6 +96,11 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
             {"deepspeed": "b.json", "world_size": 1, "logical_ranks": 2},
             "ranks 2 and 1; start both with the same number of ranks",
         ),
+        (
+            {"git_commit": "a" * 40, "threads": 4},
+            {"git_commit": "b" * 40, "threads": 2},
+            "threads 4 and 2; start both with --threads 2",
+        ),
         ({"a_new_setting": 1}, {"a_new_setting": 2}, "a_new_setting 1 and 2; start both with the same a_new_setting"),
     ],
 )
