@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
+from architectures import CONFIGS
 from gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 from worlds import batch_plan, fake_world, process_group_of
 
 from app.distributed.world import World
@@ -126,3 +129,17 @@ def test_zero1_gives_each_parameter_to_the_optimizer_of_one_rank(ranks):
         owned += [name for name, parameter in model.named_parameters() if id(parameter) in mine]
         assert type(strategy.local_optimizer(optimizer)) is torch.optim.AdamW
     assert sorted(owned) == sorted(name for name, _ in Model().named_parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_zero1_keeps_parameters_aligned(ranks, name):
+    """GPU kernels that load 16 bytes at once would otherwise be replaced by others, which round differently."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.vocab_size = 51
+    model = AutoModelForSequenceClassification.from_config(config)
+    groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == matrices]} for matrices in (True, False)]
+    with process_group_of(0, ranks) as world:
+        Zero1(Settings(strategy="zero1"), batch_plan(ranks), world).build_optimizer(groups, lr=1e-3)
+    assert any(parameter.storage_offset() for parameter in model.parameters()), "they are views of one tensor"
+    assert [n for n, p in model.named_parameters() if p.storage_offset() * p.element_size() % 16] == []
