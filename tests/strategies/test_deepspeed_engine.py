@@ -8,6 +8,7 @@ import pytest
 import torch
 from worlds import batch_plan, fake_world
 
+from app.settings import Settings
 from app.strategies.deepspeed_engine import DeepSpeed
 
 
@@ -15,5 +16,7 @@ from app.strategies.deepspeed_engine import DeepSpeed
 def test_the_norm_is_on_the_device_even_after_an_overflow(norm):
     """In that case DeepSpeed returns a Python float. Norms of several steps are stacked, so all are on one device."""
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
-    found = DeepSpeed(batch_plan(), fake_world(device="meta")).clip_grad_norm(engine, 1.0, torch.ones(()))  # type: ignore[arg-type]
+    strategy = DeepSpeed(Settings(), batch_plan(), fake_world(device="meta"))
+    strategy.model = torch.nn.Module()  # `wrap` needs DeepSpeed
+    found = strategy.clip_grad_norm(engine, 1.0, torch.ones(()))  # type: ignore[arg-type]
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, ())
