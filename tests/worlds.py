@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +24,9 @@ from app.settings import Settings
 
 T = TypeVar("T")
 Collective = tuple[str, torch.Tensor, torch.Tensor]  # name, output, input
+# Groups that were destroyed a moment ago. A DDP module that outlives its group must not release it: it would wait for
+# gloo's threads without releasing the GIL, which they may still need to release the tensors of their last collective.
+ENDED: deque[Any] = deque(maxlen=4)
 
 
 def fake_world(rank: int = 0, size: int = 1, device: torch.device | str = "cpu", inside: int | None = None) -> World:
@@ -56,6 +59,7 @@ def process_group_of(rank: int, size: int, inside: int | None = None) -> Iterato
         world = fake_world(rank, size, inside=inside)
         yield replace(world, node_groups=create_node_groups(rank, world.topology, world.timeout))
     finally:
+        ENDED.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
