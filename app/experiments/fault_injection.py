@@ -2,10 +2,11 @@
 
     python -m app.experiments.fault_injection --kills 100 --seed 0 --csv reviews.csv
 
-Each job runs under plain `torchrun --max-restarts=3` and loses one to three ranks: at start-up, in a step, while a
-checkpoint is written, in an evaluation, right before the exit, or at any time. Without intervention, it must end with
-status 0 and with the weights, predictions, steps and evaluations of an undisturbed job of the same path and
-architecture. One line is printed per job, and totals in the last line. The exit status is 1 if any job differs.
+Each job runs under plain `torchrun --max-restarts=3`, with a random strategy, and loses one to three ranks: at
+start-up, in a step, while a checkpoint is written, in an evaluation, right before the exit, or at any time. Without
+intervention, it must end with status 0 and with the weights, predictions, steps and evaluations of an undisturbed job
+of the same path and architecture with `ddp`. One line is printed per job, and totals in the last line. The exit status
+is 1 if any job differs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 
@@ -27,14 +28,25 @@ from app.cli import OneLineParser
 from app.distributed.launcher import TorchrunJob
 from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
-from app.experiments.fault_subjects import MODELS, RESTARTS, Subject, build_subjects
+from app.experiments.fault_subjects import MODELS, RESTARTS, STRATEGIES, Subject, build_subjects
 from app.program import run_program
 from app.runs.hashes import SHOWN, hash_results
 from app.runs.schema import MODEL, MODEL_FOLDER
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
-LINE = "{:>3}  {:<11}  {:<5}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
-HEADER = ["job", "path", "model", "killed (rank)", "attempts", "resumed at step", "seconds", "restart", "identical"]
+LINE = "{:>3}  {:<11}  {:<5}  {:<8}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
+HEADER = [
+    "job",
+    "path",
+    "model",
+    "strategy",
+    "killed (rank)",
+    "attempts",
+    "resumed at step",
+    "seconds",
+    "restart",
+    "identical",
+]
 
 
 def main() -> int:
@@ -123,11 +135,12 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
             break
         number += 1
         kills = min(rng.randint(1, RESTARTS), arguments.kills - killed)
-        outcome = run_job(subjects[i], folder / f"job-{number}", kills, rng, seconds[i])
+        subject = replace(subjects[i], strategy=rng.choice(STRATEGIES))  # all have the bits of `ddp`
+        outcome = run_job(subject, folder / f"job-{number}", kills, rng, seconds[i])
         outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", undisturbed[i])
         killed += len(outcome.kills)
         verdicts[i].append(outcome.problem is None)
-        print_outcome(number, subjects[i], outcome)
+        print_outcome(number, subject, outcome)
     good = sum(map(sum, verdicts))
     totals = ", ".join(
         f"{subject.path_name} {subject.model_name} {sum(equal)}/{len(equal)}"
@@ -219,7 +232,7 @@ def print_outcome(number: int, subject: Subject, outcome: Outcome) -> None:
     """Print the job's line of the table, and its log if anything is wrong."""
     log = outcome.log.read_text()
     cells = (
-        *(number, subject.path_name, subject.model_name),
+        *(number, subject.path_name, subject.model_name, subject.strategy),
         ", ".join(outcome.kills) or "ended before it could be killed",
         len(outcome.kills) + 1,
         ", ".join(re.findall(r"resumed from .*\(step (\d+)\)", log)) or "0",

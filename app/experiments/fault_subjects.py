@@ -18,6 +18,7 @@ from app.model.tiny_bert import learn_tokenizer
 from app.settings import REPOSITORY, Settings
 
 MODELS = ("bert", "gpt2", "bart")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 RESTARTS = 3
 FLAGS = [
     *("--max_steps", STEPS, "--save_strategy", "steps", "--save_steps", SAVE_STEPS, "--dropout", 0.1),
@@ -29,18 +30,23 @@ FLAGS = [
 
 @dataclass(frozen=True)
 class Subject:
-    """A training path with an architecture, on which jobs are run. `flags` are the flags of the training run."""
+    """A training path with an architecture, on which jobs are run.
+
+    Attributes:
+        flags: those of the training run, without the strategy.
+    """
 
     path_name: str
     model_name: str
     flags: Sequence[str]
     ranks: int
+    strategy: str = "ddp"
 
     def job(self, folder: Path) -> TorchrunJob:
         """Return a job that trains into `folder` and logs to `folder.log`."""
         command = torchrun_command(
             f"app.{self.path_name}",
-            [*self.flags, "--output_dir", folder],
+            [*self.flags, "--strategy", self.strategy, "--output_dir", folder],
             self.ranks,
             ["--standalone", f"--max-restarts={RESTARTS}"],
         )
