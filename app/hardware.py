@@ -48,8 +48,13 @@ DATA_SHEETS: dict[str, tuple[float, float]] = {
     "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
 }
 # Environment variables with which a user makes libraries compute with other instructions, and round differently.
-KERNELS_FROM_ENVIRONMENT = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+# NVIDIA's containers set those of TF32.
+KERNELS_FROM_ENVIRONMENT = (
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
+)
 WITHOUT_BF16 = "Tesla"  # how the names of these older GPUs begin
+UNSET = "unset"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_PRODUCT = 8192  # rows and columns
 
@@ -156,6 +161,14 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()})"
 
 
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """Return what decides how a device rounds, by name, besides the versions of the libraries and the threads."""
+    facts = {name: value or UNSET for name, value in kernels().items()}
+    if device.type == "cuda":
+        del facts["cpu"], facts["instructions"]
+    return {"device": device_name(device)} | facts
+
+
 def usable_cores(process: int = 0) -> set[int]:
     """Return the numbers of the CPU cores that a process may use.
 
@@ -175,9 +188,13 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def cpu_kernels() -> dict[str, str | None]:
-    """Return what the choice of CPU kernels, and with it rounding, depends on: the CPU, and variables that limit it."""
+def kernels() -> dict[str, str | None]:
+    """Return what the choice of kernels, and with it rounding, depends on: the CPU, and what limits or enables others.
+
+    The precision of matrix products in fp32 is `highest`, unless the environment or a container enables TF32.
+    """
     chosen = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    chosen["fp32_matmul_precision"] = torch.get_float32_matmul_precision()
     return chosen | {name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT}
 
 

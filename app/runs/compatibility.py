@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,34 @@ from app.errors import UserError
 from app.model.identity import ModelIdentity, differences_of_configs
 from app.runs.resume import Resume
 from app.runs.schema import LOGS
-from app.settings import TINY, ModelSettings, Settings, TrainingSettings
+from app.settings import TINY, Settings
 
-# Model and training settings that a resumed run may change (`Resume.changes` announces another number of accumulation
-# steps), or that are compared in another form: the length of the training as the total number of steps, the model as
-# its folder or commit, and bf16 as the precision.
-MAY_DIFFER = {"gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16"}
-MAY_DIFFER |= {"model", "revision", "trust_remote_code"}
-MAY_DIFFER |= {"per_device_train_batch_size"}  # compared as the resolved global batch size
+# Every setting is in one of these groups (a test requires it). Those of the first must be equal.
+MUST_BE_EQUAL = (
+    *("max_length", "dropout", "train_batch_size", "logical_ranks", "learning_rate", "lr_scheduler_type"),
+    *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("train_sampling_strategy", "seed", "precision", "ddp_comm_hook", "deterministic", "load_best_model_at_end"),
+)
+# These are compared in another form.
+COMPARED_AS = {
+    "split fingerprint": ("csv", "text_column", "label_column", "test_size", "validation_size"),
+    "model": ("model", "revision", "trust_remote_code"),  # its content or commit
+    "total steps": ("num_train_epochs", "max_steps"),
+    "precision": ("bf16",),
+    "train_batch_size": ("per_device_train_batch_size",),  # the resolved global batch size
+}
+# Another value changes rounding or dropout masks from the checkpoint on: `Resume.changes` announces it.
+ANNOUNCED = (
+    *("gradient_accumulation_steps", "eval_batch_size", "threads", "use_cpu", "cpu_offload", "deepspeed", "fsdp"),
+)
+# These affect neither weights nor predictions. `strategy` and the others that say how ranks share the work do not
+# affect a single bit; how often a run evaluates, saves and logs is visible in its files.
+WITHOUT_EFFECT = (
+    *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
+    *("eval_strategy", "eval_steps", "metric_for_best_model"),  # without --load_best_model_at_end: see below
+    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "resume_from_checkpoint"),
+    *("cache_dir", "output_dir", "logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"),
+)
 # These decide which weights are the best. eval_batch_size affects the rounding of the scores, and with it the choice
 # between two that are nearly equal.
 BEST_SETTINGS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
@@ -50,8 +69,7 @@ def check_compatible(
         return
     # A checkpoint that is older than a setting was trained with what is now the setting's default.
     before = Settings().as_dict() | resume.state["settings"]
-    names = [f.name for group in (ModelSettings, TrainingSettings) for f in fields(group) if f.name not in MAY_DIFFER]
-    names += ["max_length", "load_best_model_at_end", *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
+    names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
     pairs = [(name, before.get(name), getattr(settings, name)) for name in names]
     pairs += [("total steps", resume.state["total_steps"], total_steps)]
     pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]

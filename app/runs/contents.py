@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -15,9 +15,11 @@ from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
 from app.data.split import Split
 from app.distributed.world import World
-from app.hardware import cpu_kernels, device_name, git_commit
+from app.hardware import device_name, git_commit, kernels
 from app.metrics.score import Scores
 from app.model.identity import ModelIdentity
+from app.runs.arithmetic import Arithmetic
+from app.runs.schema import RUN_STATE_VERSION
 from app.runs.steps import Totals
 from app.settings import Settings
 
@@ -46,6 +48,7 @@ class RunInfo:
         peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
             unknown.
         deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
+        arithmetic: as returned by `gather_arithmetic`.
     """
 
     path_name: str
@@ -58,6 +61,7 @@ class RunInfo:
     model: ModelIdentity
     peak_flops: float | None
     deepspeed_config: dict[str, Any] | None = None
+    arithmetic: Arithmetic = field(default_factory=dict)
 
 
 def settings_content(info: RunInfo) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
         "devices": list(info.devices),
         "launchers": list(info.launchers),
         "threads": torch.get_num_threads(),
-        "kernels": cpu_kernels(),
+        "kernels": kernels(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "git_commit": git_commit(),
         "deepspeed_config": info.deepspeed_config,
@@ -101,6 +105,7 @@ def split_content(info: RunInfo) -> dict[str, Any]:
 def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals, best: Best) -> dict[str, Any]:
     """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state."""
     return {
+        "format_version": RUN_STATE_VERSION,
         "path": info.path_name,
         "step": step,
         "epoch": step / plan.steps_per_epoch,
@@ -109,6 +114,8 @@ def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals,
         "world_size": info.world.size,
         "device": device_name(info.world.device),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "arithmetic": info.arithmetic,
         "threads": torch.get_num_threads(),
         "fingerprint": info.split.fingerprint,
         "settings": info.settings.as_dict(),

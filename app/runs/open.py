@@ -15,6 +15,7 @@ from app.distributed.world import World
 from app.errors import UserError
 from app.hardware import describe_rounding, device_name, peak_flops
 from app.model.identity import ModelIdentity
+from app.runs.arithmetic import gather_arithmetic
 from app.runs.contents import RunInfo
 from app.runs.folder import claim_folder, remove_claimed
 from app.runs.record import RunRecord
@@ -73,6 +74,7 @@ def open_run(
         model=model,
         peak_flops=None if None in peaks else sum(peaks),
         deepspeed_config=deepspeed_config,
+        arithmetic=gather_arithmetic(world),
     )
     return RunRecord(info, resume, rows_of_step, folder, lock)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,14 @@ from numpy.typing import NDArray
 
 from app.errors import UserError
 from app.runs.cells import escape, unescape
+from app.runs.parse import parse_object
 from app.runs.schema import (
     EVALUATIONS,
-    INTEGER,
-    INTEGER_ROWS,
     METRICS,
-    NAMES,
-    NUMBER,
-    NUMBERS,
-    OBJECT,
     PREDICTIONS,
     SETTINGS,
     SPLIT,
     STEPS,
-    TEXT,
-    TEXTS,
     JsonFormat,
     prediction_columns,
     probability_column,
@@ -134,7 +124,7 @@ def _read_text(path: Path) -> str:
 
 def _read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:
     path = folder / file.name
-    return _parse(_read_text(path), str(path), file)
+    return parse_object(_read_text(path), str(path), file)
 
 
 def _read_lines(folder: Path, file: JsonFormat) -> list[dict[str, Any]]:
@@ -142,58 +132,9 @@ def _read_lines(folder: Path, file: JsonFormat) -> list[dict[str, Any]]:
     text = _read_text(path)
     if not text.endswith("\n"):
         raise UserError(f"{path}: is empty or ends in the middle of a line")
-    return [_parse(line, f"{path}, line {number}", file) for number, line in enumerate(text.splitlines(), start=1)]
-
-
-def _parse(text: str, location: str, file: JsonFormat) -> dict[str, Any]:
-    try:
-        content = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as problem:
-        raise UserError(f"{location}: damaged or incomplete: {problem}") from None
-    missing = [key for key in file.required if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise UserError(f"{location}: lacks {', '.join(missing)}")
-    present = {key: kind for key, kind in file.optional.items() if content.get(key) is not None}
-    for key, kind in {**file.required, **present}.items():
-        if not IS_KIND[kind](content[key]):
-            raise UserError(f"{location}: {key} is {str(content[key])[:80]!r}, not {kind}")
-    return dict(content)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{text} is not a finite number")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    # JSON's integers have no limit.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(is_element, value))
-
-
-IS_KIND: Mapping[str, Callable[[Any], bool]] = {
-    NUMBER: _is_number,
-    INTEGER: _is_integer,
-    TEXT: _is_text,
-    OBJECT: lambda value: isinstance(value, dict),
-    NUMBERS: lambda value: _is_list(value, _is_number) and len(value) > 0,
-    TEXTS: lambda value: _is_list(value, _is_text),
-    NAMES: lambda value: _is_list(value, _is_text) and len(set(value)) == len(value) > 0,
-    INTEGER_ROWS: lambda value: _is_list(value, lambda row: _is_list(row, _is_integer)),
-}
+    return [
+        parse_object(line, f"{path}, line {number}", file) for number, line in enumerate(text.splitlines(), start=1)
+    ]
 
 
 def _read_predictions(path: Path, classes: list[str], is_escaped: bool) -> pd.DataFrame:

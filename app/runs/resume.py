@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from app.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from app.distributed.environment import launcher_id
 from app.distributed.world import World
 from app.errors import AlreadyFinished, UserError
 from app.hardware import device_name
+from app.runs.arithmetic import Arithmetic, changes_of_arithmetic, gather_arithmetic
 from app.runs.find_checkpoint import Found, find_checkpoint, folder_of_this_job
-from app.runs.schema import BEST_PREFIX, RUN_STATE, STEPS, checkpoint_files
+from app.runs.parse import parse_object
+from app.runs.run_state import check_recorded_settings, read_run_state
+from app.runs.schema import BEST_PREFIX, EVALUATIONS, SETTINGS, STEPS
 from app.settings import Settings, trainer_engine
+
+FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,13 @@ class Resume:
         kept: list[str] = []
         steps: list[int] = []
         for line in text.splitlines(keepends=True):
+            location = f"{path}, line {len(kept) + 1}"
             try:
-                step = int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
+                step = parse_object(line, location, FORMATS[log])["step"]
+            except UserError as problem:
                 if not line.endswith("\n"):
                     break  # the last line, which a killed run had not completed
-                raise UserError(f"{path}, line {len(kept) + 1}: damaged, so the run can't be resumed") from None
+                raise UserError(f"{problem}, so the run can't be resumed") from None
             if step > self.step or step == before:
                 break
             kept.append(line)
@@ -116,8 +122,13 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     if checkpoint is not None:
         with raise_on_all_ranks(world):
             state = read_run_state(checkpoint)
-            recorded = state["settings"] | {"threads": state["threads"]}
-    return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes_since(state, settings, world))
+            recorded = state["settings"] | {"threads": state.get("threads")}
+    elif folder is not None:
+        with raise_on_all_ranks(world):
+            known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
+            check_recorded_settings(folder / SETTINGS.name, known)
+    changes = changes_since(state, settings, world, gather_arithmetic(world))
+    return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes)
 
 
 def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
@@ -147,42 +158,30 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     )
 
 
-def changes_since(state: Mapping[str, Any], settings: Settings, world: World) -> tuple[str, ...]:
+def changes_since(
+    state: Mapping[str, Any], settings: Settings, world: World, arithmetic: Arithmetic
+) -> tuple[str, ...]:
     """List what makes a resumed run differ from an undisturbed one, by rounding or by other dropout masks.
 
     Args:
         state: the content of run_state.json.
+        arithmetic: as returned by `gather_arithmetic`.
     """
     recorded = state.get("settings", {})
     # Trainer's engines add gradients in an order that depends on the number of ranks.
     engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
     offload = {"cuda": settings.cpu_offload}.get(world.device.type)
+    before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
     pairs = [
-        ("device", state.get("device"), device_name(world.device)),
+        *(changes_of_arithmetic(before, arithmetic) if before else []),
+        *([] if before else [("device", state.get("device"), device_name(world.device))]),
         ("torch", state.get("torch"), torch.__version__),
+        ("transformers", state.get("transformers"), transformers.__version__),
         ("optimizer on the CPU", recorded.get("cpu_offload") if offload is not None else None, offload),
+        ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
         ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),
         ("ranks", state.get("world_size") if any(engines) else None, world.size),
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
-
-
-def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's run_state.json.
-
-    Raises:
-        UserError: it can't be read, or an earlier version of this program wrote the checkpoint.
-    """
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{checkpoint}: every rank must be able to read it: {problem}") from None
-    missing = [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]
-    if missing:
-        raise UserError(
-            f"{checkpoint}: has no {missing[0]}: an earlier version of this program wrote it; resume it with that "
-            "version, or start again in another --output_dir"
-        )
-    return state

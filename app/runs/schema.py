@@ -57,6 +57,7 @@ OBJECT = "an object"
 NUMBERS = "a list of numbers"  # not empty
 TEXTS = "a list of strings"
 NAMES = "a list of distinct strings"  # not empty
+TEXTS_BY_NAME = "an object of lists of strings"
 INTEGER_ROWS = "a list of lists of integers"
 
 Kinds = Mapping[str, str]
@@ -115,6 +116,25 @@ METRICS = JsonFormat(
     | {"train_tokens_per_second": NUMBER, "padding_fraction": NUMBER, "mfu": NUMBER}
     | {"skipped_steps": INTEGER, "hash": TEXT},  # from app.runs.hashes.hash_run
 )
+
+# run_state.json of a checkpoint. Increase the version if a program of the version before must not resume from it.
+RUN_STATE_VERSION = 1
+RUN_STATE_FORMAT = JsonFormat(
+    RUN_STATE,
+    required={"path": TEXT, "step": INTEGER, "total_steps": INTEGER, "world_size": INTEGER, "fingerprint": TEXT}
+    | {"settings": OBJECT},
+    optional={"format_version": INTEGER, "epoch": NUMBER, "samples_seen": INTEGER, "device": TEXT, "torch": TEXT}
+    | {"transformers": TEXT, "arithmetic": TEXTS_BY_NAME, "threads": INTEGER}
+    | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT}
+    | {"model_commit": TEXT, "model_config": OBJECT, "model_code_sha256": TEXT, "tokens_sha256": TEXT},
+)
+TOTALS = JsonFormat(
+    "totals",
+    required={},
+    optional={"train_seconds": NUMBER, "examples": INTEGER, "tokens": INTEGER, "padded_tokens": INTEGER}
+    | {"skipped": INTEGER, "skipped_in_a_row": INTEGER},
+)
+BEST = JsonFormat("best", required={}, optional={"step": INTEGER, "value": NUMBER})
 
 LOGS = (STEPS.name, EVALUATIONS.name)
 RESULTS = (METRICS.name, PREDICTIONS)  # in the order in which they are removed: without the first the run is unfinished

@@ -19,6 +19,7 @@ from app.distributed.world import World
 from app.errors import escape_control_characters
 from app.metrics.score import Scores
 from app.model.load import Classifier
+from app.runs.arithmetic import describe_mixed, gather_arithmetic
 from app.runs.hashes import SHOWN
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
@@ -95,9 +96,11 @@ def describe_resume(resume: Resume) -> list[str]:
 
 
 def describe_ranks(world: World) -> str:
-    """Return one line per rank: its host, device and process id. Collective."""
+    """Return one line per rank: its host, device and process id; and one if they round differently. Collective."""
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
-    return "\n" + _block([(f"rank {rank}", text) for rank, text in enumerate(ranks)])
+    lines = [(f"rank {rank}", text) for rank, text in enumerate(ranks)]
+    mixed = describe_mixed(gather_arithmetic(world))
+    return "\n" + _block(lines + ([("warning", mixed)] if mixed else []))
 
 
 def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:

@@ -1,0 +1,39 @@
+"""Ranks that round differently are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.hardware import arithmetic
+from app.runs import arithmetic as arithmetic_module
+from app.runs.arithmetic import describe_mixed, gather_arithmetic
+from app.training.console import describe_ranks
+
+
+@pytest.fixture
+def tf32(monkeypatch):
+    """TF32 is on, as in NVIDIA's containers."""
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_from_the_environment_is_recorded(world, monkeypatch, tf32):
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    facts = gather_arithmetic(world)
+    assert facts["fp32_matmul_precision"] == ["high"]
+    assert facts["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == ["1"]
+    assert "MKL_CBWR" not in facts
+
+
+def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
+    mine = arithmetic(world.device)
+    others = [mine | {"device": "NVIDIA H100"}, mine | {"device": "NVIDIA A10", "NVIDIA_TF32_OVERRIDE": "0"}]
+    assert describe_mixed(gather_arithmetic(world)) is None
+    assert "differ" not in describe_ranks(world)
+    monkeypatch.setattr(arithmetic_module, "all_gather_object", lambda value, world: others)
+    line = describe_mixed(gather_arithmetic(world))
+    assert "differ in device (NVIDIA A10, NVIDIA H100), NVIDIA_TF32_OVERRIDE (0, unset): results depend" in line
+    assert line in describe_ranks(world)
