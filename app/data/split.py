@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,41 @@ def split_reviews(
     for part in (train, validation, test):
         digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
     return Split(train, validation, test, digest.hexdigest())
+
+
+def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
+    """Count the reviews of a part whose text also occurs in another part.
+
+    Two reviews are duplicates if their texts are equal to the letter, as the tokenizer gets them.
+
+    Returns:
+        `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
+    """
+    test, validation = table.texts.iloc[split.test], table.texts.iloc[split.validation]
+    train_texts, validation_texts = set(table.texts.iloc[split.train]), set(validation)
+    return {
+        "test_in_train": int(test.isin(train_texts).sum()),
+        "test_in_validation": int(test.isin(validation_texts).sum()),
+        "validation_in_train": int(validation.isin(train_texts).sum()),
+    }
+
+
+def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: int) -> str | None:
+    """Describe the result of `count_duplicates` in one line; None if there are no duplicates.
+
+    Args:
+        n_validation: the number of validation rows.
+        n_test: the number of test rows.
+    """
+    pairs = [
+        ("test_in_train", n_test, "test", "training"),
+        ("test_in_validation", n_test, "test", "validation"),
+        ("validation_in_train", n_validation, "validation", "training"),
+    ]
+    parts = [
+        f"{counts[key]} of {n} {part} reviews also occur in {other}" for key, n, part, other in pairs if counts.get(key)
+    ]
+    return f"{'; '.join(parts)}: scores on new reviews may be lower" if parts else None
 
 
 def _hold_out(table: ReviewTable, rows: Indices, share: float, flag: str, seed: int) -> tuple[Indices, Indices]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.data.split import describe_duplicates
 from app.errors import UserError
 from app.report.baselines import measure_baselines
 from app.report.bitwise import bitwise_equal_numbers, check_same_rows, first_difference, first_differing_step
@@ -68,6 +69,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         ],
         "split_fingerprint": a.split["fingerprint"],
         "csv": a.split.get("csv"),
+        "duplicates": _duplicates(a),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
         "first_differing_step": differing_step and differing_step[0],
@@ -200,6 +202,14 @@ def _compare_seed(a: Run, b: Run) -> dict[str, Any]:
         "explanation": None if difference is None else explain(a, b, difference),
         "verdict": verdict(rows, *run_names(a, b), bitwise_identical=difference is None),
     }
+
+
+def _duplicates(run: Run) -> str | None:
+    """Return the line about reviews that occur in several parts; None if there are none, or if it is not recorded."""
+    counts = run.split.get("duplicates")
+    if counts is None:
+        return None
+    return describe_duplicates(counts, run.split.get("n_validation") or 0, run.split["n_test"])
 
 
 def _baselines(run: Run) -> tuple[list[dict[str, Any]] | None, str | None]:

@@ -13,7 +13,7 @@ import torch
 from app.checkpoint.best import Best
 from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
-from app.data.split import Split
+from app.data.split import Split, count_duplicates
 from app.distributed.world import World
 from app.hardware import device_name, git_commit, kernels
 from app.metrics.score import Scores
@@ -97,6 +97,7 @@ def split_content(info: RunInfo) -> dict[str, Any]:
         "n_train": len(split.train),
         "n_validation": len(split.validation),
         "n_test": len(split.test),
+        "duplicates": count_duplicates(table, split),
         "fingerprint": split.fingerprint,
         "csv_escape": "'",  # predictions.csv is written by app.runs.cells.escape
     }

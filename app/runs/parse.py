@@ -11,6 +11,7 @@ from app.errors import UserError
 from app.runs.schema import (
     INTEGER,
     INTEGER_ROWS,
+    INTEGERS_BY_NAME,
     NAMES,
     NUMBER,
     NUMBERS,
@@ -78,6 +79,7 @@ IS_KIND: Mapping[str, Callable[[Any], bool]] = {
     OBJECT: lambda value: isinstance(value, dict),
     NUMBERS: lambda value: _is_list(value, _is_number) and len(value) > 0,
     TEXTS_BY_NAME: lambda value: isinstance(value, dict) and all(_is_list(v, _is_text) for v in value.values()),
+    INTEGERS_BY_NAME: lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
     TEXTS: lambda value: _is_list(value, _is_text),
     NAMES: lambda value: _is_list(value, _is_text) and len(set(value)) == len(value) > 0,
     INTEGER_ROWS: lambda value: _is_list(value, lambda row: _is_list(row, _is_integer)),

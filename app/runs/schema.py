@@ -58,6 +58,7 @@ NUMBERS = "a list of numbers"  # not empty
 TEXTS = "a list of strings"
 NAMES = "a list of distinct strings"  # not empty
 TEXTS_BY_NAME = "an object of lists of strings"
+INTEGERS_BY_NAME = "an object of integers"
 INTEGER_ROWS = "a list of lists of integers"
 
 Kinds = Mapping[str, str]
@@ -95,6 +96,7 @@ SPLIT = JsonFormat(
     required={"fingerprint": TEXT, "n_test": INTEGER, "classes": NAMES},
     optional={"csv": TEXT, "csv_sha256": TEXT, "rows_read": INTEGER, "rows_dropped": OBJECT, "seed": INTEGER}
     | {"test_size": NUMBER, "validation_size": NUMBER, "n_train": INTEGER, "n_validation": INTEGER}
+    | {"duplicates": INTEGERS_BY_NAME}
     | {"csv_escape": TEXT},  # missing in runs of the first version, which escaped predictions.csv differently
 )
 STEPS = JsonFormat(

@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from app.data.csv_table import describe_dropped
+from app.data.split import count_duplicates, describe_duplicates
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.errors import escape_control_characters
@@ -49,6 +50,7 @@ def describe_run(
 ) -> str:
     """Return the block that a run prints before the first step: one `name  value` line per fact."""
     table, split, plan = data.table, data.split, data.plan
+    duplicates = describe_duplicates(count_duplicates(table, split), len(split.validation), len(split.test))
     sample = " (the bundled synthetic sample; see data/README.md for the real file)" if table.path == SAMPLE_CSV else ""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
     commit = f" at {data.commit[:12]}" if data.commit else ""
@@ -64,6 +66,7 @@ def describe_run(
             "rows",
             f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
         ),
+        *([("duplicates", duplicates)] if duplicates else []),
         ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}{commit}; {classifier.model.num_parameters() / 1e6:.1f} M parameters"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.csv_table import ReviewTable, read_reviews
-from app.data.split import split_reviews
+from app.data.split import Split, count_duplicates, describe_duplicates, split_reviews
 from app.errors import UserError
 
 
@@ -79,3 +79,28 @@ def test_the_real_csv_has_the_known_split(real_csv):
     split = split_reviews(table, 0.1, 0.0, 42)
     assert (len(split.train), len(split.test)) == (6988, 777)
     assert abs(table.labels[split.test].mean() - table.labels.mean()) < 1e-3
+
+
+def table_of_texts(*texts: str) -> ReviewTable:
+    table = table_of([0, 1] * len(texts))
+    return dataclasses.replace(table, texts=pd.Series(texts))
+
+
+def test_reviews_that_occur_in_several_parts_are_counted():
+    """Equal means equal to the letter: the cleaning rules keep the reviews so."""
+    table = table_of_texts("好", "差", "好", "好 ", "新", "差", "新", "X", "x")
+    split = Split(np.array([0, 1, 8]), np.array([4, 5]), np.array([2, 3, 6, 7]), "f")
+    counts = count_duplicates(table, split)
+    assert counts == {"test_in_train": 1, "test_in_validation": 1, "validation_in_train": 1}
+    assert describe_duplicates(counts, 2, 4) == (
+        "1 of 4 test reviews also occur in training; 1 of 4 test reviews also occur in validation; "
+        "1 of 2 validation reviews also occur in training: scores on new reviews may be lower"
+    )
+
+
+def test_without_duplicates_there_is_no_line():
+    table = table_of_texts("好", "差", "新")
+    split = Split(np.array([0]), np.empty(0, dtype=np.int64), np.array([1, 2]), "f")
+    assert describe_duplicates(count_duplicates(table, split), 0, 2) is None
+    in_validation = {"test_in_train": 0, "test_in_validation": 2, "validation_in_train": 0}
+    assert str(describe_duplicates(in_validation, 3, 4)).startswith("2 of 4 test reviews also occur in validation:")

@@ -198,3 +198,16 @@ def test_runs_without_common_mistakes_say_so(identical):
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
     assert "classified correctly by at least one run" in as_html(without)
+
+
+def test_duplicates_across_the_parts_are_named(review_csv, tmp_path):
+    a, b = (write_run(tmp_path / name, review_csv(120)) for name in ("a", "b"))
+    compared = compare_runs(read_run(a), read_run(b), baselines=False)
+    assert compared["duplicates"] is None, "older runs do not record them"
+    for run in (a, b):
+        counts = {"test_in_train": 7, "test_in_validation": 0, "validation_in_train": 0}
+        edit_json(run / "split.json", duplicates=counts)
+    compared = compare_runs(read_run(a), read_run(b), baselines=False)
+    line = "7 of 30 test reviews also occur in training: scores on new reviews may be lower"
+    assert f"duplicates: {line}" in as_markdown(compared)
+    assert line in as_html(compared)
