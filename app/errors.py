@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
 import unicodedata
 
 
@@ -29,6 +30,12 @@ def shorten(text: object, max_length: int = 60) -> str:
     """Truncate text to `max_length` characters; the last one is … if something was cut off."""
     text = str(text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
+
+
+def raised_by_model(problem: BaseException) -> bool:
+    """Tell whether an exception was raised in the code of a model, from transformers or from its repository."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(problem.__traceback__))
+    return any(name.startswith(("transformers.models.", "transformers_modules.")) for name in modules)
 
 
 class OneLineError(Exception):

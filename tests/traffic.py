@@ -8,8 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from architectures import CONFIGS
-from transformers import AutoModelForSequenceClassification, BertConfig, DistilBertConfig, PreTrainedConfig
+from architectures import CONFIGS, SMALL
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    JambaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    RoFormerConfig,
+)
 from worlds import batch_plan
 
 from app.bench.count_collectives import Counts, count_third_step
@@ -27,6 +35,9 @@ MODELS: dict[str, PreTrainedConfig] = CONFIGS | {
     # Dimensions that no number of ranks divides, and gradients of more than 1 MiB.
     "uneven": BertConfig(hidden_size=33, num_hidden_layers=2, num_attention_heads=3, intermediate_size=3001),
     "frozen": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True),
+    "roformer": RoFormerConfig(**SMALL, embedding_size=32),  # its position embeddings are not trained either
+    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
+    "jamba": JambaConfig(**SMALL, num_key_value_heads=1, num_experts=4, attn_layer_period=2, attn_layer_offset=1),
 }
 
 

@@ -50,7 +50,7 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
     with without_data(device):
         model = empty_model(settings, config)
         parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-        for parameter in model.parameters():
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere
         saved: dict[int, torch.UntypedStorage] = {}
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from app.errors import UserError
+from app.errors import UserError, raised_by_model
 from app.model.checkpointing import checkpoint_activations
+from app.model.hub import first_line
 from app.model.inputs import expand_mask
 from app.model.load import build_from_config
 from app.model.precision import autocast, training_dtype
@@ -30,31 +32,52 @@ def without_data(device: torch.device) -> Iterator[None]:
         device: decides which kernels a model uses. It need not exist.
 
     Raises:
-        UserError: what the model computes depends on the values of tensors.
+        UserError: what the model computes depends on the values of tensors, or the model fails by itself.
     """
+    logger = logging.getLogger(fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # when an operation rejects its inputs, it would print a traceback
     try:
-        with FakeTensorMode(), torch.device(device), OneEndPerRow():
+        with fake_tensor.FakeTensorMode(), torch.device(device), SuppliedResults():
             yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
-        raise UserError(f"this model can't be planned, because its computation depends on data: {problem}") from None
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as problem:
+        raise UserError(
+            f"this model can't be planned, because its computation depends on the values of tensors: {problem}"
+        ) from None
+    except Exception as problem:
+        if not raised_by_model(problem):
+            raise
+        raise UserError(f"this model can't be planned, because its own code fails: {first_line(problem)}") from None
+    finally:
+        logger.setLevel(level)
 
 
-class OneEndPerRow(TorchDispatchMode):
-    """Supply the values that the forward pass of encoder-decoders such as BART and T5 depends on.
-
-    They classify the end of a text: they select the hidden state of the end-of-sequence token in each row, and check
-    that all rows have equally many. Here every row has one.
-    """
+class SuppliedResults(TorchDispatchMode):
+    """Supply results that PyTorch can't compute for tensors without data."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, unless the shape of its result depends on the values of its inputs."""
+        """Run an operation, or return what its result would be."""
+        # Encoder-decoders such as BART and T5 classify the end of a text: they select the hidden state of the
+        # end-of-sequence token in each row, and check that all rows have equally many. Here every row has one.
         if operation is aten.unique_consecutive.default:
             counts = args[0].new_empty(1)
             return counts, counts, counts
         if operation is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype is torch.bool:
             rows = torch.zeros_like(args[1][0][:, 0], dtype=torch.int64)
             return operation(args[0], [rows, rows], **(kwargs or {}))
+        # Mixtures of experts multiply groups of tokens. Without data, PyTorch accepts bf16 only.
+        if operation is aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
         return operation(*args, **(kwargs or {}))
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return the empty result of `_grouped_mm`, whose rows begin at multiples of 16 bytes."""
+    groups = () if left.dim() + right.dim() == 5 else (len(offs),)  # otherwise one product per group
+    rows, columns = left.shape[-2], right.shape[-1]
+    in_16_bytes = 16 // left.element_size()
+    stride = -(-columns // in_16_bytes) * in_16_bytes
+    return left.new_empty((*groups, rows, stride))[..., :columns]
 
 
 def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    HeliumConfig,
+    LongformerConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    RoFormerConfig,
+)
 
 from app.errors import UserError
 from app.model.activations import count_activations
@@ -24,7 +32,7 @@ CPU = torch.device("cpu")
 
 def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, checkpointing: bool) -> tuple[int, int]:
     """What the allocator has given out and not got back: at the end of the forward pass, and at most."""
-    model = BertForSequenceClassification(config).train()
+    model = AutoModelForSequenceClassification.from_config(config).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
     for parameter in model.parameters():
@@ -70,6 +78,40 @@ def test_copies_of_weights_in_16_bits_are_named():
     assert count_activations(Settings(max_length=16), config, 2, CPU).weights == 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mixture_of_experts_is_counted_without_computing_it(precision):
+    """PyTorch's own product of groups accepts only bf16 without data."""
+    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
+    counted = count_activations(Settings(max_length=64, precision=precision), config, 32, CPU)
+    saved, peak = measure(config, 32, 64, precision, checkpointing=False)
+    assert counted.saved == pytest.approx(saved, rel=0.05)
+    assert counted.peak == pytest.approx(peak, rel=0.05)
+
+
+def test_parameters_that_are_not_trained_need_no_gradient():
+    assert count_activations(Settings(max_length=16), RoFormerConfig(**SMALL, embedding_size=32), 2, CPU).saved > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        # Its attention heads don't fill the hidden size.
+        (HeliumConfig(**SMALL, num_key_value_heads=4, head_dim=16), "can't be planned, because its own code fails: "),
+        (LongformerConfig(**SMALL), "can't be planned, because its computation depends on the values of tensors"),
+    ],
+    ids=["helium", "longformer"],
+)
+def test_a_model_that_fails_by_itself_is_one_line(config, problem, capfd):
+    with pytest.raises(UserError, match=problem):
+        count_activations(Settings(max_length=16), config, 2, CPU)
+    assert capfd.readouterr().err == "", "PyTorch logs a traceback of its own"
+
+
+def test_a_mistake_of_this_project_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="reduction dim|shape"), without_data(CPU):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
 def test_checkpointing_keeps_less_and_more_rows_keep_more():
     config = BertConfig(**SMALL)
     few, many = (count_activations(Settings(max_length=16), config, rows, CPU) for rows in (2, 4))
@@ -86,7 +128,7 @@ def test_weights_of_any_size_need_no_memory():
 
 def test_a_computation_that_depends_on_data_is_refused():
     with (
-        pytest.raises(UserError, match=r"can't be planned, because its computation depends on data"),
+        pytest.raises(UserError, match=r"can't be planned, because its computation depends on the values"),
         without_data(CPU),
     ):
         torch.ones(3).sum().item()

@@ -20,7 +20,8 @@ from app.distributed.topology import Topology
 from app.settings import STRATEGIES, WRAPPED_IN_DDP
 from app.strategies.traffic import BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
 
-FAST = ("bart", "xlnet", "frozen")  # tied weights, parameters without a gradient, and one that is not trained
+# Tied weights, parameters without a gradient, one that is not trained, and a mixture of experts.
+FAST = ("bart", "xlnet", "frozen", "mixtral")
 
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
 
