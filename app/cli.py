@@ -127,6 +127,8 @@ class SettingsParser(OneLineParser, HfArgumentParser):
             raise UserError(f"--config {path}: {problem.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as problem:
             raise UserError(f"--config {path}: not valid YAML: {' '.join(str(problem).split())}") from None
+        except RecursionError:
+            raise UserError(f"--config {path}: is nested too deeply; must be a mapping of settings") from None
         if not isinstance(content, dict):
             raise UserError(f"--config {path}: must be a mapping of settings, with one `name: value` per line")
         known = {action.dest for action in self._actions}

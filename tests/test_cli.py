@@ -296,3 +296,10 @@ def test_the_help_lists_the_flags_of_the_program(capsys):
     text = capsys.readouterr().out
     assert re.search(r"--sizes N +how large", text)
     assert "--learning_rate" in text
+
+
+@pytest.mark.parametrize("text", ["[" * 3_000, "{a: " * 1_500])
+def test_a_deeply_nested_config_file_is_one_line(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"c\.yaml: is nested too deeply"):
+        parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])

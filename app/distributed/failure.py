@@ -7,6 +7,7 @@ contact, find out which ranks are missing, and exit without waiting for anyone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
@@ -24,7 +26,15 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from app.distributed.rendezvous import wait_for_keys
 from app.distributed.world import World
-from app.errors import AgreedError, AlreadyFinished, Preempted, RunError, UserError, escape_control_characters
+from app.errors import (
+    AgreedError,
+    AlreadyFinished,
+    Preempted,
+    RunError,
+    UserError,
+    escape_control_characters,
+    raised_by_model,
+)
 
 ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
 STATUS_TIMEOUT_SECONDS = 3.0
@@ -58,10 +68,14 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
     cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
     note = _note(problem) or "before training"
     if not is_lost_contact(problem):
-        if not isinstance(problem, OSError):
-            traceback.print_exception(problem)
         _exchange_status("own cause", world, wait=False)
-        print(f"error: rank {world.rank} failed {note}: {cause}", file=sys.stderr, flush=True)
+        by_model = raised_by_model(problem)
+        # A model's own limit, such as a length that it does not support, applies to every rank.
+        if _is_first_to_report("model" if by_model else cause, world):
+            if not (by_model or isinstance(problem, OSError)):
+                traceback.print_exception(problem)
+            where = "in the model's own code: " if by_model else ""
+            print(f"error: rank {world.rank} failed {note}: {where}{cause}", file=sys.stderr, flush=True)
     else:
         statuses = _exchange_status("lost contact", world, wait=True)
         missing = [rank for rank, status in enumerate(statuses) if status is None]
@@ -110,10 +124,28 @@ def _exchange_status(status: str, world: World, wait: bool) -> list[str | None]:
                 if wait_for_keys(world.store, [f"failure/{rank}"], timedelta(seconds=STATUS_TIMEOUT_SECONDS)):
                     statuses[rank] = world.store.get(f"failure/{rank}").decode()
 
-    thread = threading.Thread(target=exchange, daemon=True)  # the rank that hosts the store may be unreachable
-    thread.start()
-    thread.join(STATUS_TIMEOUT_SECONDS * (1 + world.size) if wait else STATUS_TIMEOUT_SECONDS)
+    _call_store(exchange, STATUS_TIMEOUT_SECONDS * (1 + world.size) if wait else STATUS_TIMEOUT_SECONDS)
     return list(statuses)
+
+
+def _is_first_to_report(cause: str, world: World) -> bool:
+    """Tell whether no other rank has reported this cause. True if the store does not answer."""
+    reports: list[int] = []
+    key = f"cause/{hashlib.sha256(cause.encode()).hexdigest()}"
+    _call_store(lambda: reports.append(world.store.add(key, 1)), STATUS_TIMEOUT_SECONDS)
+    return reports in ([], [1])
+
+
+def _call_store(function: Callable[[], None], seconds: float) -> None:
+    """Call a function that uses the store. Do not wait longer: the rank that hosts the store may be unreachable."""
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class ShortErrorHandler(ErrorHandler):
@@ -121,7 +153,7 @@ class ShortErrorHandler(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()
-        if isinstance(e, (UserError, *ON_ALL_RANKS)) and path:
+        if path and (isinstance(e, (UserError, *ON_ALL_RANKS)) or raised_by_model(e)):
             self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
         else:
             super().record_exception(e)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import (
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    StrictDataclassError,
-)
-from safetensors import SafetensorError
-from transformers.utils import CONFIG_NAME
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from app.errors import UserError
 from app.settings import TINY, ModelSettings
 
+INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+JSON_FILES = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *INDEXES)
 NOT_CACHED = "the Hub cannot be reached, and the model is not in the local cache"
 
 
@@ -62,12 +61,31 @@ def check_folder(model: str) -> None:
     """
     path = Path(model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"--model {model}: is not a model folder, because it has no config.json")
+        if not (path / CONFIG_NAME).is_file():
+            raise UserError(f"--model {model}: is not a model folder, because it has no {CONFIG_NAME}")
+        for name in JSON_FILES:
+            if (path / name).is_file():
+                _check_json(model, name)
     elif path.exists():
         raise UserError(f"--model {model}: is a file; must be a folder, a model name on the Hub, or `{TINY}`")
     elif model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip():
         raise UserError(f"--model {model}: no such folder")
+
+
+def _check_json(model: str, name: str) -> None:
+    """Check that a file of a model folder is a JSON object, and that an index names the files that hold the weights."""
+    try:
+        content = json.loads(Path(model, name).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UserError(f"--model {model}: {name} can't be read: {problem.strerror}") from None
+    except ValueError as problem:
+        raise UserError(f"--model {model}: {name} is not valid JSON: {problem}") from None
+    except RecursionError:
+        raise UserError(f"--model {model}: {name} is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--model {model}: {name} must be a JSON object, not a {type(content).__name__}")
+    if name in INDEXES and not (isinstance(content.get("weight_map"), dict) and content["weight_map"]):
+        raise UserError(f"--model {model}: {name} names no weights: its weight_map must map each weight to a file")
 
 
 def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
@@ -90,10 +108,22 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
         return auto_class.from_pretrained(
             settings.model, trust_remote_code=settings.trust_remote_code, local_files_only=offline, **kwargs
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as problem:
-        # Hub errors subclass OSError; an unknown architecture or one without this head is a ValueError or KeyError.
-        reason = NOT_CACHED if offline else f"cannot be loaded: {first_line(problem)}"
+    except Exception as problem:
+        # The Hub, an unknown architecture, one without this head and each kind of damaged file raise other exceptions.
+        if isinstance(problem, UserError | MemoryError):
+            raise
+        what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
+        reason = NOT_CACHED if offline else f"its {what} cannot be loaded: {_reason(problem)}"
         raise UserError(f"--model {settings.model}: {reason}") from None
+
+
+def _reason(problem: Exception) -> str:
+    """Return one line that says why files can't be loaded."""
+    if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file
+        return f"{WEIGHTS_NAME} (or a part of it) is damaged, or holds more than weights"
+    line, name = first_line(problem), type(problem).__name__
+    # Most of the messages of Python's own errors, such as KeyError, need the name of the error.
+    return line if isinstance(problem, OSError | ValueError | ImportError) or line == name else f"{name}: {line}"
 
 
 @cache

@@ -26,7 +26,7 @@ from transformers.utils import (
     logging,
 )
 
-from app.errors import UserError
+from app.errors import UserError, raised_by_model
 from app.model.hub import check_folder, fetch, first_line
 from app.model.identity import describe_config
 from app.model.precision import training_dtype
@@ -190,7 +190,9 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
             config, trust_remote_code=settings.trust_remote_code, **options
         )
-    except (ValueError, AttributeError, TypeError) as problem:
+    except Exception as problem:
+        if not (isinstance(problem, ValueError | AttributeError | TypeError) or raised_by_model(problem)):
+            raise
         raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
+from transformers import HeliumConfig, HeliumForSequenceClassification
 
+from app.distributed import failure
 from app.distributed.failure import is_lost_contact
+from app.distributed.world import World
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
 HINT = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
@@ -91,3 +95,33 @@ def test_no_os_error_is_lost_contact(path, kind):
 def test_a_path_that_contains_such_words_is_not_lost_contact(path, kind, message):
     text = message.format("./" + path)
     assert not is_lost_contact(kind(text))
+
+
+def lines_of(problems, monkeypatch, capfd) -> list[str]:
+    """What the ranks print on standard error, each of which fails with its problem."""
+    store = HashStore()
+    monkeypatch.setattr(failure, "exit_now", sys.exit)
+    monkeypatch.setattr(failure.signal, "signal", lambda *_: None)
+    for rank, problem in enumerate(problems):
+        world = World(rank, len(problems), rank, len(problems), torch.device("cpu"), store, timedelta(seconds=5))
+        with pytest.raises(SystemExit, match="1"):
+            failure.report_failure(problem, world)
+    return capfd.readouterr().err.splitlines()
+
+
+def test_a_limit_of_the_model_is_one_line_of_one_rank(monkeypatch, capfd):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 9}
+    config = HeliumConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32, pad_token_id=0)
+    model, problems = HeliumForSequenceClassification(config), []
+    for length in (3, 4):
+        with pytest.raises(RuntimeError) as caught:
+            model(input_ids=torch.ones(1, length, dtype=torch.int64))
+        problems.append(caught.value)
+    (line,) = lines_of(problems, monkeypatch, capfd)
+    assert line.startswith("error: rank 0 failed before training: in the model's own code: mat1 and mat2 shapes")
+
+
+def test_ranks_that_fail_for_the_same_reason_print_it_once(monkeypatch, capfd):
+    problems = [ValueError("one"), ValueError("two"), ValueError("one")]
+    errors = [line for line in lines_of(problems, monkeypatch, capfd) if line.startswith("error: ")]
+    assert errors == ["error: rank 0 failed before training: one", "error: rank 1 failed before training: two"]

@@ -108,7 +108,7 @@ def test_a_model_that_fails_by_itself_is_one_line(config, problem, capfd):
 
 
 def test_a_mistake_of_this_project_keeps_its_traceback():
-    with pytest.raises(RuntimeError, match="reduction dim|shape"), without_data(CPU):
+    with pytest.raises(RuntimeError, match=r"reduction dim|shape"), without_data(CPU):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -328,6 +330,44 @@ def test_damaged_weights_are_reported(tmp_path, folder):
     weights = tmp_path / "bert" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     error_message(Settings(model=path, max_length=32))
+
+
+DEEP = "[" * 100_000
+EMPTY_INDEX = '{"metadata": {}, "weight_map": {}}'
+ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.bin"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("pytorch_model.bin", b"garbage", "pytorch_model.bin .* is damaged"),
+        ("pytorch_model.bin", b"", "pytorch_model.bin .* is damaged"),
+        (
+            "pytorch_model.bin",
+            pickle.dumps(error_message),
+            "pytorch_model.bin .* is damaged, or holds more than weights",
+        ),
+        ("pytorch_model.bin.index.json", EMPTY_INDEX, "pytorch_model.bin.index.json names no weights"),
+        ("pytorch_model.bin.index.json", ONE_SHARD, "pytorch_model.bin .* is damaged"),
+        ("model.safetensors.index.json", EMPTY_INDEX, "model.safetensors.index.json names no weights"),
+        ("model.safetensors.index.json", "[]", "model.safetensors.index.json must be a JSON object, not a list"),
+        ("model.safetensors", b"garbage", "its model cannot be loaded"),
+        ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
+        ("tokenizer.json", DEEP, "its tokenizer cannot be loaded"),
+        ("tokenizer_config.json", DEEP, "tokenizer_config.json is nested too deeply"),
+        ("config.json", "3", "config.json must be a JSON object, not a int"),
+        ("config.json", DEEP, "config.json is nested too deeply"),
+        ("config.json", '{"model_type": "bert", "num_attention_heads": 0}', "by zero"),
+        ("config.json", '{"model_type": "bert", "intermediate_size": -1}', "negative dimension"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_one_line(tmp_path, folder, name, content, problem):
+    path = folder("bert")
+    (tmp_path / "bert" / "shard.bin").write_bytes(b"garbage")
+    (tmp_path / "bert" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = error_message(Settings(model=path, max_length=32))
+    assert re.search(problem, message)
+    assert "weights_only" not in message, "it would run the code in the file"
 
 
 def test_code_of_a_model_is_not_run_without_permission(folder, tmp_path):
