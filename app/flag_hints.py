@@ -99,7 +99,12 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("push_to_hub", "hub_model_id", "hub_strategy"): ("after training, upload the run's model folder with `hf upload`"),
     ("save_safetensors", "save_only_model"): "the model is always saved as safetensors, checkpoints always in full",
     # processes
-    ("no_cuda", "cpu", "use_mps_device", "device"): "use --use_cpu for the CPU; GPUs are used if there are any",
+    (
+        "no_cuda",
+        "cpu",
+        "use_mps_device",
+        "device",
+    ): "CUDA GPUs are used if there are any, otherwise the CPU, also on a Mac; --use_cpu always uses the CPU",
     ("gpus", "devices", "gpu", "gpu_ids", "n_gpu"): (
         "select GPUs with CUDA_VISIBLE_DEVICES and start one process per GPU with torchrun --nproc_per_node"
     ),

@@ -16,7 +16,7 @@ import sys
 import psutil
 
 from app.cli import settings_parser
-from app.distributed.launcher import check_gpus, default_nproc_per_node
+from app.distributed.processes import check_gpus, default_nproc_per_node
 from app.distributed.topology import Topology
 from app.errors import RunError, UserError
 from app.files import write_text
@@ -50,7 +50,7 @@ def _main() -> int:
     budget = None if device_memory is None else parse_size("device_memory", device_memory)
     settings = Settings(**values)
     refuse_flags_of_one_run(settings)
-    ranks = default_nproc_per_node(settings.use_cpu) if ranks is None else ranks
+    ranks = default_nproc_per_node(settings) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")
     if ranks_per_node is not None and (ranks_per_node < 1 or ranks % min(ranks_per_node, ranks)):

@@ -43,7 +43,7 @@ def test_a_listed_gpu_has_the_dense_peak_of_its_data_sheet(name, bf16, fp16, fp3
     [
         *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 MIG 7g.141gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
         *("NVIDIA A100X", "NVIDIA A800-SXM4-80GB", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 64GB HBM2"),
-        *("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "GRID A100-10C", "NVIDIA H100L-94C", "NVIDIA B200"),
+        *("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "GRID A100-10C", "NVIDIA H100L-94C", "NVIDIA GB200"),
         *("", "cpu (x86_64)", "NVIDIA A100", "NVIDIA A10G", "NVIDIA L40", "Tesla T40", "NVIDIA T4"),
     ],
 )

@@ -29,13 +29,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import psutil
-import torch
 
-from app.errors import UserError, shorten
+from app.distributed.processes import COUNTS, CPU_PROCESSES, resolve_nproc_per_node
+from app.errors import UserError
 from app.interrupts import as_interrupt
-from app.settings import REPOSITORY
+from app.settings import REPOSITORY, Settings
 
-CPU_PROCESSES = 2
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
 JOB_VARIABLE = "SAMEBITS_JOB"
 # A job that is started from within another job must not inherit its ranks.
@@ -44,46 +43,6 @@ LEFTOVER_SECONDS = 15.0
 GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
 POLL_SECONDS = 0.02
 T = TypeVar("T")
-
-
-def default_nproc_per_node(use_cpu: bool) -> int:
-    """Return the number of GPUs if there are any, otherwise 2.
-
-    Args:
-        use_cpu: ignore GPUs, as `--use_cpu` does.
-    """
-    # device_count() asks the driver without creating a CUDA context, which would occupy memory on every GPU.
-    gpus = 0 if use_cpu else torch.cuda.device_count()
-    return gpus or CPU_PROCESSES
-
-
-def resolve_nproc_per_node(value: str, use_cpu: bool) -> int:
-    """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
-
-    Raises:
-        UserError: neither `auto` nor a positive whole number, or more than this machine has GPUs.
-    """
-    if value == "auto":
-        return default_nproc_per_node(use_cpu)
-    # At most 4 digits: int() refuses very long numbers.
-    if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
-        check_gpus(int(value), use_cpu)
-        return int(value)
-    raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
-
-
-def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
-    """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
-
-    Raises:
-        UserError: more processes than GPUs.
-    """
-    gpus = 0 if use_cpu else torch.cuda.device_count()
-    if 0 < gpus < nproc_per_node:
-        raise UserError(
-            f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "
-            f"most {gpus}, or add --use_cpu"
-        )
 
 
 def torchrun_command(
@@ -285,16 +244,22 @@ def _ignore_signals(*numbers: signal.Signals) -> Iterator[None]:
 def main() -> None:
     """Print how many processes the run scripts start: NPROC_PER_NODE, by default `auto`.
 
-    Flags other than `--use_cpu` are ignored here: the job checks them.
+    Only flags that determine the number are read here: the job checks them, and all others.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
-    arguments, _ = parser.parse_known_args()
-    use_cpu = arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1")
+    for name in COUNTS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
+    nodes = os.environ.get("NNODES", "1").rpartition(":")[2]  # of a range such as 1:2, the largest number
     try:
-        print(resolve_nproc_per_node(os.environ.get("NPROC_PER_NODE") or "auto", use_cpu))
-    except UserError as problem:
-        sys.exit(f"error: {str(problem).replace('--nproc_per_node', 'NPROC_PER_NODE')}")
+        arguments, _ = parser.parse_known_args()
+        given = {name: value for name in COUNTS if (value := getattr(arguments, name)) is not None}
+        settings = Settings(use_cpu=arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1"), **given)
+        requested = os.environ.get("NPROC_PER_NODE") or "auto"
+        print(resolve_nproc_per_node(requested, settings, int(nodes) if nodes.isdecimal() else 1))
+    except (UserError, argparse.ArgumentError) as problem:
+        print(f"error: {str(problem).replace('--nproc_per_node', 'NPROC_PER_NODE')}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

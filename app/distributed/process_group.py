@@ -33,7 +33,7 @@ from app.distributed.rendezvous import open_store, wait_for_keys
 from app.distributed.topology import Topology, common_ranks_per_node, create_node_groups
 from app.distributed.world import World
 from app.errors import RunError
-from app.hardware import use_deterministic_algorithms
+from app.hardware import unusable_accelerator, use_deterministic_algorithms
 from app.settings import Settings
 
 NCCL_GRACE = timedelta(seconds=60)
@@ -121,8 +121,11 @@ class RankDevice:
 def _describe_rank(settings: Settings, local_size: int, problem: str | None) -> RankDevice:
     """Describe this rank's device without creating a CUDA context: the ranks decide together whether to use GPUs."""
     host = socket.gethostname()
-    if settings.use_cpu or not torch.cuda.is_available():
+    if settings.use_cpu:
         return RankDevice("cpu", host, problem)
+    if not torch.cuda.is_available():
+        unusable = unusable_accelerator()
+        return RankDevice("cpu", host, problem or (unusable and f"{host}: {unusable}"))
     gpus = torch.cuda.device_count()
     if local_size > gpus:
         problem = problem or (

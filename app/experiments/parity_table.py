@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import product
 
 from app.cli import settings_parser
-from app.distributed.launcher import check_gpus
+from app.distributed.processes import check_gpus
 from app.errors import UserError, shorten
 from app.experiments.train_pair import deterministic_on_gpus, train_pair
 from app.files import write_text

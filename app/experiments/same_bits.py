@@ -26,7 +26,8 @@ from typing import Any
 from app.checkpoint.manager import latest_first, step_of, was_complete
 from app.cli import as_flags, settings_parser
 from app.data.sampler import plan_batches
-from app.distributed.launcher import TorchrunJob, check_gpus, torchrun_command
+from app.distributed.launcher import TorchrunJob, torchrun_command
+from app.distributed.processes import check_gpus
 from app.errors import RunError, UserError
 from app.experiments.train_pair import PATHS, deterministic_on_gpus
 from app.files import write_text

@@ -82,9 +82,20 @@ def describe_run(
             f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
             f"{settings.trainer_engine or settings.strategy}{compression}",
         ),
+        *(("hint", hint) for hint in hints_about_devices(path_name, settings, world)),
         ("files", f"{folder}/"),
     ]
     return "\n".join([_block(lines), *describe_resume(resume)])
+
+
+def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:
+    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set."""
+    if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
+        command = f"torchrun --standalone --nproc_per_node={gpus} -m app.{path_name}"
+        return [f"1 of {gpus} GPUs is used; {command} uses all"]
+    if world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
+        return ["the CPU is used: Apple's GPUs have neither fp64 nor communication between processes"]
+    return []
 
 
 def describe_resume(resume: Resume) -> list[str]:

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from app.distributed import launcher
-from app.distributed.launcher import TorchrunJob, default_nproc_per_node, resolve_nproc_per_node, torchrun_command
-from app.errors import UserError
+from app.distributed.launcher import TorchrunJob, torchrun_command
 
 # Starts a process in a session of its own, prints both ids, and waits for a signal that it may ignore.
 PARENT = """
@@ -63,40 +60,6 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() not in ("zombie", "dead")
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
-def test_auto_starts_a_process_per_gpu_and_two_on_cpus(monkeypatch, gpus, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert default_nproc_per_node(use_cpu=False) == resolve_nproc_per_node("auto", use_cpu=False) == expected
-    assert default_nproc_per_node(use_cpu=True) == resolve_nproc_per_node("auto", use_cpu=True) == 2
-
-
-def test_each_process_needs_a_gpu_if_there_are_any(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_nproc_per_node("2", use_cpu=False) == 2
-    assert resolve_nproc_per_node("3", use_cpu=True) == 3
-    with pytest.raises(UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"):
-        resolve_nproc_per_node("3", use_cpu=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_nproc_per_node("3", use_cpu=False) == 3
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "９", "1" * 5000])
-def test_any_other_number_of_processes_is_one_line(value):
-    with pytest.raises(UserError, match=r"--nproc_per_node .*: must be auto or a whole number, 1 or more") as error:
-        resolve_nproc_per_node(value, use_cpu=True)
-    assert len(str(error.value)) < 150
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"), [([], 5), (["--use_cpu"], 2), (["--max_steps", "3", "--use-cpu=true"], 2), (["--seed=1"], 5)]
-)
-def test_the_module_prints_the_default_for_the_flags_of_a_run(monkeypatch, capsys, flags, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
-    launcher.main()
-    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():

@@ -48,6 +48,7 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
 
     monkeypatch.setattr(train_pair, "train_path", train_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     status, lines = call("--csv", review_csv(), "--train_batch_size", 12, "--no_baselines", *flags)
     assert (status, lines) == (0, [])
     assert started == [("ddp_loop", processes), ("trainer_run", processes)]
@@ -72,6 +73,7 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
 )
 def test_a_mistake_is_one_line_before_any_job_starts(call, tmp_path, monkeypatch, flags, names):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train_pair, "train_path", lambda *_: pytest.fail("started"))
     status, lines = call(*flags)
     assert (status, len(lines)) == (2, 1)

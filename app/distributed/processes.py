@@ -1,0 +1,85 @@
+"""How many processes a job has on a node: one per GPU, as far as the batch can be divided among them."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from app.errors import UserError, shorten
+from app.hardware import unusable_accelerator
+from app.settings import Settings
+
+CPU_PROCESSES = 2
+# The settings that determine among how many processes a batch can be divided.
+COUNTS = ("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "logical_ranks")
+
+
+def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
+    """Return the number of GPUs if there are any, otherwise 2; fewer if the batch can't be divided among so many.
+
+    In that case, a line on standard error says so.
+
+    Args:
+        settings: those of `COUNTS`, and `use_cpu`.
+        nodes: the number of nodes, each of which starts as many processes.
+
+    Raises:
+        UserError: this machine has an accelerator that can't be used.
+    """
+    # device_count() asks the driver without creating a CUDA context, which would occupy memory on every GPU.
+    gpus = 0 if settings.use_cpu else torch.cuda.device_count()
+    if not settings.use_cpu and (problem := unusable_accelerator()) is not None:
+        raise UserError(problem)
+    most = gpus or CPU_PROCESSES
+    usable = next((n for n in range(most, 0, -1) if divides_batch(settings, n * nodes)), most)
+    if usable < most:
+        what, flag = ("GPUs", "train_batch_size") if gpus else ("processes", "train_batch_size")
+        if settings.logical_ranks is not None:
+            flag = "logical_ranks"
+        value = getattr(settings, flag)
+        per_node = f"{usable} of {most} {what}" + (" of each node" if nodes > 1 else "")
+        print(f"{per_node} are used: --{flag} {value} can't be divided among {most * nodes}", file=sys.stderr)
+    return usable
+
+
+def divides_batch(settings: Settings, ranks: int) -> bool:
+    """Tell whether a batch can be divided among a number of ranks. The job checks all other conditions."""
+    if settings.logical_ranks is not None:
+        return settings.logical_ranks % ranks == 0
+    if settings.per_device_train_batch_size is not None:
+        return True
+    return settings.train_batch_size % (ranks * settings.gradient_accumulation_steps) == 0
+
+
+def resolve_nproc_per_node(value: str, settings: Settings, nodes: int = 1) -> int:
+    """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
+
+    Args:
+        settings, nodes: as for `default_nproc_per_node`.
+
+    Raises:
+        UserError: neither `auto` nor a positive whole number, more than this machine has GPUs, or as for
+            `default_nproc_per_node`.
+    """
+    if value == "auto":
+        return default_nproc_per_node(settings, nodes)
+    # At most 4 digits: int() refuses very long numbers.
+    if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
+        check_gpus(int(value), settings.use_cpu)
+        return int(value)
+    raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
+
+
+def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
+    """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
+
+    Raises:
+        UserError: more processes than GPUs.
+    """
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    if 0 < gpus < nproc_per_node:
+        raise UserError(
+            f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "
+            f"most {gpus}, or add --use_cpu"
+        )

@@ -1,0 +1,147 @@
+"""How many processes are started by default, and what is said about GPUs that are not used."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from app.distributed import launcher, process_group
+from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
+from app.distributed.world import World
+from app.errors import UserError
+from app.settings import Settings
+from app.training.console import hints_about_devices
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Simulate a machine with a number of GPUs: `machine(8)`."""
+
+    def simulate(gpus: int, usable: bool = True, accelerator: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0 and usable)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
+
+    return simulate
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 1), (2, 2), (3, 2), (5, 4), (6, 4), (7, 4), (8, 8)])
+def test_auto_starts_a_process_per_gpu_as_far_as_the_batch_can_be_divided(machine, capsys, gpus, expected):
+    machine(gpus)
+    assert default_nproc_per_node(Settings()) == resolve_nproc_per_node("auto", Settings()) == expected
+    lines = set(capsys.readouterr().err.splitlines())
+    text = f"{expected} of {gpus} GPUs are used: --train_batch_size 32 can't be divided among {gpus}"
+    assert lines == ({text} if 0 < expected < gpus else set())
+    assert default_nproc_per_node(Settings(use_cpu=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "expected"),
+    [
+        ({"train_batch_size": 48}, 1, 6),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 2}, 1, 6),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 4}, 1, 6),
+        ({"train_batch_size": 48}, 3, 4),
+        ({"per_device_train_batch_size": 5}, 1, 6),
+        ({"logical_ranks": 8}, 1, 4),
+        ({"logical_ranks": 8}, 4, 2),
+        ({"train_batch_size": 7}, 1, 1),
+        ({"gradient_accumulation_steps": 5}, 1, 6),  # no number of processes is right: the job says what would be
+    ],
+)
+def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes, expected):
+    machine(6)
+    assert default_nproc_per_node(Settings(**changes), nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "expected"),
+    [
+        ([], "1", "4"),
+        (["--train_batch_size=48", "--strategy", "zero3"], "1", "6"),
+        (["--train-batch-size", "48"], "1:4", "6"),
+        (["--use_cpu"], "1", "2"),
+        (["--max_steps", "3", "--use-cpu=true"], "1", "2"),
+        (["--seed=1"], "1", "4"),
+    ],
+)
+def test_the_run_scripts_start_as_many(machine, monkeypatch, capsys, flags, nodes, expected):
+    machine(6)
+    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
+    monkeypatch.setenv("NNODES", nodes)
+    if nodes == "1:4":
+        flags[1] = "96"
+    launcher.main()
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.parametrize("flags", [["--train_batch_size=x"], ["--train_batch_size=0"], ["--train_batch_size"]])
+def test_a_mistake_in_these_flags_is_one_line(machine, monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "--train_batch_size" in line
+
+
+def test_each_process_needs_a_gpu_if_there_are_any(machine):
+    machine(2)
+    assert resolve_nproc_per_node("2", Settings()) == 2
+    assert resolve_nproc_per_node("3", Settings(use_cpu=True)) == 3
+    with pytest.raises(UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"):
+        resolve_nproc_per_node("3", Settings())
+    machine(0)
+    assert resolve_nproc_per_node("3", Settings()) == 3
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "９", "1" * 5000])
+def test_any_other_number_of_processes_is_one_line(value):
+    with pytest.raises(UserError, match=r"--nproc_per_node .*: must be auto or a whole number, 1 or more") as error:
+        resolve_nproc_per_node(value, Settings(use_cpu=True))
+    assert len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("gpus", "accelerator", "line"),
+    [
+        (8, None, r"this machine has 8 GPU\(s\) that PyTorch .* can't use: update their driver, .* or add --use_cpu"),
+        (0, "xpu", "XPU devices are not supported, only CUDA GPUs: add --use_cpu"),
+        (0, "mps", None),
+        (0, None, None),
+    ],
+)
+def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(machine, gpus, accelerator, line):
+    machine(gpus, usable=False, accelerator=accelerator)
+    assert process_group._describe_rank(Settings(use_cpu=True), 1, None).problem is None
+    rank = process_group._describe_rank(Settings(), 1, None)
+    assert rank.device_type == "cpu"
+    if line is None:
+        assert rank.problem is None
+        return
+    assert re.search(line, rank.problem)
+    with pytest.raises(UserError, match=line):
+        default_nproc_per_node(Settings())
+
+
+def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
+    def hints(device: str, size: int = 1, **changes: bool) -> list[str]:
+        world = World(0, size, 0, size, torch.device(device), HashStore(), timedelta(seconds=1))
+        return hints_about_devices("ddp_loop", Settings(**changes), world)
+
+    machine(8)
+    command = "torchrun --standalone --nproc_per_node=8 -m app.ddp_loop"
+    assert hints("cuda:0") == [f"1 of 8 GPUs is used; {command} uses all"]
+    assert hints("cuda:0", size=2) == hints("cpu", use_cpu=True) == []
+    machine(1)
+    assert hints("cuda:0") == []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    machine(0)
+    assert hints("cpu")[0].startswith("the CPU is used: Apple's GPUs")
+    assert hints("cpu", use_cpu=True) == []
