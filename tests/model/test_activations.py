@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
+    BertForSequenceClassification,
     HeliumConfig,
     LongformerConfig,
     MixtralConfig,
