@@ -87,7 +87,7 @@ def call_collective(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     if name not in ACCESSES:  # barrier
         return func(*args, **kwargs)
     check_nccl(name, tensors)
-    REPORT.notes[f"nccl {name} of {len(tensors)} tensor(s)"] += 1
+    REPORT.notes[f"nccl {name} in a group of {group.size()}"] += 1
     inputs, outputs = (_tensors_at(positions, args) for positions in ACCESSES[name])
     result = _run_on_gloo(func, name, args, inputs)
 

@@ -57,12 +57,17 @@ def in_buckets(path: str, *flags: str, **options: Any) -> TrainingRun:
     return TrainingRun(path, [*FLAGS, *QUIET, "--ddp_bucket_cap_mb=1", *flags], **options)
 
 
-def counted(path: str, strategy: str, model: str) -> dict[str, TrainingRun]:
-    """Return two runs, of which the second has two logging intervals more."""
+def counted(path: str, strategy: str, model: str) -> tuple[str, str]:
+    """Return the names of two runs, of which the second has two logging intervals more."""
+    return f"{'fp32' if model == 'bert' else model}-{path}-{strategy}", f"long_{model}-{path}-{strategy}"
+
+
+def more_steps(path: str, strategy: str, model: str) -> dict[str, TrainingRun]:
+    """Return the second of these runs, and the first one if the model is not that of the other tests."""
+    short, long = counted(path, strategy, model)
     flags = [*FLAGS, *QUIET, f"--strategy={strategy}", f"--model={model}"]
-    long = [*flags, f"--max_steps={4 + 2 * LOGGING_STEPS}"]
-    name = f"waits_{path}_{strategy}_{model}"
-    return {f"{name}-short": TrainingRun(path, flags), f"{name}-long": TrainingRun(path, long)}
+    runs = {long: TrainingRun(path, [*flags, f"--max_steps={4 + 2 * LOGGING_STEPS}"])}
+    return runs if model == "bert" else runs | {short: TrainingRun(path, flags)}
 
 
 # What comes before the first "-" in a run's name is its group. All runs of a group have the same bits.
@@ -123,6 +128,12 @@ FOUR_RANKS = {
     "fp16_hook-4": run("trainer_run", "--ddp_comm_hook=fp16"),
     "saved-resumed-4": resumed("trainer_run", "--strategy=zero2"),
 }
+TWO_NODES = {  # with two ranks each: gradients are summed inside the nodes first
+    "fp32-trainer-nodes": run("trainer_run"),
+    "fp32-zero3-nodes": run("ddp_loop", "--strategy=zero3"),
+    "buckets-nodes": in_buckets("ddp_loop", "--strategy=zero1"),
+    "bf16_hook_buckets-nodes": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
+}
 DEEPSPEED = {"stage-2": {"stage": 2}, "stage-3": {"stage": 3, "memory_efficient_linear": False}}
 WITH_DEEPSPEED = {
     f"{name}-deepspeed": saved("trainer_run", f"--deepspeed={name}.json", "--logical_ranks=2") for name in DEEPSPEED
@@ -149,8 +160,8 @@ class Jobs:
         self.folder = folder
         self.outcomes: dict[str, Outcome] = {}
 
-    def train(self, runs: Mapping[str, TrainingRun], **options: Any) -> None:
-        self.outcomes |= run_many(self.folder, runs, fake_gpu_nodes=1, **options)
+    def train(self, runs: Mapping[str, TrainingRun], nodes: int = 1, **options: Any) -> None:
+        self.outcomes |= run_many(self.folder, runs, fake_gpu_nodes=nodes, **options)
 
 
 def buggy(bugs: Mapping[str, tuple[TrainingRun, str]]) -> dict[str, TrainingRun]:
@@ -170,7 +181,7 @@ def fast(hotel_csv, tmp_path_factory) -> Jobs:
     jobs = Jobs(folder)
     runs = FAST | buggy(FAST_BUGS)
     for case in FAST_COUNTED:
-        runs |= counted(*case)
+        runs |= more_steps(*case)
     jobs.train(runs)
     return jobs
 
@@ -179,7 +190,7 @@ def fast(hotel_csv, tmp_path_factory) -> Jobs:
 def two_ranks(fast) -> Jobs:
     runs = dict(TWO_RANKS)
     for case in SLOW_COUNTED:
-        runs |= counted(*case)
+        runs |= more_steps(*case)
     fast.train(runs)
     return fast
 
@@ -193,6 +204,12 @@ def one_rank(two_ranks) -> Jobs:
 @pytest.fixture(scope="module")
 def four_ranks(two_ranks) -> Jobs:
     two_ranks.train(FOUR_RANKS | buggy(BUGS), ranks=4)
+    return two_ranks
+
+
+@pytest.fixture(scope="module")
+def two_nodes(two_ranks) -> Jobs:
+    two_ranks.train(TWO_NODES, ranks=4, nodes=2)
     return two_ranks
 
 
@@ -285,6 +302,14 @@ def test_a_deliberate_bug_of_four_ranks_is_detected(four_ranks, bug):
 
 
 @pytest.mark.slow
+def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
+    check(two_nodes, TWO_NODES)
+    check_bits(two_nodes)
+    groups = {note for report in two_nodes.outcomes["buckets-nodes"].reports for note in report["notes"]}
+    assert any(note.endswith(" in a group of 2") for note in groups), groups
+
+
+@pytest.mark.slow
 def test_deepspeed_trains_without_errors_and_races(deepspeed):
     check(deepspeed, WITH_DEEPSPEED)
 
@@ -298,6 +323,7 @@ def test_an_overflow_in_deepspeed_ends_with_one_line(deepspeed):
 def test_the_laboratory_measures_without_errors_and_races(fast):
     flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001", "--seeds=1"]
     flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert", "--largest_mib=0.0625"]
+    flags += ["--sections", "collectives", "breakdown", "no_sync", "compression"]  # the others train in the same way
     command = [ON_FAKE_GPUS, "--report=reports", "app.bench.communication", *flags]
     with Job(*map(str, command), cwd=fast.folder) as job:
         done = job.finish()
