@@ -68,10 +68,10 @@ def wait_until(happened: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str]:
+def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, **more: str) -> list[str]:
     """Run multi_node.sh with `arguments` on both nodes, assert that both exit 0, and return their output."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
-    processes = [start(nodes, rank, *arguments, log=log) for rank, log in enumerate(logs)]
+    processes = [start(nodes, rank, *arguments, log=log, **more) for rank, log in enumerate(logs)]
     wait_until(lambda: all(process.poll() is not None for process in processes), 200)
     printed = [log.read_text() for log in logs]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
@@ -81,12 +81,12 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path) -> list[str
 @pytest.mark.launched
 @pytest.mark.slow
 def test_two_nodes_train_together(nodes: list[str], tmp_path: Path) -> None:
-    """With `static`; those that lose a node train with `c10d`."""
+    """With `static`, and two ranks on each node; those that lose a node train with `c10d`."""
     run = tmp_path / "run"
     settings = ["--csv", str(SAMPLE), "--max_steps", "3", "--output_dir", str(run)]
-    run_on_both(nodes, "static", "app.ddp_loop", *settings, log_folder=tmp_path)
+    run_on_both(nodes, "static", "app.ddp_loop", *settings, log_folder=tmp_path, NPROC_PER_NODE="2")
 
-    assert json.loads((run / "settings.json").read_text())["world_size"] == 2
+    assert json.loads((run / "settings.json").read_text())["world_size"] == 4
     steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert (run / "model" / "model.safetensors").is_file()
@@ -274,6 +274,23 @@ def test_torchrun_gets_the_job_and_this_nodes_interface(tmp_path: Path, address:
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert {f"--rdzv_endpoint={endpoint}", "--rdzv_id=job-7", "NCCL_SOCKET_IFNAME==eth7"} <= set(printed)
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_no_more_bytes_leave_a_node_than_planned(nodes: list[str], tmp_path: Path) -> None:
+    """Counted by the kernel, for two ranks on each node. A ring all-reduce would send 1.5 times the gradients."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent))
+        arguments = ["static", "bytes_between_nodes", "--use_cpu", "--threads=1"]
+        printed = run_on_both(nodes, *arguments, log_folder=tmp_path, NPROC_PER_NODE="2")
+    for text in printed:
+        found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+        planned = {"average": 1.0, "reduce-scatter": 0.5}
+        for name, share in planned.items():
+            assert share <= found[name] < 1.1 * share, "headers and acknowledgments take less than a tenth"
+            assert found[f"{name}, one level"] > 1.4 * share
+        assert found["ring"] == pytest.approx(1.5, rel=0.1)
 
 
 def refusal_of(*arguments: str, **environment: str) -> str:
