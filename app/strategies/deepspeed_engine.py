@@ -39,9 +39,14 @@ class DeepSpeed(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model itself: Trainer creates the engine when training begins."""
+        """Place the model on the device and return it: Trainer creates the engine when training begins.
+
+        The engine would place it there as a whole too, also for stage 3, unless DeepSpeed has sharded the model while it
+        was loaded. Hooks and the optimizer get the parameters that are on the device.
+        """
         import deepspeed.ops
 
+        model.to(self.world.device)
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}

@@ -6,10 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import require_deepspeed
 from worlds import batch_plan, fake_world
 
 from app.settings import Settings
 from app.strategies.deepspeed_engine import DeepSpeed
+
+
+def test_the_model_is_on_the_device_before_hooks_and_the_optimizer_get_its_parameters():
+    require_deepspeed()
+    model = torch.nn.Linear(2, 2)
+    assert DeepSpeed(batch_plan(), fake_world(device="meta")).wrap(model) is model
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("norm", [torch.tensor(3.0, dtype=torch.float64, device="meta"), float("inf"), 2])
