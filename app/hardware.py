@@ -229,7 +229,7 @@ def describe_rounding(device: torch.device) -> str:
     if device.type == "cuda":
         return device_name(device)
     names = ("cpu", "instructions")
-    return ", ".join(value if name in names else f"{name}={value}" for name, value in cpu_kernels().items() if value)
+    return ", ".join(value if name in names else f"{name}={value}" for name, value in kernels().items() if value)
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
