@@ -41,8 +41,8 @@ class DeepSpeed(PlainAdamW):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Place the model on the device and return it: Trainer creates the engine when training begins.
 
-        The engine would place all of it there too, also for stage 3, unless DeepSpeed has sharded the model while it was
-        loaded. Hooks and the optimizer get the parameters that are on the device.
+        The engine would place all of it there too, also for stage 3, unless DeepSpeed has sharded the model while it
+        was loaded. Hooks and the optimizer get the parameters that are on the device.
         """
         import deepspeed.ops
 

@@ -16,7 +16,7 @@ from app.strategies.deepspeed_engine import DeepSpeed
 def test_the_model_is_on_the_device_before_hooks_and_the_optimizer_get_its_parameters():
     require_deepspeed()
     model = torch.nn.Linear(2, 2)
-    assert DeepSpeed(batch_plan(), fake_world(device="meta")).wrap(model) is model
+    assert DeepSpeed(Settings(), batch_plan(), fake_world(device="meta")).wrap(model) is model
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
