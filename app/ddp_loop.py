@@ -108,7 +108,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         total=plan.total_steps,
         initial=step,
         unit=" steps",
-        disable=settings.disable_tqdm or not world.is_main_process,
+        disable=settings.disable_tqdm or not world.is_main_process or None,  # None: unless it is a terminal
     )
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         # 3. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.

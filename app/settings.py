@@ -196,7 +196,7 @@ class OutputSettings:
     logging_steps: int = setting(
         10, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     )
-    disable_tqdm: bool = setting(False, "disable progress bars")
+    disable_tqdm: bool = setting(False, "disable progress bars, which appear only on a terminal")
     dry_run: bool = setting(
         False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
     )

@@ -8,6 +8,7 @@ The docstring of each overridden method explains what would differ without it. E
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     assert trainer.model_accepts_loss_kwargs is False
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    if not prepared.settings.disable_tqdm:
+    if not prepared.settings.disable_tqdm and sys.stderr.isatty():
         trainer.add_callback(QuietProgressCallback)
     train(trainer, prepared, world)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)

@@ -8,10 +8,10 @@ affected if the machine slows down. The result is the median of the rounds' rati
 
 from __future__ import annotations
 
+import signal
 import statistics
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from app.cli import launch
 from app.distributed.collectives import barrier, broadcast_object
 from app.distributed.process_group import join
 from app.distributed.world import World
+from app.files import staging_folder
+from app.interrupts import as_interrupt
 from app.runs.schema import CHECKPOINTS, checkpoint_files
 from app.settings import Settings
 from app.training.optim import build_optimizer, build_scheduler
@@ -63,8 +65,12 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
 @contextmanager
 def shared_folder(world: World) -> Iterator[Path]:
     """Create a temporary folder that all ranks share, and remove it at the end of the block. Collective."""
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=".") as mine:
-        yield Path(broadcast_object(mine, world))
+    # torchrun ends its ranks by SIGTERM, which would leave the folder. After a SIGKILL, the next start removes it.
+    with (
+        as_interrupt(signal.SIGTERM, signal.SIGHUP),
+        staging_folder(Path("checkpoint_cost")) if world.is_main_process else nullcontext() as folder,
+    ):
+        yield Path(broadcast_object(str(folder), world))
         barrier(world)
 
 

@@ -145,7 +145,7 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
         if link is not None:
             nodes = stack.enter_context(task_job(plan.size, 1, plan.threads, folder / "nodes.log", link.names))
         jobs = Jobs(local, nodes, link)
-        for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False):
+        for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=None):
             job.connect()
         yield jobs
         for job in jobs.everything:
@@ -164,7 +164,7 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     keys += ["link"] if jobs.nodes is not None else []
     keys += configurations
     rounds: list[Round] = []
-    with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys)) as bar:
+    with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=None) as bar:
         for number in range(plan.rounds):
             rounds.append({})
             for key in keys if number % 2 == 0 else reversed(keys):

@@ -197,7 +197,7 @@ def _tokenize(
             "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
         }
 
-    with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar:
+    with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar or None) as bar:
         return labels.map(  # its own progress bar is disabled by quiet_libraries
             tokenize_chunk,
             with_indices=True,

@@ -60,7 +60,7 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {name: [] for name in variants}
     with join(settings) as world:
         quiet_libraries(world)
-        progress = tqdm(total=seeds * (len(variants) + 1), unit=" trainings", disable=settings.disable_tqdm)
+        progress = tqdm(total=seeds * (len(variants) + 1), unit=" trainings", disable=settings.disable_tqdm or None)
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
             data = build_variant_data(seeded, Variant(), world)

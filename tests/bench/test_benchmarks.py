@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_benchmark_prints_the_median_of_its_rounds(benchmark, result, settings
     monkeypatch.setattr(benchmark, "STEPS", 2)
     benchmark.benchmark(settings, world, *([tmp_path] if benchmark is checkpoint_cost else []))
     assert re.search(result, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_folder_of_checkpoints(world, tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            with checkpoint_cost.shared_folder(world) as folder:
+                (folder / "checkpoints").mkdir()
+                signal.raise_signal(number)
+    finally:
+        signal.signal(number, handler)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

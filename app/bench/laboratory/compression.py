@@ -92,7 +92,7 @@ def measure_hooks(
     gc.collect()
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
     hide_bar = settings.disable_tqdm or not world.is_main_process
-    with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
+    with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar or None, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
             data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():

@@ -36,7 +36,7 @@ def time_calls(
     Returns:
         For each call, the seconds that it takes on the slowest rank, in each round.
     """
-    with tqdm(desc="timing", unit=" calls", disable=hide_bar or not world.is_main_process, leave=False) as bar:
+    with tqdm(desc="timing", unit=" calls", disable=hide_bar or not world.is_main_process or None, leave=False) as bar:
         bar.total = len(calls) * (ROUNDS + 1)
         estimates = {}
         for key, call in calls.items():

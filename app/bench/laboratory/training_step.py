@@ -204,7 +204,8 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
     names = models(settings)
-    for model in tqdm(names, "profiling", leave=False, disable=settings.disable_tqdm or not world.is_main_process):
+    hide_bar = settings.disable_tqdm or not world.is_main_process
+    for model in tqdm(names, "profiling", leave=False, disable=hide_bar or None):
         bench = distribute(settings, data, build_named(model, settings, data, world), world)
         optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
         train = partial(
