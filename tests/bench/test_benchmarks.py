@@ -56,10 +56,9 @@ def test_a_signal_leaves_no_folder_of_checkpoints(world, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     handler = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            with checkpoint_cost.shared_folder(world) as folder:
-                (folder / "checkpoints").mkdir()
-                signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt), checkpoint_cost.shared_folder(world):  # noqa: PT012
+            (next(tmp_path.glob(".checkpoint_cost.*.staging")) / "checkpoints").mkdir()
+            signal.raise_signal(number)
     finally:
         signal.signal(number, handler)
     assert not list(tmp_path.iterdir())
