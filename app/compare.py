@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.cli import as_flags, settings_parser
-from app.distributed.processes import resolve_nproc_per_node
+from app.distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
@@ -157,7 +157,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         )
     if options.ablate and (options.runs or options.assert_equal):
         raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
-    # The ablation simulates its ranks in one process, so its results do not depend on the number of GPUs.
+    if options.ablate and options.nproc_per_node == "auto":
+        options.nproc_per_node = str(CPU_PROCESSES)  # simulated in one process, whatever GPUs there are
     if not options.runs:  # finished runs need no processes
         of_ranks = replace(settings, use_cpu=settings.use_cpu or options.ablate)
         options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, of_ranks)

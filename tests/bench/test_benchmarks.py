@@ -76,7 +76,9 @@ def test_measured_memory_is_near_the_predicted_memory(strategy, settings, world,
 def test_counted_collectives_are_printed_next_to_the_predicted_ones(settings, world, capsys):
     traffic.compare(settings, build_data(settings, world), world)
     lines = re.findall(
-        r"^\| (all-reduce|broadcast) \| (.*?) \| [\d,]+ \| (\d+) \| (\d+) \|$", capsys.readouterr().out, re.M
+        r"^\| (all-reduce|broadcast) \| all ranks \| (.*?) \| [\d,]+ \| (\d+) \| (\d+) \|$",
+        capsys.readouterr().out,
+        re.M,
     )
     assert [what for _, what, _, _ in lines][:2] == ["buffers: 1", "gradients: bucket 1"]
     assert {(predicted, counted) for *_, predicted, counted in lines} == {("1", "1")}
@@ -87,8 +89,8 @@ def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, world,
     with pytest.raises(RunError, match=r"ddp: rank\(s\) \[0\] called other collectives than predicted"):
         traffic.compare(settings, build_data(settings, world), world)
     out = capsys.readouterr().out
-    assert "| all-reduce | gradients: bucket 1 | 1 | 1 | 0 |" in out
-    assert "| broadcast | not predicted | 8,192 | 0 | 1 |" in out
+    assert "| all-reduce | all ranks | gradients: bucket 1 | 1 | 1 | 0 |" in out
+    assert "| broadcast | all ranks | not predicted | 8,192 | 0 | 1 |" in out
 
 
 def test_every_strategy_that_supports_the_settings_is_measured():

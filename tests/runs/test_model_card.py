@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -22,8 +23,11 @@ METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "los
 
 
 def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None = None, **settings) -> str:
-    table = SimpleNamespace(path=Path(csv), sha256="f" * 64, rows_read=9, dropped={}, class_names=tuple(classes))
-    split = SimpleNamespace(train=np.arange(6), validation=np.arange(0), test=np.arange(3), fingerprint="e" * 64)
+    texts = pd.Series([f"review {i}" for i in range(9)])
+    table = SimpleNamespace(
+        path=Path(csv), sha256="f" * 64, rows_read=9, dropped={}, class_names=tuple(classes), texts=texts
+    )
+    split = SimpleNamespace(train=np.arange(6), validation=np.arange(0), test=np.arange(6, 9), fingerprint="e" * 64)
     info = RunInfo(
         path_name="ddp_loop",
         settings=Settings(learning_rate=1e-3, **settings),
