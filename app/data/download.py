@@ -126,21 +126,23 @@ def _fetch(url: str) -> Iterator[bytes]:
         DownloadError: The server cannot be reached or reports an error, or the content is too long or incomplete.
     """
     request = urllib.request.Request(url, headers={"User-Agent": "app.data.download"})
+    # disable=None: no progress bar unless standard error is a terminal. It is complete before the request, because a
+    # signal in its constructor would print a traceback.
+    progress = tqdm(unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=None)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+        with progress, urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             length = response.headers.get("Content-Length", "")
             total = int(length[:18]) if length.isdecimal() else None  # int() rejects thousands of digits
             if total is not None and total > MAX_BYTES:
                 raise _too_long(url)
-            # disable=None: no progress bar unless standard error is a terminal
-            with tqdm(total=total, unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=None) as progress:
-                received = 0
-                while chunk := response.read(CHUNK_BYTES):
-                    received += len(chunk)
-                    if received > MAX_BYTES:
-                        raise _too_long(url)
-                    progress.update(len(chunk))
-                    yield chunk
+            progress.total = total
+            received = 0
+            while chunk := response.read(CHUNK_BYTES):
+                received += len(chunk)
+                if received > MAX_BYTES:
+                    raise _too_long(url)
+                progress.update(len(chunk))
+                yield chunk
             if total is not None and received != total:  # read(n) reports a lost connection as the end of the content
                 raise DownloadError(f"{url}: the connection ended after {received:,} of {total:,} bytes; try again")
     except urllib.error.HTTPError as error:
