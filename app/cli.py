@@ -235,7 +235,7 @@ def launch(
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
-    Exit statuses: 0 finished (also if a restarted job finds its run already finished), 1 the run failed, 2 invalid
+    Exit statuses: 0 finished (or a restarted job found its run already finished), 1 the run failed, 2 invalid
     input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
 
     Args:

@@ -11,8 +11,7 @@ Compare two finished runs, using only the files in their folders:
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
 
 With --assert_equal, exit with status 1 unless every loss, gradient norm, prediction and weight is bitwise identical,
-and name the first difference and the settings that explain it. This takes seconds, because a report is written only
-with --output_dir:
+and name the first difference and the settings that explain it. A report is written only with --output_dir:
 
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest --assert_equal
 

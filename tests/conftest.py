@@ -30,8 +30,8 @@ torch.set_num_threads(1)
 def pytest_configure() -> None:
     """Let the processes that tests start receive SIGINT and SIGHUP, also under `nohup pytest … &`.
 
-    There these signals are ignored, which children inherit: tests would send them in vain. A handler is not inherited,
-    and this process goes on ignoring them.
+    nohup makes pytest ignore these signals, and child processes inherit that, so tests could not stop them. Here a handler
+    that does nothing replaces it. A handler is not inherited, and this process still ignores the signals.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:

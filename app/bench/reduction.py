@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=2 -m app.bench.reduction --csv reviews.csv
     torchrun --standalone --nproc_per_node=4 -m app.bench.reduction --csv reviews.csv --threads 1
 
-Trains the embedded model and a BERT of 4 layers x 312 with plain all-reduce, with as many logical ranks as processes,
+Trains the model `tiny` and a BERT of 4 layers x 312 with plain all-reduce, with as many logical ranks as processes,
 and with twice as many; on several nodes also without summing inside the nodes first. Rounds of all alternate, so that
 all are affected if the machine slows down. The result is the median of the rounds' ratios. Training flags apply to all
 of them, except that the strategy is `ddp` and gradients are not compressed. `app.bench.communication` has the same

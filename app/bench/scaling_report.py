@@ -247,8 +247,7 @@ def _inputs(rounds: Sequence[Round], fits: Fits, used: Mapping[Key, str]) -> Sec
         "What the predictions are made from",
         [
             f"In {disturbed} of {len(everything)} measurements, other processes used more than {DISTURBED:.0%} of the "
-            "CPU time. They are left out where an undisturbed round remains; the column “rounds” shows how many were "
-            "used.",
+            "CPU time. They are left out if that leaves other rounds; the column “rounds” shows how many were used.",
         ],
         [
             Table("computation of a step without exchanges, two ranks at once", header, computation, shared),

@@ -101,7 +101,7 @@ class TorchrunJob:
         self._signals = ExitStack()
 
     def start(self) -> None:
-        """Start the job. A caller without a `with` statement must call `terminate()` in the end."""
+        """Start the job. A caller without a `with` statement must call `terminate()` finally."""
         with ExitStack() as files:
             stdout = files.enter_context(self.stdout.open("wb")) if self.stdout else None
             stderr = files.enter_context(self.stderr.open("wb")) if self.stderr else None

@@ -4,7 +4,7 @@
 
 Each job runs under plain `torchrun --max-restarts=3`, with a random strategy, and loses one to three ranks: at
 start-up, in a step, while a checkpoint is written, in an evaluation, right before the exit, or at any time. Without
-intervention, it must end with status 0 and with the weights, predictions, steps and evaluations of an undisturbed job
+intervention, it must end with status 0 and with the weights, predictions, steps and evaluations of an uninterrupted job
 of the same path and architecture with `ddp`. One line is printed per job, and totals in the last line. The exit status
 is 1 if any job differs.
 """
@@ -112,19 +112,19 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         folder = arguments.folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
     subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder)
-    undisturbed: list[dict[str, str]] = []
+    uninterrupted: list[dict[str, str]] = []
     seconds: list[float] = []
     for subject in subjects:
-        run_folder = folder / f"undisturbed-{subject.path_name}-{subject.model_name}"
+        run_folder = folder / f"uninterrupted-{subject.path_name}-{subject.model_name}"
         outcome = run_job(subject, run_folder)
         if outcome.problem is not None:
             print(outcome.log.read_text(), file=sys.stderr)
-            print(f"{subject.path_name} {subject.model_name}, undisturbed: {outcome.problem}", file=sys.stderr)
+            print(f"{subject.path_name} {subject.model_name}, uninterrupted: {outcome.problem}", file=sys.stderr)
             return 1
-        undisturbed.append(hash_results(run_folder))
+        uninterrupted.append(hash_results(run_folder))
         seconds.append(outcome.seconds)
-        weights = undisturbed[-1][f"{MODEL_FOLDER}/{MODEL}"][:SHOWN]
-        print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s undisturbed, weights {weights}")
+        weights = uninterrupted[-1][f"{MODEL_FOLDER}/{MODEL}"][:SHOWN]
+        print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s uninterrupted, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)
     rng = random.Random(arguments.seed)
@@ -137,7 +137,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         kills = min(rng.randint(1, RESTARTS), arguments.kills - killed)
         subject = replace(subjects[i], strategy=rng.choice(STRATEGIES))  # all have the bits of `ddp`
         outcome = run_job(subject, folder / f"job-{number}", kills, rng, seconds[i])
-        outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", undisturbed[i])
+        outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", uninterrupted[i])
         killed += len(outcome.kills)
         verdicts[i].append(outcome.problem is None)
         print_outcome(number, subject, outcome)
@@ -147,7 +147,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         for subject, equal in zip(subjects, verdicts, strict=True)
     )
     equal = f"all {number}" if good == number else f"{good} of {number}"
-    print(f"{killed} kills in {number} jobs: {equal} are bitwise identical to the undisturbed ones ({totals})")
+    print(f"{killed} kills in {number} jobs: {equal} are bitwise identical to the uninterrupted ones ({totals})")
     return 0 if good == number else 1
 
 
@@ -161,7 +161,7 @@ def run_job(
         folder: the run folder.
         kills: how many times to kill a rank; fewer if the job ends earlier.
         rng: draws moments and ranks.
-        seconds: the duration of an undisturbed job.
+        seconds: the duration of an uninterrupted job.
     """
     started = time.monotonic()
     files = RunFiles(folder)
@@ -218,13 +218,13 @@ def wait_for_end(job: TorchrunJob) -> str | None:
     return f"{len(leftovers)} processes left: {'; '.join(leftovers)}" if leftovers else None
 
 
-def find_difference(folder: Path, undisturbed: dict[str, str]) -> str | None:
-    """Return what differs from the hashes of the undisturbed run, or None."""
+def find_difference(folder: Path, uninterrupted: dict[str, str]) -> str | None:
+    """Return what differs from the hashes of the uninterrupted run, or None."""
     try:
         hashes = hash_results(folder)
     except (OSError, ValueError) as problem:
         return f"incomplete run: {problem}"
-    differing = [name for name in undisturbed if hashes[name] != undisturbed[name]]
+    differing = [name for name in uninterrupted if hashes[name] != uninterrupted[name]]
     return f"{', '.join(differing)} differ" if differing else None
 
 

@@ -63,7 +63,7 @@ class Moment(NamedTuple):
     delay: float
 
 
-# Each function draws a moment. `seconds` is the duration of an undisturbed job.
+# Each function draws a moment. `seconds` is the duration of an uninterrupted job.
 
 
 def at_start_up(rng: random.Random, seconds: float) -> Moment:

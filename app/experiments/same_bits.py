@@ -3,7 +3,7 @@
     python -m app.experiments.same_bits --csv reviews.csv
     python -m app.experiments.same_bits --bf16 --gradient_accumulation_steps 2 --ranks 1 2 --strategies ddp zero3
 
-Each cell of {ddp_loop, trainer_run} x {1, 2, 4 ranks} x {ddp, zero1, zero2, zero3} x {undisturbed, killed} is trained
+Each cell of {ddp_loop, trainer_run} x {1, 2, 4 ranks} x {ddp, zero1, zero2, zero3} x {uninterrupted, killed} is trained
 by real torchrun jobs, with the same settings otherwise. A killed run loses a rank to SIGKILL after one of its
 checkpoints, and is resumed with another number of ranks and another strategy. One hash is printed per cell: SHA-256 of
 the final weights, the losses, gradient norms and learning rates of all steps, the evaluations, and the predictions. The
@@ -38,7 +38,7 @@ from app.runs.schema import CHECKPOINTS, RUNS
 from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_flags_of_one_run
 
 RANKS = (1, 2, 4)
-INTERRUPTIONS = ("undisturbed", "killed")
+INTERRUPTIONS = ("uninterrupted", "killed")
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.
 DEFAULTS = {

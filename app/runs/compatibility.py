@@ -54,7 +54,7 @@ def check_compatible(
 ) -> None:
     """Check that a checkpoint belongs to the same training path, rows, model and schedule.
 
-    Otherwise the resumed run would not be bitwise identical to an undisturbed one.
+    Otherwise the resumed run would not be bitwise identical to an uninterrupted one.
 
     Args:
         settings: with the default learning rate filled in.

@@ -37,7 +37,7 @@ class Resume:
         lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
         launchers: identify the torchrun processes of this job, so that it recognizes its folder after a restart.
         changes: the differences from the processes that wrote the checkpoint which affect the results. If there are
-            none, the resumed run is bitwise identical to an undisturbed one.
+            none, the resumed run is bitwise identical to an uninterrupted one.
     """
 
     folder: Path | None = None
@@ -161,7 +161,7 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
 def changes_since(
     state: Mapping[str, Any], settings: Settings, world: World, arithmetic: Arithmetic
 ) -> tuple[str, ...]:
-    """List what makes a resumed run differ from an undisturbed one, by rounding or by other dropout masks.
+    """List what makes a resumed run differ from an uninterrupted one, by rounding or by other dropout masks.
 
     Args:
         state: the content of run_state.json.

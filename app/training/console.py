@@ -105,7 +105,7 @@ def describe_resume(resume: Resume) -> list[str]:
     lines = [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
     if resume.changes:
         changes = "; ".join(resume.changes)
-        lines += [("changed", f"{changes}: not bitwise identical to an undisturbed run from this step on")]
+        lines += [("changed", f"{changes}: not bitwise identical to an uninterrupted run from this step on")]
     return [_block(lines)]
 
 

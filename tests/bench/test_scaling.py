@@ -18,7 +18,7 @@ from app.bench.links.namespaces import NamespacesUnavailable
 from app.bench.links.shaped_link import Link
 from app.bench.page import Table, as_html, as_text
 from app.bench.prediction.gloo_ring import LinkPath, simulate_ring
-from app.bench.prediction.scaling_predict import fit, measured_interval, predict, rounds_used, undisturbed
+from app.bench.prediction.scaling_predict import fit, measured_interval, predict, rounds_used, usable_results
 from app.bench.scaling_measure import (
     ALL_REDUCE_SIZES,
     Configuration,
@@ -112,7 +112,7 @@ def test_disturbed_rounds_are_left_out():
     rounds = [synthetic_round(1.0), synthetic_round(3.0, others=0.5), synthetic_round(1.1)]
     assert measured_interval(key, rounds).high == pytest.approx(1.1 * true_step(key))
     rounds = [synthetic_round(2.0, others=0.9), synthetic_round(3.0, others=0.5)]
-    found = [one["seconds"] for one in undisturbed(rounds, key)]
+    found = [one["seconds"] for one in usable_results(rounds, key)]
     assert found == [2.0 * true_step(key), 3.0 * true_step(key)], "all, because there is no other"
 
 

@@ -130,13 +130,13 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by
         training.model.train()
         training.save(tmp_path)
         write_manifest(tmp_path)
-        undisturbed = train(training, 5, 7)
+        uninterrupted = train(training, 5, 7)
         weights = training.strategy.gather_model_state(training.model)
 
         resumed = new_state((loaded_by, 1), world, seed=1)
         train(resumed, 0, 2)  # its state differs from the saved one
         resumed.load(tmp_path)
-        assert train(resumed, 5, 7) == undisturbed
+        assert train(resumed, 5, 7) == uninterrupted
         found = resumed.strategy.gather_model_state(resumed.model)
         assert found.keys() == weights.keys()
         for name, value in weights.items():

@@ -87,9 +87,9 @@ def test_a_rank_survives_a_moment_that_has_passed(job, tmp_path):
 
 
 def test_results_are_compared_without_their_times(review_csv, tmp_path):
-    undisturbed = write_run(tmp_path / "a", review_csv())
-    shutil.copytree(undisturbed, tmp_path / "b")
-    hashes = hash_results(undisturbed)
+    uninterrupted = write_run(tmp_path / "a", review_csv())
+    shutil.copytree(uninterrupted, tmp_path / "b")
+    hashes = hash_results(uninterrupted)
     edit_step(tmp_path / "b", 3, seconds=99.0)
     assert find_difference(tmp_path / "b", hashes) is None
     edit_step(tmp_path / "b", 3, loss=0.25)

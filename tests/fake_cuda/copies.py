@@ -42,7 +42,7 @@ def _copy_into(destination: torch.Tensor, source: torch.Tensor, non_blocking: bo
 
 
 def _transfer(source: torch.Tensor, destination: torch.Tensor, non_blocking: bool) -> None:
-    """Enqueue a copy. The host waits if it is told to, or if the host's memory is not pinned."""
+    """Enqueue a copy. The host waits unless the copy is `non_blocking` and the host's memory is pinned."""
     reads = [source.cpu_data] if isinstance(source, FakeCuda) else []
     writes = [destination.cpu_data] if isinstance(destination, FakeCuda) else []
     stream = guard.current_stream()

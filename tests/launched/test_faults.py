@@ -31,7 +31,7 @@ RESTART = ("--standalone", "--max-restarts=1")
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """A folder for undisturbed runs and the token cache."""
+    """A folder for uninterrupted runs and the token cache."""
     return tmp_path_factory.mktemp("faults")
 
 
@@ -44,12 +44,12 @@ def finished(shared) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared) -> Path:
+def uninterrupted(shared) -> Path:
     """A run of EVALUATED by two ranks; the same for both training paths."""
-    more = ["--save_steps", 2, "--save_total_limit", 9, "--output_dir", shared / "undisturbed"]
+    more = ["--save_steps", 2, "--save_total_limit", 9, "--output_dir", shared / "uninterrupted"]
     done = run("ddp_loop", *EVALUATED, *more, shared=shared)
     assert done.status == 0, done.err
-    return shared / "undisturbed"
+    return shared / "uninterrupted"
 
 
 def start(program: str, *flags, shared: Path, **more) -> Job:
@@ -240,15 +240,15 @@ def test_a_folder_that_is_moved_during_a_write_is_not_created_again(shared, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
 def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step(
-    undisturbed, shared, tmp_path, path_name
+    uninterrupted, shared, tmp_path, path_name
 ):
     folder = tmp_path / "run"
     done = run(FAULTY, path_name, "kill", *EVALUATED, "--output_dir", folder, shared=shared, torchrun_flags=RESTART)
     assert done.status == 0, done.err
     assert re.findall(r"resumed from .*\(step (\d+)\)", done.out) == ["5"]
     for file in ("model/model.safetensors", "predictions.csv", "evaluations.jsonl"):
-        assert (folder / file).read_bytes() == (undisturbed / file).read_bytes(), file
-    steps = [[{**step, "seconds": None} for step in read_steps(place)] for place in (folder, undisturbed)]
+        assert (folder / file).read_bytes() == (uninterrupted / file).read_bytes(), file
+    steps = [[{**step, "seconds": None} for step in read_steps(place)] for place in (folder, uninterrupted)]
     assert steps[0] == steps[1]
     assert steps_of(folder) == list(range(1, 10))
 
@@ -277,11 +277,11 @@ def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, 
 @pytest.mark.slow
 @pytest.mark.parametrize("path_name", PATHS)
 def test_a_restarted_job_forgets_no_checkpoint_that_it_wrote_into_the_requested_run(
-    undisturbed, shared, tmp_path, path_name
+    uninterrupted, shared, tmp_path, path_name
 ):
     """It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed."""
     if path_name == PATHS[0]:
-        shutil.copytree(undisturbed, tmp_path / "run")
+        shutil.copytree(uninterrupted, tmp_path / "run")
     else:
         flags = [*EVALUATED, "--save_steps", 2, "--save_total_limit", 9, "--output_dir", tmp_path / "run"]
         assert run(path_name, *flags, shared=shared).status == 0
@@ -293,4 +293,4 @@ def test_a_restarted_job_forgets_no_checkpoint_that_it_wrote_into_the_requested_
     assert not requested.exists()
     assert steps_of(tmp_path / "run") == list(range(1, 10))
     for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes(), name
+        assert (tmp_path / "run" / name).read_bytes() == (uninterrupted / name).read_bytes(), name

@@ -123,7 +123,7 @@ def comparable_steps(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_training_continues_without_a_lost_node_and_again_with_it(nodes: list[str], tmp_path: Path) -> None:
     """Two ranks, then one, then two again: the results are those of a single process that nothing disturbs."""
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     flags = ["--csv", str(SAMPLE), "--max_steps", "200", "--train_batch_size", "16", "--max_length", "48"]
     flags += ["--logical_ranks", "4", "--threads", "1", "--eval_strategy", "steps", "--eval_steps", "100"]
     flags += ["--use_cpu", "--disable_tqdm", "--cache_dir", str(tmp_path / "cache")]
@@ -149,7 +149,9 @@ def test_training_continues_without_a_lost_node_and_again_with_it(nodes: list[st
     require(lambda: trains_on(2) and steps() >= 10, 120)
     subprocess.run(["kill", "-KILL", *ip("netns", "pids", nodes[1]).stdout.split()], check=True)
     second.wait(60)
-    with Job("ddp_loop", *flags, "--save_strategy=no", f"--output_dir={undisturbed}", cwd=tmp_path, ranks=0) as single:
+    with Job(
+        "ddp_loop", *flags, "--save_strategy=no", f"--output_dir={uninterrupted}", cwd=tmp_path, ranks=0
+    ) as single:
         require(lambda: trains_on(1), 120)
         before = steps()
         require(lambda: steps() > before, 120)
@@ -160,9 +162,9 @@ def test_training_continues_without_a_lost_node_and_again_with_it(nodes: list[st
     assert [first.returncode, again.returncode] == [0, 0], "\n".join(log.read_text() for log in logs)
 
     assert trains_on(2)
-    assert comparable_steps(run) == comparable_steps(undisturbed)
+    assert comparable_steps(run) == comparable_steps(uninterrupted)
     for name in ("predictions.csv", "model/model.safetensors"):
-        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
+        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes(), name
     assert not [pid for name in nodes for pid in ip("netns", "pids", name).stdout.split()]
 
 

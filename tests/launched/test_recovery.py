@@ -39,7 +39,7 @@ FULL = [  # checkpoints in the middle of an epoch and between two evaluations, w
     *("--gradient_accumulation_steps", 2, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--eval_strategy", "steps", "--eval_steps", 6, "--metric_for_best_model", "loss"),
 ]
-# At a learning rate that is not zero in the end, where an additional step would change the weights.
+# The learning rate never becomes zero, so an additional step would change the weights.
 LAST = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--eval_strategy", "no"]
 ENDLESS = [*SMALL, "--max_steps", 5000, "--eval_strategy", "no"]
 NOT_FINITE = [*SMALL, "--learning_rate", 1e30, "--warmup_steps", 0, "--max_grad_norm", 0, "--eval_strategy", "no"]
@@ -57,7 +57,7 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(shared) -> Path:
-    """The folder of the undisturbed runs PATH-2."""
+    """The folder of the uninterrupted runs PATH-2."""
     runs = {f"{path}-2": TrainingRun(path, FULL) for path in PATHS}
     require_success(run_many(shared, runs))
     return shared

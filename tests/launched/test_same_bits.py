@@ -37,7 +37,7 @@ def run_name(path: str, ranks: int, strategy: str, variant: str = "") -> str:
     return f"{path}-{ranks}-{strategy}{variant}"
 
 
-def undisturbed(
+def uninterrupted(
     ranks: int, variants: list[str], paths: tuple[str, ...] = PATHS, strategies: tuple[str, ...] = STRATEGIES
 ) -> dict[str, TrainingRun]:
     return {
@@ -86,7 +86,7 @@ def one_rank(folder) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(one_rank) -> Path:
-    runs = undisturbed(2, [""]) | undisturbed(2, [*VARIANTS][1:], PATHS[:1], ("ddp", "zero3"))
+    runs = uninterrupted(2, [""]) | uninterrupted(2, [*VARIANTS][1:], PATHS[:1], ("ddp", "zero3"))
     for variant in ("-fp16", "-checkpointing"):
         runs[run_name("trainer_run", 2, "zero3", variant)] = TrainingRun(
             "trainer_run", [*FLAGS, *VARIANTS[variant], "--strategy=zero3"]
@@ -100,9 +100,9 @@ def two_ranks(one_rank) -> Path:
 
 @pytest.fixture(scope="module")
 def four_ranks(two_ranks) -> Path:
-    runs = undisturbed(4, [""])
+    runs = uninterrupted(4, [""])
     for variant, strategy in OTHER_STRATEGIES.items():
-        runs |= undisturbed(4, [variant], PATHS[:1], (strategy,))
+        runs |= uninterrupted(4, [variant], PATHS[:1], (strategy,))
     runs |= {
         f"resumed-{path}-4-from-{source}": resumed(run_name(path, 2, source), path, target)
         for path, source, target in RESUMED_WITH_FOUR_RANKS
@@ -114,7 +114,7 @@ def four_ranks(two_ranks) -> Path:
 @pytest.fixture(scope="module")
 def two_nodes(one_rank) -> Path:
     """Two ranks on each of two nodes, which sum gradients inside the nodes first."""
-    runs = undisturbed(4, [""]) | undisturbed(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
+    runs = uninterrupted(4, [""]) | uninterrupted(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
     runs = {f"two-nodes-{name}": run for name, run in runs.items()}
     require_success(run_many(one_rank, runs, ranks=4, RANKS_PER_NODE="2"))
     return one_rank

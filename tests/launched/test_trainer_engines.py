@@ -215,7 +215,7 @@ def test_a_run_resumes_with_another_stage_or_without_deepspeed(trained, group, n
     announcements |= dict.fromkeys(("zero3-as-stage-2", "zero3-as-stage-3"), "engine: DeepSpeed, was PyTorch")
     out = json.loads((folder / "out.json").read_text())[name]
     assert announcements[name] in out
-    assert "not bitwise identical to an undisturbed run" in out
+    assert "not bitwise identical to an uninterrupted run" in out
 
 
 def test_a_mistake_is_one_line_that_names_what_to_change(trained):

@@ -567,7 +567,7 @@ def test_another_batch_size_per_rank_is_used_as_given(all_with_two_threads):
     assert plan_batches(adopted, 1_000, 1).global_size == 16, "the run so far was given a global batch size"
 
 
-# ---- what makes a resumed run differ from an undisturbed one ---------------------------------------------------------
+# ---- what makes a resumed run differ from an uninterrupted one -------------------------------------------------------
 
 BEFORE = {
     "device": CPU,

@@ -212,13 +212,13 @@ def test_a_restored_state_continues_with_the_same_bits(world, saved_after):
     for step in range(saved_after):
         gradients_of_step(strategy, wrapped, step)
     saved = {name: tensor.clone() for name, tensor in strategy.power_sgd.state_dict().items()}
-    undisturbed = [flat(gradients_of_step(strategy, wrapped, step)[1]) for step in range(saved_after, 8)]
+    uninterrupted = [flat(gradients_of_step(strategy, wrapped, step)[1]) for step in range(saved_after, 8)]
 
     other, other_wrapped = wrap(world, "power_sgd", ddp_bucket_cap_mb=1, seed=7 if saved_after > 2 else 42)
     assert other.power_sgd is not None
     other.power_sgd.load_state_dict(saved)
     resumed = [flat(gradients_of_step(other, other_wrapped, step)[1]) for step in range(saved_after, 8)]
-    assert all(map(torch.equal, undisturbed, resumed))
+    assert all(map(torch.equal, uninterrupted, resumed))
 
 
 def test_restoring_the_state_before_the_first_compressed_step_removes_what_is_there(world):

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration follows from the settings; a file that contradicts them is refused with one line."""
+"""DeepSpeed's configuration follows from the settings; a file that contradicts them is rejected with an error."""
 
 from __future__ import annotations
 

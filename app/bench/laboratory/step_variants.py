@@ -24,8 +24,7 @@ from app.strategies.select import select_strategy
 from app.training.build import ReviewData
 from app.training.optim import build_optimizer, build_scheduler
 
-EMBEDDED = "embedded model"
-MICRO_BATCHES = {EMBEDDED: 8}  # that a timed call trains on
+MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2
 LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule never ends
@@ -75,7 +74,7 @@ class PlainDDP(DDP):
 
 def models(settings: Settings) -> list[str]:
     """Return the names of the models to measure: the one that `--model` names, or two sizes."""
-    return [EMBEDDED, "BERT 4 x 312"] if settings.model == TINY else [settings.model]
+    return [TINY, "BERT 4 x 312"] if settings.model == TINY else [settings.model]
 
 
 def plain_ddp(settings: Settings) -> Settings:

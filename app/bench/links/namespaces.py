@@ -1,7 +1,7 @@
 """Two network namespaces on this machine, which behave like two nodes of a cluster. They share the file system.
 
 Needs Linux, iproute2 (the command `ip`) and root. Both namespaces, and all processes in them, are removed at the end of
-the block, also if this process is killed.
+the block, even if this process is killed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Fits:
-    """What the predictions are made from: medians over the undisturbed rounds.
+    """What the predictions are made from: medians over the rounds of `usable_results`.
 
     Times of computations, and of exchanges on one node, are converted to a core for each thread: they are measured with
     `FIT_RANKS` ranks on the cores of this machine, and divided by `slowdown`.
@@ -47,7 +47,7 @@ class Fits:
     link_cpu: AlphaBeta | None
 
 
-def undisturbed(rounds: Sequence[Round], key: Key) -> list[Any]:
+def usable_results(rounds: Sequence[Round], key: Key) -> list[Any]:
     """Return the results of the rounds in which other processes used at most `DISTURBED` of the CPU time.
 
     If there is none, return the results of all rounds.
@@ -57,7 +57,7 @@ def undisturbed(rounds: Sequence[Round], key: Key) -> list[Any]:
 
 
 def rounds_used(rounds: Sequence[Round], key: Key) -> str:
-    """Return how many rounds `undisturbed` returns, such as `4 of 5`."""
+    """Return how many rounds `usable_results` returns, such as `4 of 5`."""
     calm = sum(one[key].others <= DISTURBED for one in rounds)
     return f"{calm} of {len(rounds)}" if calm else f"all {len(rounds)}, disturbed"
 
@@ -70,11 +70,11 @@ def fit(rounds: Sequence[Round], cores: int, threads: int) -> Fits:
         threads: of each rank.
     """
     slowdown = Cores(cores, FIT_RANKS, threads).slowdown
-    results = {rows: undisturbed(rounds, rows) for rows in rounds[0] if isinstance(rows, int)}
+    results = {rows: usable_results(rounds, rows) for rows in rounds[0] if isinstance(rows, int)}
     computation = {rows: _median_computation(several) for rows, several in results.items()}
     ratios = [one["seconds"] / computation[rows].seconds for rows, several in results.items() for one in several]
-    local = undisturbed(rounds, "local")
-    link = undisturbed(rounds, "link") if "link" in rounds[0] else None
+    local = usable_results(rounds, "local")
+    link = usable_results(rounds, "link") if "link" in rounds[0] else None
     return Fits(
         slowdown,
         {rows: one.scaled(1 / slowdown) for rows, one in computation.items()},
@@ -133,8 +133,8 @@ def at_bound(fit: AlphaBeta, size: int, end: int | None) -> AlphaBeta:
 
 
 def measured_interval(configuration: Configuration, rounds: Sequence[Round]) -> Interval:
-    """Return the median, the shortest and the longest step of the undisturbed rounds."""
-    seconds = [one["seconds"] for one in undisturbed(rounds, configuration)]
+    """Return the median, the shortest and the longest step of the rounds of `usable_results`."""
+    seconds = [one["seconds"] for one in usable_results(rounds, configuration)]
     return Interval(statistics.median(seconds), min(seconds), max(seconds))
 
 

@@ -12,11 +12,10 @@ from app.bench.harness import distribute
 from app.bench.laboratory import step_variants, timing
 from app.bench.laboratory.compression import Measured, measure_hooks, settings_by_hook, training_steps
 from app.bench.laboratory.compression_section import as_section, measure_compression
-from app.bench.laboratory.step_variants import EMBEDDED
 from app.bench.page import Figure, Table, as_html, as_text
 from app.distributed.topology import Topology
 from app.errors import AgreedError
-from app.settings import Settings
+from app.settings import TINY, Settings
 from app.training.build import build_data, build_model
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -28,7 +27,7 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {EMBEDDED: 1})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, max_steps=4, disable_tqdm=True)
 
 

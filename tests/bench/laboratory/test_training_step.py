@@ -12,7 +12,7 @@ from worlds import batch_plan, fake_world
 from app.bench import recipe, reduction
 from app.bench.harness import set_up
 from app.bench.laboratory import step_variants, timing, training_step
-from app.bench.laboratory.step_variants import EMBEDDED, Comparison, compare, models, reduction_variants
+from app.bench.laboratory.step_variants import Comparison, compare, models, reduction_variants
 from app.bench.laboratory.training_step import (
     SECTIONS,
     bucket_variants,
@@ -24,7 +24,7 @@ from app.bench.laboratory.training_step import (
 from app.bench.page import Table, as_html, as_text
 from app.distributed.topology import RankGroup, Topology
 from app.errors import AgreedError, UserError
-from app.settings import Settings
+from app.settings import TINY, Settings
 from app.training.build import build_data
 from app.training.step_breakdown import CATEGORIES
 
@@ -39,17 +39,17 @@ NAMES = {
 @pytest.fixture
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_step, "models", lambda settings: [EMBEDDED])
+    monkeypatch.setattr(training_step, "models", lambda settings: [TINY])
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {EMBEDDED: 1})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_section_compares_every_variant_with_the_first(settings, world, name):
     section = measure_step(name, settings, 0.001, world)
-    seconds = section.data[EMBEDDED]["seconds"]
+    seconds = section.data[TINY]["seconds"]
     assert list(seconds) == NAMES[name]
     assert all(one > 0 for rounds in seconds.values() for one in rounds)
     figure, table = section.parts
@@ -65,7 +65,7 @@ def test_a_section_compares_every_variant_with_the_first(settings, world, name):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
     section = measure_step("breakdown", replace(settings, strategy=strategy), 0.001, world)
-    parts = section.data["models"][EMBEDDED]["milliseconds"]
+    parts = section.data["models"][TINY]["milliseconds"]
     figure, table = section.parts
     rows = {row[0]: row[1:] for row in table.rows}
     assert [*parts] == [*rows][: len(CATEGORIES)] == [*CATEGORIES]
@@ -102,12 +102,12 @@ def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(settings, worl
     section = measure_step("no_sync", replace(settings, per_device_train_batch_size=4), 1.0, world)
     sizes = {name: (one.train_batch_size, one.gradient_accumulation_steps) for name, one in found.items()}
     assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
-    assert section.data[EMBEDDED]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
+    assert section.data[TINY]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
 
 
 def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(settings, world):
     section = measure_step("no_sync", replace(settings, train_batch_size=40), 0.001, world)
-    assert list(section.data[EMBEDDED]["seconds"]) == ["every one", "every 2"]
+    assert list(section.data[TINY]["seconds"]) == ["every one", "every 2"]
 
 
 @pytest.mark.parametrize("steps", [unused_variants, lambda settings: no_sync_variants(settings, 8, 80)])
@@ -122,7 +122,7 @@ def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(
         return train(module, *arguments, **named)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", call)
-    comparison = compare(EMBEDDED, steps(settings), data, 0.001, world, micro_batches=8)
+    comparison = compare(TINY, steps(settings), data, 0.001, world, micro_batches=8)
     calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
     assert len(calls) > len(comparison.seconds)
     for before, after in pairwise(calls):
@@ -159,7 +159,7 @@ def test_ratios_are_those_of_the_same_round():
 
 def test_a_model_that_is_named_is_the_only_one():
     assert models(Settings(model="bert-base-chinese")) == ["bert-base-chinese"]
-    assert models(Settings()) == [EMBEDDED, "BERT 4 x 312"]
+    assert models(Settings()) == [TINY, "BERT 4 x 312"]
 
 
 def test_the_reduction_benchmark_prints_a_line_per_variant():
