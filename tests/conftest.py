@@ -30,8 +30,8 @@ torch.set_num_threads(1)
 def pytest_configure() -> None:
     """Let the processes that tests start receive SIGINT and SIGHUP, also under `nohup pytest … &`.
 
-    nohup makes pytest ignore these signals, and child processes inherit that, so tests could not stop them. Here a handler
-    that does nothing replaces it. A handler is not inherited, and this process still ignores the signals.
+    With nohup, pytest ignores these signals, and child processes inherit that, so tests could not stop them. This
+    handler does nothing, so pytest still ignores the signals, but child processes do not inherit it.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
