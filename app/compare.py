@@ -39,7 +39,7 @@ from app.experiments.train_pair import train_pairs
 from app.files import write_json, write_text
 from app.program import run_program
 from app.report.bitwise import check_same_rows, first_difference
-from app.report.explanation import conclude, explain
+from app.report.explanation import IDENTICAL, conclude, explain
 from app.runs.folder import create_folder
 from app.runs.reader import Run, read_run
 from app.runs.schema import RUNS
@@ -91,7 +91,7 @@ def assert_equal(a: Run, b: Run) -> int:
 
 def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
     """Print the last line, on standard error if it is a failure; return the exit status."""
-    failed = is_asserted and not conclusion.startswith("bitwise identical")
+    failed = is_asserted and conclusion != IDENTICAL
     print(escape_control_characters(conclusion), file=sys.stderr if failed else sys.stdout)
     return int(failed)
 

@@ -224,14 +224,6 @@ def kernels() -> dict[str, str | None]:
     return chosen | {name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT}
 
 
-def describe_rounding(device: torch.device) -> str:
-    """Return what rounding depends on: the type of the GPU, or the CPU and what chooses its kernels."""
-    if device.type == "cuda":
-        return device_name(device)
-    names = ("cpu", "instructions")
-    return ", ".join(value if name in names else f"{name}={value}" for name, value in kernels().items() if value)
-
-
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Return facts about the machine and the code that a measured time depends on, by name."""
     names = [device_name(device)] if device.type == "cuda" else []

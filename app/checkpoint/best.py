@@ -111,7 +111,8 @@ def remove_unused_best(checkpoints: Path, best: Best) -> None:
     """
     used = {best.name}
     for checkpoint in latest_first(checkpoints):
-        with suppress(OSError, ValueError, KeyError):  # a damaged checkpoint needs none: it can't be resumed
+        # A damaged checkpoint needs none: it can't be resumed.
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             step = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))["best"]["step"]
             used.add(Best(step).name)
     for folder in checkpoints.glob(f"{BEST_PREFIX}*"):

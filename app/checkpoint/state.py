@@ -155,10 +155,10 @@ class ShardReader:
             for name in sorted(fnmatch.filter(names, SHARDS.format(rank="*", size="*"))):
                 self._open_file(self.folder / name)
             content: dict[str, Any] = json.loads((self.folder / SCHEDULE).read_bytes())
-        except (OSError, SafetensorError):
-            if not (self.folder / COMPLETION_MARKER).exists():
-                problem = FileNotFoundError("it has been removed since this run was started")
-            raise UserError(f"{self.folder}: can't be read: {problem}") from None
+        except (OSError, ValueError, SafetensorError) as problem:
+            is_removed = not (self.folder / COMPLETION_MARKER).exists()
+            reason = "it has been removed since this run was started" if is_removed else problem
+            raise UserError(f"{self.folder}: can't be read: {reason}") from None
         for parts in self.parts.values():
             parts.sort(key=lambda part: part[0])
         if differences := self._differences(model):

@@ -34,12 +34,14 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     most = gpus or CPU_PROCESSES
     usable = next((n for n in range(most, 0, -1) if divides_batch(settings, n * nodes)), most)
     if usable < most:
-        what, flag = ("GPUs", "train_batch_size") if gpus else ("processes", "train_batch_size")
         if settings.logical_ranks is not None:
-            flag = "logical_ranks"
-        value = getattr(settings, flag)
-        per_node = f"{usable} of {most} {what}" + (" of each node" if nodes > 1 else "")
-        print(f"{per_node} are used: --{flag} {value} can't be divided among {most * nodes}", file=sys.stderr)
+            given = f"--logical_ranks {settings.logical_ranks}"
+        elif (steps := settings.gradient_accumulation_steps) > 1:
+            given = f"--train_batch_size {settings.train_batch_size} in {steps} accumulation steps"
+        else:
+            given = f"--train_batch_size {settings.train_batch_size}"
+        used = f"{usable} of {most} {'GPUs' if gpus else 'processes'}" + (" of each node" if nodes > 1 else "")
+        print(f"{used} are used: {given} can't be divided among {most * nodes}", file=sys.stderr)
     return usable
 
 

@@ -27,6 +27,7 @@ from transformers.utils import (
 )
 
 from app.errors import UserError, raised_by_model
+from app.model.config_checks import check_config
 from app.model.hub import check_folder, fetch, first_line
 from app.model.identity import describe_config
 from app.model.precision import training_dtype
@@ -117,9 +118,7 @@ def classifier_config(
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
     align_with_trainer(config, tokenizer)
-    _check_padding(settings, config)
-    _check_end_of_sequence(settings, config, tokenizer)
-    _check_layerdrop(settings, config)
+    check_config(settings, config, tokenizer)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     limit = max_input_length(config, tokenizer)
@@ -224,48 +223,6 @@ def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
                 continue
             token_id = [token_id, *declared] if name == "eos_token_id" else token_id
         setattr(text_config, name, token_id)
-
-
-def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
-    text_config = config.get_text_config()
-    size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
-    if size is not None and token_id is not None and token_id >= size:
-        raise UserError(
-            f"--model {settings.model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
-            f"{size}: resize the model's embeddings, or use a padding token in its vocabulary"
-        )
-
-
-def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that texts end with the token whose hidden state encoder-decoders such as BART and T5 classify."""
-    if config.is_encoder_decoder and not end_of_sequence(config) & set(tokenizer("a")["input_ids"]):
-        raise UserError(
-            f"--model {settings.model}: classifies by the end-of-sequence token, but its tokenizer does not append "
-            "one: configure the tokenizer to append it"
-        )
-
-
-def end_of_sequence(config: PretrainedConfig) -> set[int]:
-    """Return the ids of the tokens that end a text."""
-    end = getattr(config, "eos_token_id", None)
-    return set(end if isinstance(end, list) else [] if end is None else [end])
-
-
-def _check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
-    """Refuse LayerDrop, which skips random layers on each rank, unless DDP is set to expect unused parameters."""
-    for name, value in config.to_dict().items():
-        if not ("layerdrop" in name and value):
-            continue
-        if settings.strategy in ("zero2", "zero3"):  # their ranks gather the parameters of each layer together
-            raise UserError(
-                f"--model {settings.model}: its config sets {name} to {value}, so ranks skip different layers, which "
-                f"--strategy {settings.strategy} can't: use ddp or zero1"
-            )
-        if not settings.ddp_find_unused_parameters:
-            raise UserError(
-                f"--model {settings.model}: its config sets {name} to {value}, so training steps skip layers: add "
-                "--ddp_find_unused_parameters"
-            )
 
 
 def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:

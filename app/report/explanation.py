@@ -28,6 +28,7 @@ NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": 
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU"}
 FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in which a reader asks about them
 LISTED = 8  # differences in one line
+IDENTICAL = "bitwise identical: every loss, gradient norm, prediction and weight"
 FLAGS = {f.name for f in fields(Settings)}
 KERNEL_VARIABLES = tuple(f"kernels.{name}" for name in KERNELS_FROM_ENVIRONMENT)
 
@@ -82,7 +83,7 @@ def conclude(difference: str | None, explanation: str | None) -> str:
         explanation: from `explain`; None for identical runs.
     """
     if difference is None:
-        return "bitwise identical: every loss, gradient norm, prediction and weight"
+        return IDENTICAL
     return f"not equal: {difference}; {explanation}"
 
 

@@ -190,7 +190,7 @@ def _recorded_settings(folder: Path) -> dict[str, Any]:
     """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
     try:
         content = json.loads((folder / SETTINGS.name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     is_run = isinstance(content, dict) and {"path", "world_size", "csv", "train_batch_size"} <= content.keys()
     return content if is_run else {}

@@ -13,7 +13,7 @@ from app.data.split import Split
 from app.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from app.distributed.world import World
 from app.errors import UserError
-from app.hardware import describe_rounding, device_name, peak_flops
+from app.hardware import device_name, peak_flops
 from app.model.identity import ModelIdentity
 from app.runs.arithmetic import gather_arithmetic
 from app.runs.contents import RunInfo
@@ -51,10 +51,7 @@ def open_run(
     """
     name = device_name(world.device)
     peak = measured_peak_flops or peak_flops(name, settings.precision or "fp32")
-    of_ranks = all_gather_object((name, peak, describe_rounding(world.device)), world)  # ranks may differ
-    devices, peaks, rounding = zip(*of_ranks, strict=True)
-    if len(set(rounding)) > 1:
-        world.print_main(_different_rounding(rounding))
+    devices, peaks = zip(*all_gather_object((name, peak), world), strict=True)  # ranks may differ
     folder, lock = resume.folder, resume.lock
     with raise_on_all_ranks(world):
         if world.is_main_process and folder is None:
@@ -77,18 +74,6 @@ def open_run(
         arithmetic=gather_arithmetic(world),
     )
     return RunRecord(info, resume, rows_of_step, folder, lock)
-
-
-def _different_rounding(of_ranks: Sequence[str]) -> str:
-    """Return the line for ranks on different hardware: nothing else says that results can't be reproduced."""
-    ranks: dict[str, list[str]] = {}
-    for rank, rounding in enumerate(of_ranks):
-        ranks.setdefault(rounding, []).append(str(rank))
-    listed = "; ".join(f"rank(s) {', '.join(numbers)}: {rounding}" for rounding, numbers in ranks.items())
-    return (
-        f"warning: the ranks round differently, so results depend on which rank computes what, and other numbers of "
-        f"ranks and strategies are not bitwise identical: {listed}"
-    )
 
 
 def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:

@@ -20,7 +20,7 @@ from app.distributed.world import World
 from app.errors import escape_control_characters
 from app.metrics.score import Scores
 from app.model.load import Classifier
-from app.runs.arithmetic import describe_mixed, gather_arithmetic
+from app.runs.arithmetic import Arithmetic, describe_mixed
 from app.runs.hashes import SHOWN
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
@@ -109,11 +109,15 @@ def describe_resume(resume: Resume) -> list[str]:
     return [_block(lines)]
 
 
-def describe_ranks(world: World) -> str:
-    """Return one line per rank: its host, device and process id; and one if they round differently. Collective."""
+def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
+    """Return one line per rank: its host, device and process id; and one if they round differently. Collective.
+
+    Args:
+        arithmetic: as returned by `gather_arithmetic`.
+    """
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
     lines = [(f"rank {rank}", text) for rank, text in enumerate(ranks)]
-    mixed = describe_mixed(gather_arithmetic(world))
+    mixed = describe_mixed(arithmetic)
     return "\n" + _block(lines + ([("warning", mixed)] if mixed else []))
 
 

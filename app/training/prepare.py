@@ -107,7 +107,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     )
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
-    ranks = describe_ranks(world)
+    ranks = describe_ranks(world, record.info.arithmetic)
     world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
     for line in advise_checkpointing(settings, classifier.model, world.size):
         world.print_main(f"warning: {line}")

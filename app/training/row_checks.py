@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from app.data.csv_table import ReviewTable, list_rows
 from app.data.tokenize import count_of_tokens, largest_token
 from app.errors import UserError
-from app.model.load import end_of_sequence
+from app.model.config_checks import end_of_sequence
 from app.settings import Settings
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.checkpoint.best import Best, copy_best
+from app.checkpoint.best import Best, copy_best, remove_unused_best
 from app.checkpoint.manager import commit_checkpoint, problem_of
 from app.errors import UserError
-from app.runs.schema import CHECKPOINTS
+from app.runs.schema import CHECKPOINTS, RUN_STATE
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,13 @@ def test_best_weights_are_not_copied_onto_themselves(tmp_path):
     copy_best(folder, tmp_path, tmp_path / CHECKPOINTS)
     copy_best(None, tmp_path, tmp_path / CHECKPOINTS)
     assert (folder / "weights").read_text() == "1"
+
+
+@pytest.mark.parametrize("content", ["[]", '{"best": null}', "{", pytest.param("[" * 100_000, id="nested too deeply")])
+def test_a_damaged_checkpoint_keeps_no_best_weights_from_being_removed(tmp_path, content):
+    for name in ("best-3", "best-5", "best-7", "checkpoint-6", "checkpoint-8"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-6" / RUN_STATE).write_text('{"best": {"step": 5}}')
+    (tmp_path / "checkpoint-8" / RUN_STATE).write_text(content)
+    remove_unused_best(tmp_path, Best(7))
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == ["best-5", "best-7"]

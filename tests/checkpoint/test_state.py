@@ -412,6 +412,14 @@ def test_a_checkpoint_that_another_job_removes_is_named(saved):
         load(saved)
 
 
+@pytest.mark.parametrize("name", [SHARDS.format(rank=1, size=2), MANIFEST])
+def test_a_damaged_file_is_a_mistake_that_names_the_checkpoint(saved, name):
+    """Another node may see other contents than rank 0, which has checked all files."""
+    (saved / name).write_bytes((saved / name).read_bytes()[:5])
+    with pytest.raises(UserError, match=f"{saved.name}: can't be read: (?!it has been removed).+"):
+        load(saved)
+
+
 def rename(folder: Path, old: str, new: str, change=lambda tensor: tensor) -> None:
     """Rename a tensor in all files of a checkpoint."""
     for path in folder.glob("state-*"):

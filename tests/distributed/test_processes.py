@@ -60,6 +60,13 @@ def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes
     assert default_nproc_per_node(Settings(**changes), nodes) == expected
 
 
+def test_the_line_about_fewer_processes_names_the_accumulation_steps(machine, capsys):
+    machine(8)
+    assert default_nproc_per_node(Settings(train_batch_size=8, gradient_accumulation_steps=2)) == 4
+    line = "4 of 8 GPUs are used: --train_batch_size 8 in 2 accumulation steps can't be divided among 8\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize(
     ("flags", "nodes", "expected"),
     [

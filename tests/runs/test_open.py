@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
-import torch
 
 from app.distributed.collectives import all_gather_object
 from app.errors import UserError
-from app.hardware import DATA_SHEETS, describe_rounding
+from app.hardware import DATA_SHEETS
 from app.runs import open as open_module
 
 
@@ -41,7 +38,7 @@ def test_the_peak_is_the_sum_over_the_devices_or_unknown(new_record, monkeypatch
         def gather(value, world):
             if not isinstance(value, tuple):
                 return [1]
-            return [(name, open_module.peak_flops(name, "fp32"), "same") for name in names]
+            return [(name, open_module.peak_flops(name, "fp32")) for name in names]
 
         monkeypatch.setattr(open_module, "all_gather_object", gather)
         monkeypatch.chdir(tmp_path)
@@ -62,27 +59,3 @@ def test_a_measured_peak_replaces_the_data_sheet(world, new_record, tmp_path):
     measured = open_module.open_run("ddp_loop", info.settings, *arguments, measured_peak_flops=2e11)
     assert measured.info.peak_flops == 2e11
     assert info.peak_flops is None, "there is no data sheet for this CPU"
-
-
-def test_ranks_that_round_differently_are_named_in_one_line(new_record, monkeypatch, capsys):
-    def gather(value, world):
-        if not isinstance(value, tuple):
-            return [value]
-        name, peak, _ = value
-        assert platform.machine() in name
-        return [value, (name, peak, "CPU B, AVX2"), value]
-
-    new_record(save_strategy="no", output_dir=None)
-    assert "warning" not in capsys.readouterr().out
-    monkeypatch.setattr(open_module, "all_gather_object", gather)
-    new_record(save_strategy="no", output_dir=None)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: the ranks round")]
-    mine = describe_rounding(torch.device("cpu"))
-    assert line.endswith(f"rank(s) 0, 2: {mine}; rank(s) 1: CPU B, AVX2")
-
-
-def test_rounding_depends_on_the_cpu_and_on_what_limits_its_kernels(monkeypatch):
-    monkeypatch.delenv("MKL_CBWR", raising=False)
-    before = describe_rounding(torch.device("cpu"))
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    assert describe_rounding(torch.device("cpu")) == f"{before}, MKL_CBWR=COMPATIBLE"

@@ -430,6 +430,7 @@ def test_checkpoints_are_looked_up_only_while_the_folder_is_locked(folder, monke
         ('{"launchers": "b:7:3.00"}', False),
         ('{"launchers": [["b:7:3.00"], null]}', False),
         ("not JSON", False),
+        pytest.param("[" * 100_000, False, id="nested too deeply"),
     ],
 )
 def test_a_restarted_job_recognizes_its_folder_by_its_launchers(tmp_path, monkeypatch, content, is_own):
