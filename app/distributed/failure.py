@@ -21,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -69,12 +70,12 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
     note = _note(problem) or "before training"
     if not is_lost_contact(problem):
         _exchange_status("own cause", world, wait=False)
-        by_model = raised_by_model(problem)
-        # A model's own limit, such as a length that it does not support, applies to every rank.
-        if _is_first_to_report("model" if by_model else cause, world):
-            if not (by_model or isinstance(problem, OSError)):
+        reason = _reason_outside_program(problem)
+        # Such a reason often applies to every rank, with other numbers in the text.
+        if _is_first_to_report(reason or cause, world):
+            if not (reason or isinstance(problem, OSError)):
                 traceback.print_exception(problem)
-            where = "in the model's own code: " if by_model else ""
+            where = f"{reason}: " if reason else ""
             print(f"error: rank {world.rank} failed {note}: {where}{cause}", file=sys.stderr, flush=True)
     else:
         statuses = _exchange_status("lost contact", world, wait=True)
@@ -97,6 +98,14 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
         traceback.print_exception(problem)
         print(f"error: rank {rank} failed at startup: {cause}", file=sys.stderr, flush=True)
     exit_now(1)
+
+
+def _reason_outside_program(problem: BaseException) -> str | None:
+    """Return why a failure is no defect of this program, so that a traceback would not help; None for any other."""
+    if isinstance(problem, torch.OutOfMemoryError):  # first, because most memory is allocated in the model's code
+        return "try more --gradient_accumulation_steps, --activation_checkpointing or a smaller --eval_batch_size"
+    # Such as a length that the model does not support.
+    return "in the model's own code" if raised_by_model(problem) else None
 
 
 def _note(problem: Exception) -> str | None:
@@ -153,7 +162,7 @@ class ShortErrorHandler(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()
-        if path and (isinstance(e, (UserError, *ON_ALL_RANKS)) or raised_by_model(e)):
+        if path and (isinstance(e, (UserError, *ON_ALL_RANKS)) or _reason_outside_program(e)):
             self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
         else:
             super().record_exception(e)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
-from transformers import HeliumConfig, HeliumForSequenceClassification
+from transformers import BertConfig, BertModel, HeliumConfig, HeliumForSequenceClassification
 
 from app.distributed import failure
 from app.distributed.failure import is_lost_contact
 from app.distributed.world import World
+from app.errors import raised_by_model
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
 HINT = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
@@ -119,6 +121,20 @@ def test_a_limit_of_the_model_is_one_line_of_one_rank(monkeypatch, capfd):
         problems.append(caught.value)
     (line,) = lines_of(problems, monkeypatch, capfd)
     assert line.startswith("error: rank 0 failed before training: in the model's own code: mat1 and mat2 shapes")
+
+
+def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(monkeypatch, capfd):
+    model, problems = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)), []
+    for size in (2, 3):
+        error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}.00 GiB.")
+        monkeypatch.setattr(torch.nn.Embedding, "forward", Mock(side_effect=error))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(input_ids=torch.ones(1, 3, dtype=torch.int64))
+        assert raised_by_model(caught.value)
+        problems.append(caught.value)
+    (line,) = lines_of(problems, monkeypatch, capfd)
+    assert line.startswith("error: rank 0 failed before training: try more --gradient_accumulation_steps, ")
+    assert line.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def test_ranks_that_fail_for_the_same_reason_print_it_once(monkeypatch, capfd):
