@@ -30,7 +30,7 @@ from app.errors import UserError
 from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
 from app.experiments.fault_subjects import MODELS, RESTARTS, STRATEGIES, Subject, build_subjects
 from app.program import run_program
-from app.runs.hashes import SHOWN, hash_results
+from app.runs.hashes import DIGITS, hash_results
 from app.runs.schema import MODEL, MODEL_FOLDER
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
@@ -123,7 +123,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
             return 1
         uninterrupted.append(hash_results(run_folder))
         seconds.append(outcome.seconds)
-        weights = uninterrupted[-1][f"{MODEL_FOLDER}/{MODEL}"][:SHOWN]
+        weights = uninterrupted[-1][f"{MODEL_FOLDER}/{MODEL}"][:DIGITS]
         print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s uninterrupted, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)

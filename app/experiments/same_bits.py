@@ -33,7 +33,7 @@ from app.experiments.train_pair import PATHS, deterministic_on_gpus
 from app.files import write_text
 from app.program import run_program
 from app.runs.folder import create_folder
-from app.runs.hashes import SHOWN, hash_run
+from app.runs.hashes import DIGITS, hash_run
 from app.runs.schema import CHECKPOINTS, RUNS
 from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_flags_of_one_run
 
@@ -96,7 +96,7 @@ def _main() -> int:
         train_cell(cell, settings, folder, rng)
         hashes[cell] = hash_run(folder / cell.folder_name)
         seconds = time.monotonic() - started
-        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:SHOWN]} |", flush=True)
+        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:DIGITS]} |", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
     print(f"\n{as_markdown(hashes)}\nwritten to {folder}/same_bits.md")
     return 0 if len(set(hashes.values())) == 1 else 1
@@ -217,7 +217,7 @@ def log_of(run: Path, suffix: str = "") -> Path:
 
 def as_markdown(hashes: dict[Cell, str]) -> str:
     """Return the table, and whether all of its hashes are equal."""
-    rows = "".join(f"{cell} {hash_[:SHOWN]} |\n" for cell, hash_ in hashes.items())
+    rows = "".join(f"{cell} {hash_[:DIGITS]} |\n" for cell, hash_ in hashes.items())
     different = len(set(hashes.values()))
     if len(hashes) == 1:
         conclusion = "1 cell: nothing to compare it with"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
-SHOWN = 16  # hexadecimal digits of a hash where a person reads it
+DIGITS = 16  # hexadecimal digits of a hash where a person reads it
 
 
 def hash_run(folder: Path, model_folder: Path | None = None) -> str:

@@ -21,7 +21,7 @@ from app.errors import escape_control_characters
 from app.metrics.score import Scores
 from app.model.load import Classifier
 from app.runs.arithmetic import Arithmetic, describe_mixed
-from app.runs.hashes import SHOWN
+from app.runs.hashes import DIGITS
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
 from app.runs.schema import LATEST, PREDICTIONS, RUNS
@@ -128,9 +128,10 @@ def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int)
         return []
     if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
         return []
+    flag = "--fsdp" if settings.fsdp else "--strategy zero3"
     return [
-        f"zero3 with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the forward "
-        "to the backward pass: --activation_checkpointing avoids it"
+        f"{flag} with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the "
+        "forward to the backward pass: --activation_checkpointing avoids it"
     ]
 
 
@@ -148,7 +149,7 @@ def describe_result(scores: Scores, record: RunRecord) -> str:
             ("training took", f"{seconds:.1f} s, {rate:.0f} reviews per second"),
             (
                 "hash",
-                f"{(record.results_hash or '')[:SHOWN]}: weights, losses, gradient norms, evaluations and predictions",
+                f"{(record.results_hash or '')[:DIGITS]}: weights, losses, gradient norms, evaluations and predictions",
             ),
             ("model", f"{model}/"),
             ("predictions", str(record.folder / PREDICTIONS)),
