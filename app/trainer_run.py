@@ -40,7 +40,7 @@ from app.metrics.score import Scores, score
 from app.model.inputs import to_device
 from app.model.precision import mixed_precision
 from app.settings import Settings
-from app.strategies.deepspeed_engine import complete
+from app.strategies.deepspeed_engine import DeepSpeed, complete
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
@@ -281,7 +281,12 @@ class ReviewTrainer(Trainer):
         return mixed_precision(self.prepared.settings, self.world)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions."""
+        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions.
+
+        With DeepSpeed, Trainer creates the engine next.
+        """
+        if training and isinstance(self.prepared.strategy, DeepSpeed):
+            self.prepared.strategy.place(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         return self.wrapped if training else model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:

@@ -7,7 +7,7 @@ optimizer as part of the last backward pass of a step, so there is little to do 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -39,26 +39,40 @@ class DeepSpeed(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Place the model on the device and return it: Trainer creates the engine when training begins.
+        """Return the model itself: Trainer creates the engine when training begins, after `place`."""
+        self.model = model
+        return model
 
-        The engine would place all of it there too, also for stage 3, unless DeepSpeed has sharded the model while it
-        was loaded. Hooks and the optimizer get the parameters that are on the device.
+    def place(self, config: Mapping[str, Any]) -> None:
+        """Place the model on the device, or with stage 3 only this rank's shards of its parameters. Collective.
+
+        The engine would place all of it there before it shards it with stage 3, too. Call this right before the engine
+        is created: a complete model is needed to load weights and to group parameters by shape.
+
+        Args:
+            config: the configuration with which the engine will be created.
         """
         import deepspeed.ops
 
-        model.to(self.world.device)
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}
-        self.model = model
+        if config["zero_optimization"]["stage"] == 3:
+            # The configuration is checked against the number of ranks, which is that of DeepSpeed's own backend.
+            deepspeed.init_distributed(deepspeed.accelerator.get_accelerator().communication_backend_name())
+            # The same call as the engine's, which leaves sharded models alone. It moves one parameter at a time, and no
+            # buffer. A parameter stays the same object, so tied ones stay tied, and the optimizer keeps it.
+            deepspeed.zero.Init(module=self.model, config_dict_or_path=config, dtype=torch.float32)
+            move_buffers(self.model, self.world.device)
+        else:
+            self.model.to(self.world.device)
         if self.check_gradients.is_due:
             # The engine moves gradients to buffers of its own as soon as they are computed.
             self.hooks = [
                 p.register_post_accumulate_grad_hook(partial(self._note, name))
-                for name, p in model.named_parameters()
+                for name, p in self.model.named_parameters()
                 if p.requires_grad
             ]
-        return model
 
     def _note(self, name: str, parameter: torch.Tensor) -> None:
         self.reached.add(name)
@@ -88,6 +102,14 @@ class DeepSpeed(PlainAdamW):
                 if self.world.is_main_process:
                     state[name] = tensor.detach().to("cpu", copy=True)
         return state
+
+
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to a device. A buffer that several modules share stays shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
 def complete(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch._dynamo  # before functions that it inspects are replaced
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from fake_cuda import guard
 from fake_cuda.operations import check_host_access
+from fake_cuda.report import REPORT
 from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
 
 
@@ -18,6 +19,8 @@ def install() -> None:
     """Replace all of it."""
     torch._C._set_only_lift_cpu_tensors(True)
     _move_modules()
+    _set_data()
+    _note_moved_modules()
     _record_futures()
     _check_host_reads()
     _profile_the_cpu()
@@ -26,7 +29,6 @@ def install() -> None:
         for function in ("alloc_storage", "free_storage"):
             if hasattr(module, function):
                 setattr(module, function, lambda tensor: None)
-    _fsdp_init._move_states_to_device = _move_states_to_device
 
 
 def _move_modules() -> None:
@@ -44,15 +46,33 @@ def _are_of_a_kind(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return isinstance(input, FakeCuda) == isinstance(from_, FakeCuda)
 
 
-def _move_states_to_device(params: Any, buffers: Any, device: torch.device) -> None:
-    """FSDP2 moves a parameter by `tensor.data = …`, which can't make a FakeCuda."""
-    for tensor in (*params, *buffers):
-        if tensor.device == device or tensor.device.type == "meta":
-            continue
-        moved = tensor.detach().to(device)
-        if isinstance(tensor, torch.nn.Parameter):
-            moved = torch.nn.Parameter(moved, tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, moved)
+def _set_data() -> None:
+    """FSDP2 and DeepSpeed move a tensor by `tensor.data = …`, which can't make it a FakeCuda: swap the contents."""
+    original = torch.Tensor.data
+
+    def set_data(self: torch.Tensor, new: torch.Tensor) -> None:
+        if not isinstance(new, FakeCuda):
+            original.__set__(self, new)  # type: ignore[attr-defined]
+            return
+        if isinstance(self, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, self.requires_grad)
+        vars(new).update(vars(self))
+        torch.utils.swap_tensors(self, new)
+
+    torch.Tensor.data = property(original.__get__, set_data)  # type: ignore[assignment,attr-defined]
+
+
+def _note_moved_modules() -> None:
+    original = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        was_on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters())
+        module: torch.nn.Module = original(self, *args, **options)
+        if was_on_cpu and any(isinstance(parameter, FakeCuda) for parameter in self.parameters()):
+            REPORT.notes[f"all of a {type(self).__name__} moved at once"] += 1
+        return module
+
+    torch.nn.Module.to = to  # type: ignore[method-assign]
 
 
 def _record_futures() -> None:

@@ -265,6 +265,19 @@ def test_a_deliberate_bug_is_detected(fast, bug):
     assert shows(fast.outcomes[bug], FAST_BUGS[bug][1])
 
 
+def assert_never_complete(jobs: Jobs, sharded: Iterable[str], complete: Iterable[str]) -> None:
+    """Assert which runs have placed the complete model on a GPU, for which it may be too large."""
+    moved = {
+        name: [note for report in jobs.outcomes[name].reports for note in report["notes"] if "moved at once" in note]
+        for name in (*sharded, *complete)
+    }
+    assert {name for name, notes in moved.items() if notes} == set(complete), moved
+
+
+def test_zero3_never_places_the_complete_model_on_a_gpu(fast):
+    assert_never_complete(fast, ["fp32-trainer_run-zero3", "fp32-offload"], ["fp32-ddp_loop-ddp"])
+
+
 def shows(outcome: Outcome, how: str) -> bool:
     if how == "error":
         return "FakeCudaError" in str(outcome.problem)
@@ -312,6 +325,11 @@ def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
 @pytest.mark.slow
 def test_deepspeed_trains_without_errors_and_races(deepspeed):
     check(deepspeed, WITH_DEEPSPEED)
+
+
+@pytest.mark.slow
+def test_stage_3_of_deepspeed_never_places_the_complete_model_on_a_gpu(deepspeed):
+    assert_never_complete(deepspeed, ["stage-3-deepspeed"], ["fp32-ddp_loop-ddp"])
 
 
 @pytest.mark.slow
