@@ -35,6 +35,15 @@ class ModelIdentity:
     code: str | None = None
     tokens: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content under the keys of settings.json and run_state.json."""
+        return {
+            "model_commit": self.commit,
+            "model_config": self.config,
+            "model_code_sha256": self.code,
+            "tokens_sha256": self.tokens,
+        }
+
 
 def describe_config(config: PretrainedConfig) -> dict[str, Any]:
     """Return the content of a config in JSON types, with the library's version that has completed it.
@@ -48,16 +57,17 @@ def describe_config(config: PretrainedConfig) -> dict[str, Any]:
     return content
 
 
-def differences_of_configs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase such as `num_hidden_layers was 2 and is 1` for each key that affects the model and differs."""
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of two configs that affect the model and differ."""
     names = (before.keys() | now.keys()) - set(WITHOUT_EFFECT)
     if before.get("transformers_version") != now.get("transformers_version"):
         names &= before.keys() & now.keys()  # another version of the library may have added or removed defaults
-    return [
-        f"{name} was {before.get(name)} and is {now.get(name)}"
-        for name in sorted(names)
-        if before.get(name) != now.get(name)
-    ]
+    return [name for name in sorted(names) if before.get(name) != now.get(name)]
+
+
+def differences_of_configs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase such as `num_hidden_layers was 2 and is 1` for each key that affects the model and differs."""
+    return [f"{name} was {before.get(name)} and is {now.get(name)}" for name in changed_keys(before, now)]
 
 
 def hash_code(settings: ModelSettings) -> str | None:

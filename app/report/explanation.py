@@ -9,8 +9,9 @@ from typing import Any
 
 from app.errors import shorten
 from app.hardware import KERNELS_FROM_ENVIRONMENT
+from app.model.identity import changed_keys
 from app.runs.reader import Run
-from app.settings import Settings
+from app.settings import DataSettings, ModelSettings, Settings
 
 # They do not describe the training: names, processes, and what is printed or measured beside it.
 NO_SETTINGS = {"path", "output_dir", "cache_dir", "launchers", "resume_from_checkpoint"}
@@ -26,6 +27,11 @@ AFTER_THE_STEPS = {"load_best_model_at_end", "eval_batch_size"}
 OF_THE_BEST_WEIGHTS = {"metric_for_best_model", "eval_strategy", "eval_steps"}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU"}
+# What the files of a local model determine, besides the weights. A commit on the Hub determines all of it.
+MODEL_CONTENT = {"model_config": "the model's config", "model_code_sha256": "the model's Python code"}
+MODEL_CONTENT |= {"tokens_sha256": "tokens"}
+# They affect that content too, or choose another model.
+OF_MODEL_CONTENT = {f.name for group in (DataSettings, ModelSettings) for f in fields(group)} | {"seed", "model_commit"}
 FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in which a reader asks about them
 LISTED = 8  # differences in one line
 IDENTICAL = "bitwise identical: every loss, gradient norm, prediction and weight"
@@ -45,6 +51,12 @@ class Difference:
     values: tuple[Any, Any]
 
     def __str__(self) -> str:
+        if self.key == "model_config":
+            before, now = self.values
+            changed = [str(Difference(name, (before.get(name), now.get(name)))) for name in changed_keys(before, now)]
+            return f"{MODEL_CONTENT[self.key]}: {_limited(changed)}"
+        if self.key in MODEL_CONTENT:
+            return MODEL_CONTENT[self.key]
         package = self.key.removeprefix("versions.")
         values = " and ".join(
             "not set" if value is None else shorten(value, 12 if self.key.endswith("commit") else 40)
@@ -62,9 +74,7 @@ def explain(a: Run, b: Run, first_difference: str) -> str:
     differences = find_causes(a, b, steps_differ=first_difference.startswith("step "))
     gpus = on_gpus_without_deterministic(a, b)
     if differences:
-        listed = ", ".join(map(str, differences[:LISTED]))
-        more = f" and {len(differences) - LISTED} more" if len(differences) > LISTED else ""
-        return f"trained differently: {listed}{more}; start both {remedy(a, b, differences, bool(gpus))}"
+        return f"trained differently: {_limited(differences)}; start both {remedy(a, b, differences, bool(gpus))}"
     if gpus:
         return f"{gpus}; start both with --deterministic"
     hashes = {run.metrics.get("hash") for run in (a, b)}
@@ -111,6 +121,8 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
     keys = [*FIRST, *(key for key in flat_a if key not in FIRST)]
     pairs = {key: (flat_a[key], flat_b[key]) for key in keys if key in flat_a and key in flat_b}
     causes = [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
+    if not any(cause.key in OF_MODEL_CONTENT for cause in causes):
+        causes += _differences_in_model_content(a, b)
     # Commits of this program are meant not to change results: another one is suspected only if nothing else differs.
     return [cause for cause in causes if cause.key != "git_commit"] or causes
 
@@ -147,7 +159,13 @@ def remedy(a: Run, b: Run, differences: Sequence[Difference], gpus: bool) -> str
     is_hardware = [key for key in by_key if key == "devices" or key.startswith("kernels.")]
     parts += ["on the same hardware"] if is_hardware else []
     known = {"logical_ranks", "world_size", "threads", "model_commit", "git_commit", *same, *is_hardware}
-    rest = [key for key in by_key if key not in known and key not in FLAGS and not key.startswith("versions.")]
+    if any(key in MODEL_CONTENT for key in by_key):
+        parts.append("with the same files of the model")
+    rest = [
+        key
+        for key in by_key
+        if key not in {*known, *MODEL_CONTENT} and key not in FLAGS and not key.startswith("versions.")
+    ]
     parts += [f"with the same {_listed(rest)}"] if rest else []
     return ", ".join(parts)
 
@@ -174,12 +192,26 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _differences_in_model_content(a: Run, b: Run) -> list[Difference]:
+    """Return what differs in the files of a local model. Runs that did not record it explain nothing."""
+    if a.settings.get("model_commit") is not None or b.settings.get("model_commit") is not None:
+        return []
+    found = []
+    for key in MODEL_CONTENT:
+        before, now = (run.settings.get(key) for run in (a, b))
+        if before is None or now is None:
+            continue
+        if changed_keys(before, now) if key == "model_config" else before != now:
+            found.append(Difference(key, (before, now)))
+    return found
+
+
 def _comparable(run: Run) -> dict[str, Any]:
     """Return what a run recorded, flat; each kind of device once, because the number of ranks is an entry itself."""
     # None is a value of a setting, such as "no dropout of its own". Elsewhere it means that the value is unknown.
     flat = {
         key: value
-        for key, value in flatten(run.settings).items()
+        for key, value in flatten({k: v for k, v in run.settings.items() if k not in MODEL_CONTENT}).items()
         if value is not None or (key in FLAGS and key != "threads") or key in ("model_commit", *KERNEL_VARIABLES)
     }
     flat["logical_ranks"] = flat.get("logical_ranks") or run.settings["world_size"]
@@ -196,6 +228,11 @@ def _depends_on_ranks(*runs: Run) -> bool:
     """Return whether a run added its gradients in an order that depends on the number of ranks itself."""
     settings = [run.settings for run in runs]
     return any(s.get("deepspeed") or s.get("fsdp") or s.get("ddp_comm_hook") == "power_sgd" for s in settings)
+
+
+def _limited(things: Sequence[Any]) -> str:
+    more = f" and {len(things) - LISTED} more" if len(things) > LISTED else ""
+    return ", ".join(map(str, things[:LISTED])) + more
 
 
 def _listed(names: Sequence[str]) -> str:

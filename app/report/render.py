@@ -187,6 +187,9 @@ def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `name`, `values` and `differs` of every setting, those that differ first."""
     a, b = (flatten(settings) for settings in comparison["settings"])
     names = [name for name in dict.fromkeys([*a, *b]) if name not in NO_SETTINGS]
+    # The model's config has many keys, and other versions record others: those that differ are enough.
+    of_config = {name for name in names if name.partition(".")[0] == "model_config"}
+    names = [name for name in names if name not in of_config or (name in a and name in b and a[name] != b[name])]
     pairs = [["–" if (value := side.get(name)) is None else value for side in (a, b)] for name in names]
     rows = [{"name": name, "values": [x, y], "differs": x != y} for name, (x, y) in zip(names, pairs, strict=True)]
     return sorted(rows, key=lambda row: not row["differs"])

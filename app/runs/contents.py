@@ -69,7 +69,7 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
     packages = PACKAGES if info.deepspeed_config is None else (*PACKAGES, "deepspeed")
     return info.settings.as_dict() | {
         "path": info.path_name,
-        "model_commit": info.model.commit,
+        **info.model.as_dict(),
         "csv": str(info.table.path),
         "world_size": info.world.size,
         "devices": list(info.devices),
@@ -121,10 +121,7 @@ def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals,
         "fingerprint": info.split.fingerprint,
         "settings": info.settings.as_dict(),
         "deepspeed_config": info.deepspeed_config,
-        "model_commit": info.model.commit,
-        "model_config": info.model.config,
-        "model_code_sha256": info.model.code,
-        "tokens_sha256": info.model.tokens,
+        **info.model.as_dict(),
         "totals": asdict(totals),
         "best": asdict(best),
     }

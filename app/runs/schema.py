@@ -81,11 +81,15 @@ class JsonFormat:
 
 # ---- JSON files -----------------------------------------------------------------------------------------------------
 
+# From app.model.identity. Older runs lack some of them.
+MODEL_IDENTITY = {"model_commit": TEXT, "model_config": OBJECT, "model_code_sha256": TEXT, "tokens_sha256": TEXT}
+
 SETTINGS = JsonFormat(  # the fields of app.settings.Settings, and these
     "settings.json",
     required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "seed": INTEGER},
-    optional={"model_commit": TEXT, "git_commit": TEXT, "devices": TEXTS, "launchers": TEXTS, "versions": OBJECT}
+    optional={"git_commit": TEXT, "devices": TEXTS, "launchers": TEXTS, "versions": OBJECT}
     | {"kernels": OBJECT}
+    | MODEL_IDENTITY
     | {"logical_ranks": INTEGER, "strategy": TEXT, "wrapper": TEXT}
     | {"deepspeed": TEXT, "deepspeed_config": OBJECT}
     | {"threads": INTEGER, "cache_dir": TEXT, "text_column": TEXT, "label_column": TEXT}
@@ -128,7 +132,7 @@ RUN_STATE_FORMAT = JsonFormat(
     optional={"format_version": INTEGER, "epoch": NUMBER, "samples_seen": INTEGER, "device": TEXT, "torch": TEXT}
     | {"transformers": TEXT, "arithmetic": TEXTS_BY_NAME, "threads": INTEGER}
     | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT}
-    | {"model_commit": TEXT, "model_config": OBJECT, "model_code_sha256": TEXT, "tokens_sha256": TEXT},
+    | MODEL_IDENTITY,
 )
 TOTALS = JsonFormat(
     "totals",

@@ -101,6 +101,23 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
             {"git_commit": "b" * 40, "threads": 2},
             "threads 4 and 2; start both with --threads 2",
         ),
+        (
+            {"model_config": {"hidden_act": "gelu", "layers": 2, "_name_or_path": "x"}, "tokens_sha256": "a"},
+            {"model_config": {"hidden_act": "relu", "layers": 2, "_name_or_path": "y"}, "tokens_sha256": "a"},
+            "the model's config: hidden_act gelu and relu; start both with the same files of the model",
+        ),
+        (
+            {"threads": 4, "tokens_sha256": "a" * 64, "model_code_sha256": "a" * 64, "git_commit": "a" * 40},
+            {"threads": 2, "tokens_sha256": "b" * 64, "model_code_sha256": "b" * 64, "git_commit": "b" * 40},
+            "threads 4 and 2, the model's Python code, tokens; start both with --threads 2, with the same files of the "
+            "model",
+        ),
+        # Another setting explains the other content.
+        (
+            {"dropout": 0.1, "model_config": {"dropout": 0.1}},
+            {"dropout": 0.2, "model_config": {"dropout": 0.2}},
+            "dropout 0.1 and 0.2; start both with the same --dropout",
+        ),
         ({"a_new_setting": 1}, {"a_new_setting": 2}, "a_new_setting 1 and 2; start both with the same a_new_setting"),
     ],
 )
@@ -120,6 +137,11 @@ def test_a_recorded_difference_is_named_with_its_remedy(explained, a, b, text):
         ({"deterministic": True}, {"deterministic": False}),
         ({"eval_steps": 5, "eval_batch_size": 8}, {"eval_steps": 6, "eval_batch_size": 9}),
         ({"threads": None, "git_commit": None}, {"threads": 2, "git_commit": "b" * 40}),
+        ({}, {"model_config": {"hidden_act": "relu"}, "model_code_sha256": "a", "tokens_sha256": "a"}),
+        (
+            {"model_commit": "a" * 40, "model_config": {"hidden_act": "gelu"}},
+            {"model_commit": "a" * 40, "model_config": {"hidden_act": "relu"}},
+        ),
         ({}, {"versions": {"python": "3.11", "torch": "2.13.0"}, "kernels": {"cpu": "X"}}),
     ],
 )

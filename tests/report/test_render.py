@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -112,6 +113,16 @@ def test_settings_that_differ_come_first_and_are_marked(comparison):
     assert rows[0] == {"name": "learning_rate", "values": [0.5, 1e-3], "differs": True}
     assert "versions.python" in [row["name"] for row in rows]
     assert as_html(comparison).count('class="differs"') == 1
+
+
+def test_only_those_keys_of_the_models_config_are_listed_that_both_runs_recorded_and_that_differ(comparison):
+    def listed(*configs: dict[str, Any] | None) -> list[str]:
+        settings = [side | {"model_config": one} for side, one in zip(comparison["settings"], configs, strict=True)]
+        names = [row["name"] for row in settings_rows(comparison | {"settings": settings})]
+        return [name for name in names if name.startswith("model_config")]
+
+    assert listed({"act": "gelu", "layers": 2, "old": 1}, {"act": "relu", "layers": 2}) == ["model_config.act"]
+    assert listed({"act": "gelu"}, None) == []
 
 
 def test_both_reports_explain_why_there_are_no_baselines(comparison):
