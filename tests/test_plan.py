@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from app import plan as module
+from app.cli import parse_settings
 from app.distributed.topology import Topology, powers_of_two
 from app.errors import UserError
 from app.model.activations import Activations
@@ -21,7 +24,16 @@ from app.strategies.blocks import sharded_groups
 from app.strategies.planner import bytes_of
 from app.training.console import advise_checkpointing
 from app.training.plan import Plan, build_plan
-from app.training.plan_tables import describe_plan, describe_run_plan, largest_that_fits
+from app.training.plan_fits import (
+    VARIANTS,
+    label,
+    largest_that_fits,
+    memory_of_device,
+    needed,
+    traffic_of,
+    verdict,
+)
+from app.training.plan_tables import describe_plan, describe_run_plan
 
 
 @pytest.mark.parametrize(
@@ -131,6 +143,62 @@ def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks,
     assert [line.partition(" with")[0] for line in lines] == [flag] * advised
     plan = replace(planned, settings=replace(planned.settings, **flags), batches=replace(planned.batches, ranks=ranks))
     assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_the_verdict_names_what_fits_and_what_of_it_sends_least(planned, ranks_per_node):
+    plan = replace(planned, topology=Topology(2, ranks_per_node))
+    sizes = {variant: needed(plan, variant) for variant in VARIANTS}
+    sent = {variant: traffic_of(plan, variant)[0 if ranks_per_node == 1 else 1] for variant in VARIANTS}
+    for budget in sizes.values():
+        text = describe_plan(plan, budget)
+        assert f"## What fits into {mib(budget)} MiB" in text
+        names, least = text.partition("## Verdict")[2].split("The least communication: ")
+        fitting = [variant for variant in VARIANTS if sizes[variant] <= budget]
+        if len(fitting) == len(VARIANTS):
+            assert f"every strategy fits into {mib(budget)} MiB" in names
+        else:
+            assert re.findall("`(.*?)`", names) == list(map(label, fitting))
+        (chosen,) = [variant for variant in VARIANTS if least.startswith(f"`{label(variant)}` ")]
+        assert chosen in fitting
+        assert sent[chosen] <= 1.01 * min(sent[variant] for variant in fitting)
+    assert len(set(sizes.values())) > 2
+
+
+def test_without_a_gpu_the_memory_of_the_device_is_unknown(planned):
+    smallest = min(VARIANTS, key=lambda variant: needed(planned, variant))
+    for text in (describe_plan(planned), describe_run_plan(planned)):
+        last = text.strip().splitlines()[-1]
+        assert "The memory of the device is unknown" in last
+        assert f"`{label(smallest)}` needs the least: {mib(needed(planned, smallest))} MiB." in last
+
+
+def test_the_memory_of_a_gpu_is_that_of_the_device(planned, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**20))
+    assert "into 16.0 MiB" in verdict(planned, memory_of_device(replace(planned, device=torch.device("cuda"))))
+
+
+def test_if_nothing_fits_the_flags_that_the_verdict_names_make_it_fit(planned):
+    fixed = ["--csv", planned.settings.csv, "--use_cpu", "--per_device_train_batch_size=16"]
+    plan = build_plan(parse_settings(arguments=fixed), Topology(2))
+    least = min(needed(plan, variant) for variant in VARIANTS)
+    advised = []
+    for share in (0.99, 0.6, 0.4):
+        budget = int(share * least)
+        found = re.search("no strategy fits .* With `(.*?)`, the least .* fits: `(.*?)` ", verdict(plan, budget))
+        assert found, verdict(plan, budget)
+        # The last value of a flag counts.
+        changed = build_plan(parse_settings(arguments=[*fixed, *shlex.split(found[1])]), Topology(2))
+        assert changed.batches.global_size == plan.batches.global_size
+        (variant,) = [variant for variant in VARIANTS if label(variant) == found[2]]
+        assert needed(changed, variant) <= budget
+        advised.append(found[1])
+    assert advised[0] == "--activation_checkpointing"
+    assert "--gradient_accumulation_steps" in advised[-1]
+
+
+def test_a_model_that_is_too_large_for_the_device_needs_another_device(planned):
+    assert "use a device with more memory" in verdict(planned, 1)
 
 
 def test_the_traffic_tables_agree(planned):

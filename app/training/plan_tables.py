@@ -13,10 +13,16 @@ from app.sizes import mib
 from app.strategies.traffic import Collective
 from app.training.console import advise_checkpointing
 from app.training.plan import Plan
+from app.training.plan_fits import (
+    VARIANTS,
+    Variant,
+    label,
+    memory_of_device,
+    table_of_what_fits,
+    verdict,
+)
 
 MOST_RANKS = 1024
-Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set
-VARIANTS: tuple[Variant, ...] = (*((strategy, False) for strategy in STRATEGIES), ("zero3", True))
 RANKS_NOTE = "Each rank has the micro-batches of this plan, so the global batch grows with the number of ranks."
 TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
@@ -34,7 +40,7 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     """Return the plan of every strategy.
 
     Args:
-        budget: the memory of a device in bytes, or None.
+        budget: the memory of a device in bytes; None: that of this machine's GPU, if the ranks train on GPUs.
     """
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
@@ -43,8 +49,6 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
         f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}\n{RANKS_NOTE}\n",
         f"## Activations, in MiB\n\n{table_of_activations(plan)}",
     ]
-    if budget is not None:
-        parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
     by_ranks = table_of_traffic_by_ranks(plan, sent_by_purpose)
     parts += [
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, STRATEGIES)}",
@@ -56,6 +60,10 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     parts += [
         f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n",
     ]
+    budget = budget or memory_of_device(plan)
+    if budget is not None:
+        parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
+    parts.append(f"## Verdict\n\n{verdict(plan, budget)}")
     return "\n".join(parts)
 
 
@@ -71,7 +79,8 @@ def describe_run_plan(plan: Plan) -> str:
             *(f"{line}\n" for line in advise_checkpointing(plan.settings, plan.model, plan.batches.ranks)),
             f"Traffic: what a rank sends in a step, in MiB:\n\n{table_of_traffic(plan, [strategy])}",
             f"Collectives of a step, in bytes:\n\n{table_of_collectives(plan, [strategy])}",
-            TRAFFIC_NOTE,
+            f"{TRAFFIC_NOTE}\n",
+            f"Verdict: {verdict(plan, memory_of_device(plan))}".rstrip(),
         ]
     )
 
@@ -99,12 +108,6 @@ def headline(plan: Plan) -> str:
         f"{settings.model}: {n / 1e6:.1f} M parameters; {plan.batches}; {settings.max_length} tokens per row, "
         f"{settings.precision}{checkpointing}"
     )
-
-
-def label(variant: Variant) -> str:
-    """Return the flags of a strategy."""
-    strategy, cpu_offload = variant
-    return f"{strategy} --cpu_offload" if cpu_offload else strategy
 
 
 def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
@@ -154,35 +157,6 @@ def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
         for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):
             activations = plan.count(plan.batches.micro_size, precision, checkpointing)
             yield precision, "yes" if checkpointing else "no", activations
-
-
-def table_of_what_fits(plan: Plan, budget: int) -> str:
-    """Return a table with the largest micro-batch of each strategy that fits into the memory of a device."""
-    rows = []
-    for strategy, offload in VARIANTS:
-        free = budget - plan.largest_memory(strategy).on_device(offload)
-        largest = largest_that_fits(free, plan.count)
-        rows.append([label((strategy, offload)), mib(max(0, free)), str(largest) if largest else "does not fit"])
-    return markdown_table(["strategy", "left for activations", "rows per micro-batch"], rows)
-
-
-def largest_that_fits(free: int, count: Callable[[int], Activations]) -> int:
-    """Return the largest number of rows whose activations need at most `free` bytes."""
-    if count(1).peak > free:
-        return 0
-
-    def estimate(low: int, high: int) -> int:
-        """Return the largest number of rows that fits if the memory grows as it does from `low` to `high` rows."""
-        growth = max(1.0, (count(high).peak - count(low).peak) / (high - low))
-        return low + int((free - count(low).peak) / growth)
-
-    fits, too_many = 1, 2
-    while count(too_many).peak <= free:
-        fits, too_many = too_many, max(too_many, estimate(fits, too_many)) + 1
-    while too_many - fits > 1:
-        middle = min(max(estimate(fits, too_many), fits + 1), too_many - 1)
-        fits, too_many = (middle, too_many) if count(middle).peak <= free else (fits, middle)
-    return fits
 
 
 def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
