@@ -7,7 +7,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -21,7 +21,7 @@ from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_
 from app.distributed.process_group import join
 from app.errors import UserError, escape_unencodable_output, shorten
 from app.flag_hints import hint_for
-from app.settings import GROUPS, Settings, refuse_flags_of_one_run
+from app.settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, refuse_flags
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
@@ -36,7 +36,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size((100, 24)).columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+        if action.default is None or action.default is False or "default: " in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Format as `--flag VALUE`, without the alternative spelling with hyphens."""
@@ -60,7 +62,15 @@ class ConfigLoader(yaml.BaseLoader):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises a one-line `UserError` instead of printing its usage and exiting."""
+    """The parser of every program: its help, and a one-line `UserError` instead of the usage and an exit."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        look: dict[str, Any] = {
+            "prog": f"python -m {program_name()}",
+            "usage": "%(prog)s [--flag VALUE …]",
+            "allow_abbrev": False,
+        }
+        super().__init__(*arguments, **look | {"formatter_class": HelpFormatter} | options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shorten(message, 300)} (--help lists all flags)")
@@ -85,19 +95,26 @@ def positive(text: str) -> float:
 
 
 class SettingsParser(OneLineParser, HfArgumentParser):
-    """A parser of all settings, and of the flags that a program adds."""
+    """A parser of all settings, and of the flags that a program adds.
+
+    Attributes:
+        refused: the settings that the program rejects, and why. They are not listed.
+    """
+
+    refused: Mapping[str, str]
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
 
         Raises:
-            UserError: An unknown flag, a value of the wrong type, or a config file that cannot be used.
+            UserError: An unknown or rejected flag, a value of the wrong type, or a config file that cannot be used.
         """
         config = self.parse(arguments)["config"]
         if config is not None:
             self.set_defaults(**self.parse_yaml(Path(config)))
         values = self.parse(arguments)
         del values["config"]
+        refuse_flags(values, self.refused)
         return values
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -160,21 +177,27 @@ def command_line() -> str:
     return shlex.join(["python", "-m", program_name(), *sys.argv[1:]])
 
 
-def settings_parser(description: str | None) -> SettingsParser:
-    """Create a parser with every training flag and `--config`.
+def settings_parser(
+    description: str | None,
+    add_arguments: Callable[[OneLineParser], None] | None = None,
+    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+) -> SettingsParser:
+    """Create a parser with the program's own flags, which `--help` lists first, every training flag and `--config`.
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
+        add_arguments: Adds the program's own flags to a parser. Their names must differ from those of all settings.
+        refused: The settings that the program rejects, and why.
     """
-    parser = SettingsParser(
-        GROUPS,  # type: ignore[arg-type]
-        prog=f"python -m {program_name()}",
-        usage="%(prog)s [--flag VALUE …]",
-        description=description,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
+    own = OneLineParser(add_help=False)
+    if add_arguments is not None:
+        add_arguments(own)
+    own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
+    parser = SettingsParser(GROUPS, description=description, parents=[own])  # the parents' flags are listed first
+    parser.refused = refused
+    for action in parser._actions:
+        if action.dest in refused:
+            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -188,20 +211,22 @@ def parse_settings(description: str | None = None, arguments: Sequence[str] | No
     Raises:
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    return parse_flags(description, sys.argv[1:] if arguments is None else arguments)[0]
+    return parse_flags(description, sys.argv[1:] if arguments is None else arguments, refused={})[0]
 
 
 def parse_flags(
     description: str | None,
     arguments: Sequence[str],
-    add_arguments: Callable[[SettingsParser], None] | None = None,
+    add_arguments: Callable[[OneLineParser], None] | None = None,
+    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> tuple[Settings, dict[str, Any]]:
     """Parse the settings of this process and the flags that the program adds to them.
 
     Args:
         description: The docstring of the entry point, for `--help`.
         arguments: The command line.
-        add_arguments: Adds the program's own flags to the parser. Their names must differ from those of all settings.
+        add_arguments: As for `settings_parser`.
+        refused: As for `settings_parser`.
 
     Returns:
         The settings, and the values of the program's own flags.
@@ -209,9 +234,7 @@ def parse_flags(
     Raises:
         UserError: As for `parse_settings`.
     """
-    parser = settings_parser(description)
-    if add_arguments is not None:
-        add_arguments(parser)
+    parser = settings_parser(description, add_arguments, refused)
     values = parser.values(arguments)
     names = {field.name for field in fields(Settings)}
     own_flags = {name: values.pop(name) for name in list(values) if name not in names}
@@ -230,8 +253,8 @@ def as_flags(settings: Settings) -> list[str]:
 def launch(
     main: Callable[..., None],
     description: str | None,
-    add_arguments: Callable[[SettingsParser], None] | None = None,
-    trains_one_run: bool = False,
+    add_arguments: Callable[[OneLineParser], None] | None = None,
+    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
@@ -242,8 +265,8 @@ def launch(
         main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
             process group itself.
         description: The docstring of the entry point, for `--help`.
-        add_arguments: As for `parse_flags`.
-        trains_one_run: Whether the program is a training path, which accepts all flags.
+        add_arguments: As for `settings_parser`.
+        refused: As for `settings_parser`.
     """
     stop_importing()
     escape_unencodable_output()
@@ -257,10 +280,8 @@ def launch(
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
-            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments)
+            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused)
             check_accelerate_environment(settings)
-            if not trains_one_run:
-                refuse_flags_of_one_run(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem

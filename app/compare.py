@@ -32,7 +32,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from app.cli import as_flags, settings_parser
+from app.cli import OneLineParser, as_flags, settings_parser
 from app.distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from app.errors import UserError, escape_control_characters, shorten
 from app.experiments.train_pair import train_pairs
@@ -43,7 +43,7 @@ from app.report.explanation import IDENTICAL, conclude, explain
 from app.runs.folder import create_folder
 from app.runs.reader import Run, read_run
 from app.runs.schema import RUNS
-from app.settings import LARGEST_COUNT, Settings, refuse_flags_of_one_run
+from app.settings import LARGEST_COUNT, Settings
 
 # The options of this program, which are not settings of a training run.
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")
@@ -96,43 +96,45 @@ def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
     return int(failed)
 
 
-def parse() -> tuple[argparse.Namespace, Settings]:
-    """Return the options of this program and the settings of the training runs.
-
-    Raises:
-        UserError: an unknown flag, an invalid value, or a single run folder.
-    """
-    parser = settings_parser(__doc__)
-    group = parser.add_argument_group("comparison")
-    group.add_argument(
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="two finished run folders; without them, train both paths"
     )
-    group.add_argument(
+    parser.add_argument(
         "--nproc_per_node",
         "--nproc-per-node",
         default="auto",
         metavar="N",
         help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
     )
-    group.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
-    group.add_argument(
+    parser.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
+    parser.add_argument(
         "--assert_equal",
         "--assert-equal",
         action="store_true",
         help="exit with 1 unless the runs are bitwise identical; two finished runs are then compared without a report "
         "unless --output_dir is given",
     )
-    group.add_argument(
+    parser.add_argument(
         "--no_baselines",
         "--no-baselines",
         action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )
-    group.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
+    parser.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
+
+
+def parse() -> tuple[argparse.Namespace, Settings]:
+    """Return the options of this program and the settings of the training runs.
+
+    Raises:
+        UserError: an unknown flag, an invalid value, or a single run folder.
+    """
+    parser = settings_parser(__doc__, add_arguments)
     values = parser.values(sys.argv[1:])
     options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
     settings = Settings(**values)
-    refuse_flags_of_one_run(settings)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     unused = as_flags(replace(settings, output_dir=None))

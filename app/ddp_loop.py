@@ -38,7 +38,7 @@ from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.model.inputs import to_device
 from app.model.precision import mixed_precision
-from app.settings import Settings
+from app.settings import TRAINER_ENGINES, Settings
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
@@ -250,4 +250,4 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, trains_one_run=True)
+    launch(main, __doc__, refused=TRAINER_ENGINES)

@@ -15,7 +15,7 @@ import sys
 
 import psutil
 
-from app.cli import settings_parser
+from app.cli import OneLineParser, settings_parser
 from app.distributed.processes import check_gpus, default_nproc_per_node
 from app.distributed.topology import Topology
 from app.errors import RunError, UserError
@@ -25,7 +25,7 @@ from app.program import run_job, run_program
 from app.report.plan_charts import draw_memory, draw_traffic
 from app.runs.folder import create_folder
 from app.runs.schema import RUNS
-from app.settings import STRATEGIES, Settings, refuse_flags_of_one_run
+from app.settings import STRATEGIES, Settings
 from app.sizes import mib, parse_size
 from app.training.plan import Plan, build_plan
 from app.training.plan_tables import describe_plan
@@ -37,19 +37,21 @@ def main() -> int:
     return run_program(_main)
 
 
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
+    parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
+    parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
+    parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
+
+
 def _main() -> int:
-    parser = settings_parser(__doc__)
-    group = parser.add_argument_group("plan")
-    group.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
-    group.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
-    group.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
-    group.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
+    parser = settings_parser(__doc__, add_arguments)
     values = parser.values(sys.argv[1:])
     names = ("ranks", "ranks_per_node", "device_memory", "measure")
     ranks, ranks_per_node, device_memory, measure = (values.pop(name) for name in names)
     budget = None if device_memory is None else parse_size("device_memory", device_memory)
     settings = Settings(**values)
-    refuse_flags_of_one_run(settings)
     ranks = default_nproc_per_node(settings) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -363,26 +363,26 @@ def trainer_engine(deepspeed: str | None, fsdp: bool | None) -> str | None:
     return "Trainer's FSDP2" if fsdp else None
 
 
-def refuse_trainer_engines(settings: Settings) -> None:
-    """Refuse `--deepspeed` and `--fsdp` in programs that do not train with Trainer alone.
+# The flags that programs reject, and do not list in their help: all but Trainer's path, and all but the training paths.
+TRAINER_ENGINES = dict.fromkeys(("deepspeed", "fsdp"), "only app.trainer_run has it: start that, or use --strategy")
+FLAGS_OF_ONE_RUN = TRAINER_ENGINES | {
+    "dry_run": "only app.ddp_loop and app.trainer_run have it; app.plan plans all strategies"
+}
+
+
+def refuse_flags(values: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Reject flags that a program does not have.
+
+    Args:
+        values: of all settings.
+        refused: the flags, and why they are rejected.
 
     Raises:
         UserError: a flag is given.
     """
-    for name in ("deepspeed", "fsdp"):
-        if getattr(settings, name):
-            raise UserError(f"--{name}: only app.trainer_run has it: start that, or use --strategy")
-
-
-def refuse_flags_of_one_run(settings: Settings) -> None:
-    """Refuse `--dry_run`, `--deepspeed` and `--fsdp` in programs other than the training paths.
-
-    Raises:
-        UserError: a flag is given.
-    """
-    refuse_trainer_engines(settings)
-    if settings.dry_run:
-        raise UserError("--dry_run: only app.ddp_loop and app.trainer_run have it; app.plan plans all strategies")
+    for name, reason in refused.items():
+        if values[name]:
+            raise UserError(f"--{name}: {reason}")
 
 
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:

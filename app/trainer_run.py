@@ -356,4 +356,4 @@ class ReviewTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, trains_one_run=True)
+    launch(main, __doc__, refused={})

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import fake_world
 
-from app.cli import SettingsParser, as_flags, command_line, parse_flags, parse_settings
+from app.cli import OneLineParser, as_flags, command_line, parse_flags, parse_settings
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
@@ -263,7 +263,7 @@ def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_pat
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
 
 
-def add_sizes(parser: SettingsParser) -> None:
+def add_sizes(parser: OneLineParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
     parser.add_argument("--label", default="none")
 

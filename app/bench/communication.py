@@ -22,7 +22,7 @@ from app.bench.laboratory.collectives_section import check_largest, measure_coll
 from app.bench.laboratory.compression import settings_by_hook
 from app.bench.laboratory.compression_section import measure_compression
 from app.bench.page import Section, as_html, as_text
-from app.cli import SettingsParser, command_line, count, launch, positive
+from app.cli import OneLineParser, command_line, count, launch, positive
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -45,7 +45,7 @@ ABOUT_SECONDS = (
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
 
-def add_arguments(parser: SettingsParser) -> None:
+def add_arguments(parser: OneLineParser) -> None:
     """Add the flags of this program."""
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"which of {', '.join(SECTIONS)}; default: all"

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
 from app.bench.harness import SIZES, Bench, build_named, distribute, with_each_strategy
-from app.cli import SettingsParser, launch
+from app.cli import OneLineParser, launch
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -42,7 +42,7 @@ from app.training.profiling import hide_profiler_messages
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 
 
-def add_arguments(parser: SettingsParser) -> None:
+def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--sizes", action="store_true", help="measure BERTs of three sizes instead of --model")
 
 

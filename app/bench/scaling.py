@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     Raises:
         UserError: an unknown flag or an invalid value.
     """
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("--model", choices=list(SIZES), default=next(iter(SIZES)), help="architecture (default: %(default)s)")
     add("--ranks", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N", help="on this machine (default: 1 2 4 8)")

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.bench.harness import SIZES, build_bert
 from app.checkpoint.state import TrainingState
-from app.cli import SettingsParser, launch
+from app.cli import OneLineParser, launch
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import Batch, train_step
 from app.distributed.collectives import all_gather_object, barrier, broadcast_object
@@ -104,7 +104,7 @@ class Replica:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
-def add_arguments(parser: SettingsParser) -> None:
+def add_arguments(parser: OneLineParser) -> None:
     """Add the flags of this program."""
     parser.add_argument("--size", choices=list(SIZES), required=True, help="the model")
     parser.add_argument("--socket", required=True, metavar="PATH", help="Unix socket that rank 0 connects to")

@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
     Raises:
         UserError: an unknown flag or an invalid value.
     """
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="total number of ranks to kill (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the killed ranks and the moments (default: 0)")
     parser.add_argument("--ranks", type=int, default=2, help="processes per job (default: 2)")

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from app.cli import settings_parser
+from app.cli import OneLineParser, settings_parser
 from app.distributed.processes import check_gpus
 from app.errors import UserError, shorten
 from app.experiments.train_pair import deterministic_on_gpus, train_pair
@@ -32,7 +32,7 @@ from app.report.bitwise import first_difference
 from app.runs.folder import create_folder
 from app.runs.reader import Run
 from app.runs.schema import RUNS
-from app.settings import Settings, refuse_flags_of_one_run
+from app.settings import Settings
 
 RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)
 SAMPLING, PRECISION = ("random", "group_by_length"), ("fp32", "bf16")
@@ -78,17 +78,21 @@ def _main() -> int:
     return 0 if identical == len(cells) else 1
 
 
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument(
+        "--only", action="append", metavar="RANKS,ACCUMULATION,SAMPLING,PRECISION", help="train this cell; repeatable"
+    )
+
+
 def parse() -> tuple[list[Cell], Settings]:
     """Return the cells to train, by default all, and the settings that they share.
 
     Raises:
         UserError: a cell that is not in the table, more ranks than GPUs, or an invalid flag.
     """
-    parser = settings_parser(__doc__)
+    parser = settings_parser(__doc__, add_arguments)
     parser.set_defaults(**DEFAULTS)
-    parser.add_argument(
-        "--only", action="append", metavar="RANKS,ACCUMULATION,SAMPLING,PRECISION", help="train this cell; repeatable"
-    )
     values = parser.values(sys.argv[1:])
     cells = {",".join(map(str, cell)): cell for cell in product(RANKS, ACCUMULATION_STEPS, SAMPLING, PRECISION)}
     names = values.pop("only") or list(cells)
@@ -105,7 +109,6 @@ def parse() -> tuple[list[Cell], Settings]:
             )
             raise UserError(f"--only {shorten(name)}: must be RANKS,ACCUMULATION,SAMPLING,PRECISION: {factors}")
     settings = deterministic_on_gpus(Settings(**values))
-    refuse_flags_of_one_run(settings)
     check_gpus(max(cells[name][0] for name in names), settings.use_cpu)
     return [cells[name] for name in names], settings
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.manager import latest_first, step_of, was_complete
-from app.cli import as_flags, settings_parser
+from app.cli import OneLineParser, as_flags, settings_parser
 from app.data.sampler import plan_batches
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.distributed.processes import check_gpus
@@ -35,7 +35,7 @@ from app.program import run_program
 from app.runs.folder import create_folder
 from app.runs.hashes import DIGITS, hash_run
 from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import LARGEST_COUNT, STRATEGIES, Settings, refuse_flags_of_one_run
+from app.settings import LARGEST_COUNT, STRATEGIES, Settings
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("uninterrupted", "killed")
@@ -102,26 +102,28 @@ def _main() -> int:
     return 0 if len(set(hashes.values())) == 1 else 1
 
 
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="training paths")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies")
+    parser.add_argument(
+        "--interruptions", nargs="+", choices=INTERRUPTIONS, default=list(INTERRUPTIONS), help="kinds of runs"
+    )
+
+
 def parse() -> tuple[Any, Settings]:
     """Return the options of this program and the settings that all cells share.
 
     Raises:
         UserError: an invalid flag, or more ranks than GPUs.
     """
-    parser = settings_parser(__doc__)
+    parser = settings_parser(__doc__, add_arguments)
     parser.set_defaults(**DEFAULTS)
-    group = parser.add_argument_group("cells")
-    group.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
-    group.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="training paths")
-    group.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies")
-    group.add_argument(
-        "--interruptions", nargs="+", choices=INTERRUPTIONS, default=list(INTERRUPTIONS), help="kinds of runs"
-    )
     values = parser.values(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = deterministic_on_gpus(Settings(**values))
-    refuse_flags_of_one_run(settings)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
             f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "

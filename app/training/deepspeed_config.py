@@ -13,7 +13,7 @@ from app.distributed.collectives import broadcast_object, raise_on_all_ranks
 from app.distributed.environment import select_deepspeed_accelerator
 from app.distributed.world import World
 from app.errors import UserError, shorten
-from app.settings import Settings, refuse_trainer_engines
+from app.settings import TRAINER_ENGINES, Settings, refuse_flags
 from app.training.optim import warmup_steps
 
 Config = dict[str, Any]
@@ -65,7 +65,7 @@ def check_engine(path_name: str, settings: Settings, world: World) -> None:
         UserError: the path is not trainer_run, DeepSpeed is not installed, or `--fsdp` has no GPUs.
     """
     if path_name != "trainer_run":
-        refuse_trainer_engines(settings)
+        refuse_flags(vars(settings), TRAINER_ENGINES)
     if settings.fsdp and world.device.type == "cpu":
         raise UserError("--fsdp needs GPUs: on CPUs Trainer would train with plain DDP; use --strategy zero3")
     if settings.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:

@@ -1,0 +1,87 @@
+"""The help of every program: what it lists is accepted, what it does not list is rejected, and all look alike."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import OneLineParser
+from app.errors import UserError
+from app.settings import FLAGS_OF_ONE_RUN, GROUPS, REPOSITORY, TRAINER_ENGINES
+
+WITHOUT_SETTINGS = ("bench/scaling", "experiments/fault_injection")
+PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
+PROGRAMS = (
+    *PATHS,
+    *("compare", "plan", "experiments/same_bits", "experiments/parity_table"),
+    *("bench/recipe", "bench/traffic", "bench/reduction", "bench/communication", "bench/checkpoint_cost"),
+    *("bench/memory", *WITHOUT_SETTINGS),
+)
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def parser(program, monkeypatch) -> OneLineParser:
+    """The parser that prints the program's help."""
+    found = []
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self: found.append(self))
+    monkeypatch.setattr("app.stop_importing", lambda: None)
+    file = REPOSITORY / "app" / f"{program}.py"
+    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(file), run_name="__main__")
+    assert exit.value.code == 0
+    (parser,) = found
+    return parser
+
+
+def example(action: argparse.Action, folder: Path) -> list[str]:
+    """A flag with a value."""
+    flag = action.option_strings[0]
+    if action.nargs in (0, "?"):
+        return [flag]
+    if action.choices:
+        return [flag, str(next(iter(action.choices)))]
+    if action.dest == "config":
+        (folder / "empty.yaml").touch()
+        return [flag, str(folder / "empty.yaml")]
+    return [flag, "1:1" if action.metavar == "RATE:DELAY" else "1"]
+
+
+def test_a_flag_is_listed_unless_it_is_rejected(parser, program, tmp_path):
+    listed = set(re.findall(r"^  (--\w+)", parser.format_help(), re.MULTILINE))
+    actions = {action.option_strings[0]: action for action in parser._actions if action.option_strings}
+    parse = parser.parse_args if program in WITHOUT_SETTINGS else parser.values
+    rejected, messages = set(), []
+    for flag, action in actions.items():
+        if action.dest == "help":
+            continue
+        try:
+            parse(example(action, tmp_path))
+        except UserError as problem:
+            rejected.add(flag)
+            messages.append(str(problem))
+    assert listed == set(actions) - rejected - {"-h"}
+    expected = {} if program in WITHOUT_SETTINGS else PATHS.get(program, FLAGS_OF_ONE_RUN)
+    assert all(": only app." in message for message in messages), messages
+    assert rejected == {f"--{name}" for name in expected}
+
+
+def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
+    text = parser.format_help()
+    assert text.startswith(f"usage: python -m app.{Path(program).name} [--flag VALUE …]\n\n{parser.description}")
+    assert re.search(rf"-m {'app/' + program}".replace("/", r"\."), parser.description), "an example"
+    titles = re.findall(r"^([a-z].*):$", text.partition(str(parser.description))[2], re.MULTILINE)
+    of_settings = [] if program in WITHOUT_SETTINGS else [group._argument_group_name for group in GROUPS]
+    assert titles == [*(["positional arguments"] if program == "compare" else []), "options", *of_settings]
+    # A default is printed once.
+    assert not re.search(r"default: [^\n]*\(default: ", text)
