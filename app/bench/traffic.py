@@ -53,9 +53,9 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)
     header = ["operation", "among", "what", "bytes", "predicted", "counted"]
-    sent = f"a rank sends {sum(one.sent(world.topology) for one in predicted):,.0f} bytes per step"
+    sent = f"a rank sends {sum(collective.sent(world.topology) for collective in predicted):,.0f} bytes per step"
     if world.topology.nodes > 1:
-        sent += f", and {sum(one.leaving(world.topology) for one in predicted):,.0f} bytes leave a node"
+        sent += f", and {sum(collective.leaving(world.topology) for collective in predicted):,.0f} bytes leave a node"
     world.print_main(f"## {settings.strategy}: {sent}\n")
     world.print_main(markdown_table(header, rows, text_columns=3))
     expected = as_counts(predicted)

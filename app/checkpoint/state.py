@@ -173,7 +173,7 @@ class ShardReader:
             self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
 
     def _differences(self, model: torch.nn.Module) -> list[str]:
-        """Return which tensors are missing, have no place in the model, or have another shape."""
+        """Return which tensors are missing, do not belong to the model, or have another shape."""
         # DeepSpeed's stage 3 leaves parameters empty; `ds_shape` is their shape.
         shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in _weights(model)}
         required = [f"model.{name}" for name in shapes]
@@ -182,7 +182,7 @@ class ShardReader:
         found = [name for name in self.parts if not name.startswith(POWER_SGD.partition("{")[0])]
         return [
             *(f"{name} is missing" for name in required if name not in self),
-            *(f"{name} has no place in the model" for name in sorted(set(found) - set(required))),
+            *(f"{name} does not belong to the model" for name in sorted(set(found) - set(required))),
             *(
                 f"{name} has the shape {self._shape(f'model.{name}')}, not {shape}"
                 for name, shape in shapes.items()

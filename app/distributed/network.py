@@ -1,7 +1,7 @@
 """The network interface that leads to the other nodes of a job.
 
-Gloo and c10d look up this machine's host name, which Debian and Ubuntu map to 127.0.1.1 in /etc/hosts: an address that
-leads other nodes to themselves.
+Gloo and c10d look up this machine's host name, which Debian and Ubuntu map to 127.0.1.1 in /etc/hosts: a loopback
+address, which other nodes can't reach.
 
 As a program, print this node's address and network interface for a job that node 0 hosts (multi_node.sh uses it):
 
@@ -40,8 +40,8 @@ def use_reachable_interface(size: int, local_size: int) -> None:
 def find_route(master_addr: str) -> tuple[str, str] | None:
     """Return the address and the interface with which this node reaches node 0, and other nodes reach this one.
 
-    On node 0 itself, these are of the default route, or of the first interface that is up, if its name stands for a
-    loopback address. They are of loopback only if there is nothing else.
+    If the name of node 0 is a loopback address on node 0 itself, these are the address and interface of the default
+    route, or of the first interface that is up. They are those of loopback only if there is no other interface.
 
     Returns:
         None if node 0 is unreachable.
@@ -50,7 +50,8 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
     if own is None:
         return None
     interfaces = _interfaces()
-    candidates = [one for one in (own, *map(_own_address, ELSEWHERE), *interfaces) if one in interfaces]
+    addresses = (own, *map(_own_address, ELSEWHERE), *interfaces)
+    candidates = [address for address in addresses if address in interfaces]
     address = min(candidates, key=_is_loopback, default=None)  # the first one that other nodes can reach
     return None if address is None else (address, interfaces[address])
 

@@ -17,7 +17,7 @@ SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its worke
 
 
 def ignore_stop_requests() -> None:
-    """Ignore the signals from now on. Call it when a run has finished and only the process is left to end."""
+    """Ignore the signals from now on. Call it when a run has finished and the process is about to exit."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -83,7 +83,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     mine = replace(_describe_rank(settings, local_size, problem), local_rank=local_rank, local_size=local_size)
     ranks = _exchange(store, rank, size, mine, timeout)
     device_type, problem = common_device_type(ranks, rank)
-    topology = Topology(size, common_ranks_per_node([(one.host, one.local_rank, one.local_size) for one in ranks]))
+    topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         groups = create_node_groups(rank, topology, timeout)

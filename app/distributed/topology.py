@@ -43,12 +43,12 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that call collectives together, as one of them sees it.
+    """A group of ranks that call collectives together.
 
     Attributes:
         group: their process group; None: the default one, of all ranks.
         size: the number of ranks.
-        rank: this process's number among them.
+        rank: this process's rank in the group.
     """
 
     group: dist.ProcessGroup | None

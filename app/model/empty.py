@@ -32,7 +32,7 @@ def without_data(device: torch.device) -> Iterator[None]:
         device: decides which kernels a model uses. It need not exist.
 
     Raises:
-        UserError: what the model computes depends on the values of tensors, or the model fails by itself.
+        UserError: the model's computation depends on the values of tensors, or its own code fails.
     """
     logger = logging.getLogger(fake_tensor.__name__)
     level = logger.level

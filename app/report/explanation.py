@@ -13,7 +13,7 @@ from app.model.identity import changed_keys
 from app.runs.reader import Run
 from app.settings import DataSettings, ModelSettings, Settings
 
-# They do not describe the training: names, processes, and what is printed or measured beside it.
+# They do not describe the training: names, processes, and settings of output and measurements.
 NO_SETTINGS = {"path", "output_dir", "cache_dir", "launchers", "resume_from_checkpoint"}
 NO_SETTINGS |= {"logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"}
 # They do not change the results of training, or another entry records their effect: `csv` is in the split's
@@ -176,7 +176,7 @@ def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
     if not affected:
         return None
     who = "these runs" if len(affected) == 2 else str(affected[0].folder)
-    return f"{who} used GPUs without --deterministic, which may compute other bits each time"
+    return f"{who} used GPUs without --deterministic, which may give different results each time"
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -105,8 +105,8 @@ def hashes(comparison: dict[str, Any]) -> str:
     """Return the hashes of both runs, and why identical training may have different ones, in a line."""
     a, b = (run["hash"] for run in comparison["runs"])
     if a == b:
-        return "unknown: an earlier version wrote these runs" if a is None else f"{a} (both)"
-    line = " and ".join(hash_ or "unknown (an earlier version wrote the run)" for hash_ in (a, b))
+        return "not recorded: an earlier version wrote these runs" if a is None else f"{a} (both)"
+    line = " and ".join(hash_ or "not recorded (an earlier version wrote the run)" for hash_ in (a, b))
     if comparison["first_difference"] is None and not comparison["same_evaluations"] and None not in (a, b):
         line += ": the evaluations during training, which are part of the hash, differ"
     return line

@@ -1,4 +1,4 @@
-"""Reset a run's folder to the state after a checkpoint, from which the run goes on."""
+"""Reset a run's folder to the state after the checkpoint that the run resumes from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from app.runs.resume import Resume
 class FolderReset:
     """The reset of a run's folder, once, before the first steps are written to it. Every rank holds one.
 
-    In an existing folder, nothing is removed or overwritten before the first step has succeeded on all ranks: whatever
-    keeps the run from training leaves everything as it was, and a job that is restarted before that finds what it found
-    at its start. A new folder is written at once, because a restarted job recognizes it by its settings.json.
+    In an existing folder, nothing is removed or overwritten before the first step has succeeded on all ranks. If the
+    run is rejected or fails before that, the folder is unchanged, and a restarted job resumes from the same checkpoint.
+    A new folder is written at once, because a restarted job recognizes it by its settings.json.
 
     Attributes:
         is_done: whether the folder has been reset.

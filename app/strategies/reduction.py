@@ -189,7 +189,7 @@ class FixedOrderAllReduce:
 
         The system clears new memory page by page, slowly.
         """
-        for exchange in [one for one in exchanges if not one.start_next()]:
+        for exchange in [exchange for exchange in exchanges if not exchange.start_next()]:
             exchange.finish()
             self.free.append(exchange.received)
             self.in_flight.remove(exchange)
@@ -217,8 +217,8 @@ class Exchange:
     """The sum of one buffer over the ranks, divided: an all-to-all and the tree in each level, then all-gathers back.
 
     The buffer is divided into one chunk for each rank of the first level, which adds it, and in the second level the
-    sum is divided again. The elements that are left, fewer than there are ranks, are sent to every rank, and each adds
-    them itself.
+    sum is divided again. The remaining elements, fewer than there are ranks, are sent to every rank, which adds them
+    itself.
     """
 
     def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, divisor: int) -> None:

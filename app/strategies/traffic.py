@@ -18,7 +18,7 @@ from app.strategies.planner import BUCKET_CAP, assign_to_ranks, bytes_of
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
 BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
 NORM_BYTES = 8  # a sum of squares in fp64
-# Which ranks a collective is called with.
+# The ranks that take part in a collective.
 ALL, INSIDE, BETWEEN = "all ranks", "the ranks of a node", "equal local ranks"
 
 

@@ -31,8 +31,8 @@ TRAFFIC_NOTE = (
 
 
 NODES_NOTE = (
-    "This is what all ranks of a node send to the other nodes. What the libraries gather or reduce among all ranks is "
-    "assumed to pass around a ring."
+    "These are the bytes that all ranks of a node send to other nodes. All-gathers and all-reduces among all ranks are "
+    "assumed to be rings."
 )
 
 
@@ -145,7 +145,7 @@ def table_of_activations(plan: Plan) -> str:
     """Return a table of what precision and activation checkpointing save."""
     variants = activation_variants(plan)
     rows = [[*names, mib(found.saved), mib(found.weights), mib(found.peak)] for *names, found in variants]
-    header = ["precision", "checkpointing", "kept for the backward pass", "of it 16-bit weights", "peak"]
+    header = ["precision", "checkpointing", "kept for the backward pass", "16-bit weights (included)", "peak"]
     return markdown_table(header, rows, text_columns=2)
 
 
@@ -169,7 +169,7 @@ def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
         cells = [sent["gradients"], sent["parameters"], other, sum(sent.values())]
         cells += [sum(leaving_by_purpose(plan, strategy).values())] if several_nodes else []
         rows.append([strategy, *map(mib, cells)])
-    header = ["strategy", "gradients", "parameters", "buffers and norm", "together"]
+    header = ["strategy", "gradients", "parameters", "buffers and norm", "total"]
     return markdown_table(header + (["leaves a node"] if several_nodes else []), rows)
 
 

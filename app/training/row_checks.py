@@ -41,7 +41,7 @@ def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.i
     too_long = lengths > settings.max_length
     if too_long.any():
         raise UserError(
-            f"--model {settings.model}: its tokenizer returns up to {lengths.max()} tokens per review in spite of "
+            f"--model {settings.model}: its tokenizer returns up to {lengths.max()} tokens per review despite "
             f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
             "--max_length, or use a tokenizer that truncates"
         )

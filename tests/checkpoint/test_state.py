@@ -434,16 +434,16 @@ def rename(folder: Path, old: str, new: str, change=lambda tensor: tensor) -> No
     [
         ("model.into.weight", "other", r"model\.into\.weight is missing \(and 1 more differences\)"),
         ("exp_avg.into.weight", "exp_avg.other", r"exp_avg\.into\.weight is missing \(and 1 more"),
-        ("step.into.weight", "step.other", r"exp_avg\.into\.weight has no place in the model \(and 2 more"),
+        ("step.into.weight", "step.other", r"exp_avg\.into\.weight does not belong to the model \(and 2 more"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(saved, old, new, message):
+def test_a_checkpoint_of_another_model_is_rejected_before_anything_is_loaded(saved, old, new, message):
     rename(saved, old, new)
     with pytest.raises(UserError, match=f"is not a checkpoint of this model: {message}"):
         load(saved)
 
 
-def test_a_tensor_of_another_shape_is_refused(saved):
+def test_a_tensor_of_another_shape_is_rejected(saved):
     rename(saved, "model.into.weight", "model.into.weight", lambda tensor: tensor[:, :5].contiguous())
     with pytest.raises(UserError, match=r"into\.weight has the shape \(6, 5\), not \(6, 6\)$"):
         load(saved)

@@ -60,7 +60,7 @@ def test_a_machine_without_a_network_uses_loopback(node):
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1", None])
-def test_gloo_gets_an_interface_if_the_host_name_leads_nowhere(node, monkeypatch, own):
+def test_gloo_gets_an_interface_if_the_host_name_is_unreachable(node, monkeypatch, own):
     node({"node-0": "10.9.0.5"} | ({} if own is None else {HOST: own}))
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     use_reachable_interface(4, 2)
@@ -70,7 +70,7 @@ def test_gloo_gets_an_interface_if_the_host_name_leads_nowhere(node, monkeypatch
 @pytest.mark.parametrize(
     ("size", "own", "chosen"), [(2, "127.0.1.1", None), (4, "10.0.0.5", None), (4, "127.0.1.1", "eth7")]
 )
-def test_gloo_decides_itself_on_one_node_with_a_proper_host_name_and_as_the_user_says(
+def test_no_interface_is_set_on_one_node_with_a_reachable_host_name_or_if_the_user_set_one(
     node, monkeypatch, size, own, chosen
 ):
     node({"node-0": "10.9.0.5", HOST: own})
@@ -81,7 +81,7 @@ def test_gloo_decides_itself_on_one_node_with_a_proper_host_name_and_as_the_user
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
 
 
-def test_the_own_address_is_that_of_the_route():
+def test_the_address_of_this_machine_is_that_of_the_route():
     assert network._own_address("127.0.0.1") == "127.0.0.1"
     assert network._own_address("nowhere.invalid") is None
     assert network._own_address("." * 100) is None

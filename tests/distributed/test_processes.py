@@ -78,7 +78,7 @@ def test_the_line_about_fewer_processes_names_the_accumulation_steps(machine, ca
         (["--seed=1"], "1", "4"),
     ],
 )
-def test_the_run_scripts_start_as_many(machine, monkeypatch, capsys, flags, nodes, expected):
+def test_the_run_scripts_start_as_many_processes(machine, monkeypatch, capsys, flags, nodes, expected):
     machine(6)
     monkeypatch.setattr(sys, "argv", ["launcher", *flags])
     monkeypatch.setenv("NNODES", nodes)

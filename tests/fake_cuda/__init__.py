@@ -1,1 +1,1 @@
-"""GPUs that do not exist: PyTorch takes tensors for CUDA tensors, with real numbers on the CPU. See README.md here."""
+"""Fake GPUs: PyTorch treats tensors as CUDA tensors, and the CPU computes their data. See README.md here."""

@@ -1,4 +1,4 @@
-"""What replaces torch.cuda: streams, events, devices, memory statistics and properties."""
+"""The replacement of torch.cuda: streams, events, devices, memory statistics and properties."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Event:
         self._wait_on_host("synchronize")
 
     def query(self) -> bool:
-        """Return True. A program that asks has to wait until it is true."""
+        """Wait and return True: a program that polls would wait as well."""
         self._wait_on_host("query")
         return True
 
@@ -145,7 +145,7 @@ def _reset_peak(device: Any = None) -> None:
 
 
 def install(devices: int) -> None:
-    """Replace what a build of PyTorch without CUDA lacks.
+    """Replace the functions that a build of PyTorch without CUDA lacks.
 
     Args:
         devices: how many GPUs this node has.

@@ -117,7 +117,7 @@ def launch(stream: int) -> int:
 
 
 def ordered(earlier: int, time: int, later: int) -> bool:
-    """Whether an operation is over before what a stream, or the host, does next.
+    """Return whether an operation has finished before the next operation of a stream, or of the host.
 
     Args:
         earlier: the operation's stream.
@@ -133,7 +133,7 @@ def busy(stream: int) -> bool:
 
 
 def join(earlier: int, later: int) -> None:
-    """Make a stream, or the host, wait for all that another stream has to do so far."""
+    """Make a stream, or the host, wait for all operations that another stream has so far."""
     load().fake_join(earlier, later)
 
 

@@ -1,10 +1,10 @@
-"""Run a program on fake GPUs. This is what torchrun starts, and it starts the program:
+"""Run a program on fake GPUs. torchrun starts this script, and this script starts the program:
 
     torchrun --nproc_per_node=2 tests/fake_cuda/launch.py app.ddp_loop --max_steps 3
     torchrun --nproc_per_node=4 tests/fake_cuda/launch.py --nodes 2 --report folder app.ddp_loop --max_steps 3
 
 The program is a module's name or a script's path; its flags follow. Rank 0 prints the report, or, with --report, each
-rank writes one into a folder. With --nodes, the ranks believe to be on several machines.
+rank writes one into a folder. --nodes simulates several machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=1, help="on how many machines the ranks believe to be")
+    parser.add_argument("--nodes", type=int, default=1, help="number of simulated machines")
     parser.add_argument("--report", type=Path, help="folder for report-<rank>.json")
     parser.add_argument("program", help="a module's name, or the path of a script, which ends in .py")
     parser.add_argument("flags", nargs=argparse.REMAINDER)

@@ -1,4 +1,4 @@
-"""Accesses to memory: are they ordered by streams, events and waits, also when freed memory is reused?"""
+"""Check that accesses to memory are ordered by streams, events and waits, even when freed memory is reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fake_cuda.guard import HOST
 from fake_cuda.report import REPORT, where
 
 BLOCK = 512  # bytes; PyTorch's caching allocator rounds sizes up to it
-MOST_FREE_BLOCKS = 64  # per stream; what the oldest ones were used for has long been waited for
+MOST_FREE_BLOCKS = 64  # per stream; the host has waited for all operations on older ones
 
 
 class Access(NamedTuple):
@@ -66,7 +66,7 @@ class Memory:
 
 
 def _ordered(earlier: Access, later: int) -> bool:
-    """Whether an access is over before what a stream, or the host, does next."""
+    """Return whether an access has finished before the next operation of a stream, or of the host."""
     return earlier.stream == later or guard.ordered(earlier.stream, earlier.time, later)
 
 

@@ -1,4 +1,4 @@
-"""Run every operation of PyTorch: on the CPU, after checking what a GPU would refuse."""
+"""Run every operation of PyTorch on the CPU, after checking that a GPU would accept it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OnFakeCuda(TorchDispatchMode):
 
 
 class Effects(NamedTuple):
-    """What an operation does to its arguments."""
+    """The effect of an operation on its arguments."""
 
     positions: frozenset[int]  # arguments that it writes
     names: frozenset[str]  # keyword arguments that it writes
@@ -60,7 +60,7 @@ class Effects(NamedTuple):
 
 @functools.cache
 def effects_of(func: Any) -> Effects:
-    """Return what an operation does to its arguments, according to its schema."""
+    """Return the effect of an operation on its arguments, according to its schema."""
     written = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
     returns = func._schema.returns
     is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -181,7 +181,7 @@ def run_without_tails(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def record_accesses(func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Record what an operation's kernel reads and writes."""
+    """Record the memory that an operation's kernel reads and writes."""
     effects = effects_of(func)
     if effects.is_view or name.startswith(("empty", "new_empty")):
         return

@@ -16,7 +16,7 @@ from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
 
 
 def install() -> None:
-    """Replace all of it."""
+    """Apply all patches."""
     torch._C._set_only_lift_cpu_tensors(True)
     _move_modules()
     _set_data()
@@ -104,7 +104,7 @@ def _check_host_reads() -> None:
 
 
 def _profile_the_cpu() -> None:
-    """There are no events of CUDA: PyTorch's profiler would print a warning for each operation."""
+    """Without CUDA events, PyTorch's profiler would print a warning for each operation."""
     original = torch.profiler.profile.__init__
 
     def init(self: torch.profiler.profile, *, activities: Any = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the functions of planted_defects.py and planted_races.py share."""
+"""Helpers of planted_defects.py and planted_races.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups with the backend NCCL: gloo does their work, and remembers that they are NCCL's."""
+"""Process groups with the backend NCCL, which are run by gloo and recorded as NCCL's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_nccl(group: Any) -> bool:
 
 
 def install() -> None:
-    """Replace the functions that create process groups, and that tell their backends."""
+    """Replace the functions that create process groups, and those that return their backends."""
     original_init, original_new, original_backend = dist.init_process_group, dist.new_group, dist.get_backend
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **options: Any) -> None:

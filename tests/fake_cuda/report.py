@@ -1,4 +1,4 @@
-"""What was found: races, waits of the host, notes, and what a GPU would refuse."""
+"""The report: races, waits of the host, notes, and errors that a GPU would raise."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HIDDEN_FILES += ("_contextlib.py", "module.py", "record_function")
 
 
 class FakeCudaError(RuntimeError):
-    """What would fail on a GPU."""
+    """An operation that would fail on a GPU."""
 
 
 class Report:
-    """What was found on this rank, with the lines of the program that caused it.
+    """The findings on this rank, with the lines of the program that caused them.
 
     Attributes:
         races: accesses to memory that no event or wait orders.

@@ -1,4 +1,4 @@
-"""The tensors: PyTorch sees a CUDA tensor, and its numbers are those of a CPU tensor."""
+"""Tensors that PyTorch treats as CUDA tensors, with the data of CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fake_cuda.memory import ALLOCATOR, launch, wait_on_host
 
 
 class FakeCuda(torch.Tensor):
-    """A tensor that PyTorch takes for one on a GPU.
+    """A tensor that PyTorch treats as a CUDA tensor.
 
     Attributes:
         cpu_data: its numbers.

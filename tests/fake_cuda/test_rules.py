@@ -80,7 +80,7 @@ def test_every_planted_defect_is_expected_here(results):
 
 
 @pytest.mark.parametrize("defect", ERRORS)
-def test_what_a_gpu_refuses_is_an_error(results, defect):
+def test_an_operation_that_a_gpu_rejects_is_an_error(results, defect):
     for rank in results:
         assert ERRORS[defect] in str(rank[defect]["error"])
 
@@ -104,7 +104,7 @@ def test_a_wait_of_the_host_is_counted_with_its_line(results, defect):
 
 
 @pytest.mark.parametrize("defect", NOTES)
-def test_what_is_worth_knowing_is_noted(results, defect):
+def test_each_note_is_reported(results, defect):
     for rank in results:
         assert rank[defect]["error"] is None
         assert any(NOTES[defect] in note for note in rank[defect]["notes"])

@@ -53,7 +53,7 @@ def resumed(path: str, *flags: str) -> TrainingRun:
 
 
 def in_buckets(path: str, *flags: str, **options: Any) -> TrainingRun:
-    """Train a model of several buckets: an exchange that goes wrong does so while the backward pass goes on."""
+    """Train a model of several buckets, so that exchanges overlap with the backward pass."""
     return TrainingRun(path, [*FLAGS, *QUIET, "--ddp_bucket_cap_mb=1", *flags], **options)
 
 

@@ -276,7 +276,7 @@ def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path_name", PATHS)
-def test_a_restarted_job_forgets_no_checkpoint_that_it_wrote_into_the_requested_run(
+def test_a_restarted_job_resumes_from_the_latest_checkpoint_of_the_requested_run(
     uninterrupted, shared, tmp_path, path_name
 ):
     """It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed."""

@@ -102,13 +102,13 @@ def test_parameters_that_are_not_trained_need_no_gradient():
     ],
     ids=["helium", "longformer"],
 )
-def test_a_model_that_fails_by_itself_is_one_line(config, problem, capfd):
+def test_an_error_in_the_code_of_a_model_is_one_line(config, problem, capfd):
     with pytest.raises(UserError, match=problem):
         count_activations(Settings(max_length=16), config, 2, CPU)
     assert capfd.readouterr().err == "", "PyTorch logs a traceback of its own"
 
 
-def test_a_mistake_of_this_project_keeps_its_traceback():
+def test_an_internal_error_keeps_its_traceback():
     with pytest.raises(RuntimeError, match=r"reduction dim|shape"), without_data(CPU):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 

@@ -18,7 +18,7 @@ def test_every_config_can_be_recorded_and_read_back():
         assert differences_of_configs(content, describe_config(config)) == []
 
 
-def test_the_place_of_a_config_is_no_difference(tmp_path):
+def test_the_path_of_a_config_is_no_difference(tmp_path):
     one, two = (AutoConfig.from_pretrained(write_model(tmp_path / name, "gpt2")) for name in ("a", "b"))
     assert one._name_or_path != two._name_or_path
     assert differences_of_configs(describe_config(one), describe_config(two)) == []

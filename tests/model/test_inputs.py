@@ -120,7 +120,7 @@ def test_a_batch_without_padding_needs_no_mask_and_the_batch_itself_keeps_its_ma
 
 
 @pytest.mark.parametrize("name", ["modernbert", "gpt2", "qwen2", "bart", "t5", "xlnet"])
-def test_models_that_use_the_mask_otherwise_get_it_unchanged(name):
+def test_models_that_use_the_mask_in_other_ways_get_it_unchanged(name):
     batch = batch_of(name, (LENGTH, 20))
     assert torch.equal(to_device(batch, classifier(name), fake_world())["attention_mask"], batch["attention_mask"])
 

@@ -145,7 +145,7 @@ def test_a_recorded_difference_is_named_with_its_remedy(explained, a, b, text):
         ({}, {"versions": {"python": "3.11", "torch": "2.13.0"}, "kernels": {"cpu": "X"}}),
     ],
 )
-def test_what_has_no_effect_or_is_unknown_explains_nothing(explained, a, b):
+def test_differences_without_effect_or_with_unknown_values_are_not_named(explained, a, b):
     assert explained(a, b).startswith(UNEXPLAINED)
 
 
@@ -154,7 +154,7 @@ def test_settings_of_the_evaluation_explain_other_predictions_but_not_other_step
     assert "eval_batch_size 8 and 64" in explained(*sizes, "prediction for row 3: the class is 1 in a and 0 in b")
 
 
-def test_the_best_weights_depend_on_when_they_were_looked_for(explained):
+def test_the_best_weights_depend_on_when_the_model_was_evaluated(explained):
     settings = [{"load_best_model_at_end": True, "eval_steps": steps} for steps in (5, 6)]
     assert "eval_steps 5 and 6" in explained(*settings, "weights: 1 of 3 values of tensor 'x' differ between a and b")
 
@@ -230,8 +230,8 @@ def test_over_seeds_the_first_pair_that_differs_is_explained(pair):
     ("hashes", "shown"),
     [
         (("d" * 64, "d" * 64), f"{'d' * 64} (both)"),
-        ((None, None), "unknown: an earlier version wrote these runs"),
-        (("d" * 64, None), f"{'d' * 64} and unknown (an earlier version wrote the run)"),
+        ((None, None), "not recorded: an earlier version wrote these runs"),
+        (("d" * 64, None), f"{'d' * 64} and not recorded (an earlier version wrote the run)"),
         (("d" * 64, "e" * 64), f"{'d' * 64} and {'e' * 64}"),
     ],
 )

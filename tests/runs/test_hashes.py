@@ -19,7 +19,7 @@ def run(review_csv, tmp_path):
     return write_run(tmp_path / "run", review_csv())
 
 
-def test_what_is_no_result_does_not_change_the_hash(run):
+def test_content_that_is_no_result_does_not_change_the_hash(run):
     before = hash_run(run)
     edit_step(run, 3, seconds=99.0)
     edit_json(run / "settings.json", path="trainer_run", strategy="zero3", world_size=8)

@@ -66,7 +66,7 @@ def test_a_tokenizer_that_does_not_truncate_is_a_mistake(world, tmp_path, monkey
         return call(self, texts, **options | {"truncation": False, "max_length": None})
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", without_truncation)
-    check(settings, world, "returns up to 22 tokens per review in spite of --max_length 8, for example for row 40 ")
+    check(settings, world, "returns up to 22 tokens per review despite --max_length 8, for example for row 40 ")
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
