@@ -129,12 +129,14 @@ class CheckpointManager:
 
         Rank 0 may have marked one complete right before it failed, so that `latest_valid` does not know of it.
         """
-        known = self.latest_valid if self.latest_valid is not None and self.latest_valid.is_dir() else None
-        for checkpoint in latest_first(self.folder):
-            if known is not None and step_of(checkpoint) <= step_of(known):
-                break
-            if problem_of(checkpoint) is None:
-                return checkpoint
+        known = None
+        with suppress(OSError):  # it must not replace the failure that is reported
+            known = self.latest_valid if self.latest_valid is not None and self.latest_valid.is_dir() else None
+            for checkpoint in latest_first(self.folder):
+                if known is not None and step_of(checkpoint) <= step_of(known):
+                    break
+                if problem_of(checkpoint) is None:
+                    return checkpoint
         return known
 
     def save(self, name: str, write: Callable[[Path], None], required: Collection[str]) -> bool:

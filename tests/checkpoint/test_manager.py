@@ -252,6 +252,17 @@ def test_a_failure_names_a_checkpoint_that_was_completed_right_before_it(tmp_pat
     assert checkpoints.find_latest_valid() is None
 
 
+def test_a_folder_that_cannot_be_read_does_not_replace_the_failure(tmp_path, world, monkeypatch):
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world)
+    assert checkpoints.save("checkpoint-1", write, FILES)
+
+    def refuse(folder: Path) -> list[Path]:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(manager, "latest_first", refuse)
+    assert checkpoints.find_latest_valid() == checkpoints.folder / "checkpoint-1"
+
+
 @pytest.mark.parametrize("marker", [b"", b"5d41"])
 def test_a_marker_that_was_not_written_completely_is_named(tmp_path, marker):
     folder = committed(tmp_path / "checkpoint-1")
