@@ -71,7 +71,7 @@ def _note_moved_modules() -> None:
         if was_on_cpu and any(isinstance(parameter, FakeCuda) for parameter in self.parameters()):
             REPORT.notes[f"all of a {type(self).__name__} moved at once"] += 1
         for parameter in self.parameters():
-            # `to` has swapped the contents of the parameter, which calls no hooks since. Assigning registers them again.
+            # `to` has swapped the contents of the parameter, and it calls no hooks since. Assigning registers them.
             if (hooks := parameter._post_accumulate_grad_hooks) is not None:
                 parameter._post_accumulate_grad_hooks = hooks
         return module
