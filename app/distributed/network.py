@@ -50,7 +50,9 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
     if own is None:
         return None
     interfaces = _interfaces()
-    addresses = (own, *map(_own_address, ELSEWHERE), *interfaces)
+    # An interface that has just been switched on may still be reported as down, although a route leads through it.
+    up = (address for address, name in interfaces.items() if _is_up(name))
+    addresses = (own, *map(_own_address, ELSEWHERE), *up)
     candidates = [address for address in addresses if address in interfaces]
     address = min(candidates, key=_is_loopback, default=None)  # the first one that other nodes can reach
     return None if address is None else (address, interfaces[address])
@@ -73,14 +75,18 @@ def _own_address(host: str) -> str | None:
 
 
 def _interfaces() -> Mapping[str, str]:
-    """Return the interface of each IP address of this machine, without those that are down."""
-    up = psutil.net_if_stats()
+    """Return the interface of each IP address of this machine."""
     return {
         _without_zone(address.address): name
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6) and name in up and up[name].isup
+        if address.family in (socket.AF_INET, socket.AF_INET6)
     }
+
+
+def _is_up(interface: str) -> bool:
+    statistics = psutil.net_if_stats()
+    return interface in statistics and statistics[interface].isup
 
 
 def _without_zone(address: str) -> str:

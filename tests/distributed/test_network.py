@@ -44,6 +44,11 @@ def test_the_route_to_node_0_selects_the_interface(node):
     assert find_route("nowhere") is None
 
 
+def test_an_interface_that_is_still_reported_as_down_is_used_if_a_route_leads_through_it(node):
+    node({"node-0": "10.9.0.5"}, down=("ib0",))
+    assert find_route("node-0") == ("10.9.0.5", "ib0")
+
+
 def test_on_node_0_whose_name_is_a_loopback_address_the_default_route_selects_it(node):
     node({"node-0": "127.0.1.1", network.ELSEWHERE[0]: "10.9.0.5"})
     assert find_route("node-0") == ("10.9.0.5", "ib0")

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from app.errors import UserError
 
+LINK_SECONDS = 5.0  # the longest wait for a link that has been switched on
 INTERFACE = "cable"  # the name, in each namespace, of the interface that leads to the other one
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # `ip` and `tc` are in /usr/sbin, which may not be on a user's PATH.
@@ -89,6 +91,14 @@ def connect(names: Sequence[str]) -> None:
         ["ip", "-n", names[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", names[1]]
     )
     configure(names)
+    # The kernel reports the link's state up to a second later, and a program may not use an interface that is down.
+    deadline = time.monotonic() + LINK_SECONDS
+    while not all(_is_up(name) for name in names) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_up(name: str) -> bool:
+    return "state UP" in run_command(["ip", "-n", name, "link", "show", "dev", INTERFACE]).stdout
 
 
 def configure(names: Sequence[str]) -> None:
