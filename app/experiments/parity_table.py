@@ -71,8 +71,7 @@ def _main() -> int:
         rows.append(table_row([*cell, len(a.steps), len(a.evaluations), difference or "none"]))
         identical += difference is None
         print(f"\ncell {number} of {len(cells)}, {time.monotonic() - started:.0f} s: {rows[-1]}", flush=True)
-        equal = f"all {len(rows)}" if identical == len(rows) else f"{identical} of {len(rows)}"
-        table = f"{HEADER}{''.join(rows)}\n{equal} cells are bitwise identical in both paths\n"
+        table = f"{HEADER}{''.join(rows)}\nbitwise identical in both paths: {identical} of {len(rows)} cells\n"
         write_text(folder / "parity.md", table)
     print(f"\n{table}\nwritten to {folder}/parity.md")
     return 0 if identical == len(cells) else 1

@@ -35,7 +35,7 @@ def test_a_single_cell_that_differs_fails_the_table(review_csv, monkeypatch, cal
     monkeypatch.setattr(train_pair, "train_path", train_path)
     status, out, _ = call("--only=1,1,random,fp32", "--only=3,2,random,bf16")
     assert status == int(differs)
-    assert ("1 of 2" if differs else "all 2") + " cells are bitwise identical in both paths\n" in out
+    assert f"bitwise identical in both paths: {1 if differs else 2} of 2 cells\n" in out
     assert "| 1 | 1 | random | fp32 | 12 | 1 | none |" in out
     assert ("| 3 | 2 | random | bf16 | 12 | 1 | step 1: the loss is " in out) == differs
 

@@ -104,7 +104,7 @@ def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, 
     flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 80, "--output_dir", "table"]
     done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=500)
     assert done.status == 0, done.out + done.err
-    assert "1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
+    assert "bitwise identical in both paths: 1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
     for path in PATHS:
         run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
         assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 80)
