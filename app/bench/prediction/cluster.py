@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import nnls
 
 from app.bench.prediction.alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
 from app.bench.prediction.step_model import Computation, Cores, one_after_another, predict_step
@@ -104,16 +105,18 @@ def predict_cluster_step(computation: Computation, cluster: Cluster, algorithm: 
 def computation_of_rows(rows: float, measured: dict[int, Computation]) -> Computation:
     """Return the computation for any number of rows: a straight line through the measured ones.
 
-    A step consists of work that is proportional to its rows, and of the update of the weights, which is not.
+    A step consists of work that is proportional to its rows, and of the update of the weights, which is not. Neither
+    takes a negative time, whatever the noise of the measurements.
 
     Args:
+        rows: more than 0.
         measured: by the number of rows, for two numbers or more.
     """
     counts = sorted(measured)
     # The errors are relative, as in `fit_alpha_beta`.
     times = np.array([[measured[n].seconds, *(at for _, at in measured[n].buckets)] for n in counts])
     design = np.stack([np.ones(len(counts)), np.array(counts, dtype=np.float64)], axis=1)
-    line = [np.linalg.lstsq(design / column[:, None], np.ones(len(counts)), rcond=None)[0] for column in times.T]
-    seconds, *ready = (float(max(0.0, constant + slope * rows)) for constant, slope in line)
+    line = [nnls(design / column[:, None], np.ones(len(counts)))[0] for column in times.T]
+    seconds, *ready = (float(constant + slope * rows) for constant, slope in line)
     sizes = [size for size, _ in measured[counts[0]].buckets]
     return Computation(seconds, tuple(zip(sizes, ready, strict=True)))

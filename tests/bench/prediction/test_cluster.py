@@ -71,6 +71,15 @@ def test_a_straight_line_through_the_measured_rows_is_recovered():
         assert [at for _, at in found.buckets] == pytest.approx([at for _, at in expected.buckets])
 
 
+@given(first=st.floats(1e-4, 10), second=st.floats(1e-4, 10), rows=st.floats(1, 10**5))
+def test_noise_makes_no_computation_free(first, second, rows):
+    """On a busy machine, half the rows can take longer, or less than half the time."""
+    measured = {2: Computation(first, ((100, first),)), 4: Computation(second, ((100, second),))}
+    found = computation_of_rows(rows, measured)
+    assert found.seconds > 0
+    assert found.seconds <= computation_of_rows(2 * rows, measured).seconds
+
+
 def test_a_step_on_one_rank_is_its_computation():
     computation = Computation(3.5, ((100, 2.0), (200, 3.0)))
     for algorithm in ALGORITHMS:
