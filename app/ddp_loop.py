@@ -32,7 +32,7 @@ from app.checkpoint.state import TrainingState
 from app.cli import launch
 from app.data.loaders import EvalSet
 from app.distributed.collectives import broadcast_buffers, gather_rows, reduce_sum
-from app.distributed.preemption import StopRequest, ignore_stop_requests
+from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
@@ -59,15 +59,18 @@ def main(settings: Settings) -> None:
         if settings.dry_run:
             print_plan("ddp_loop", settings, world)
         else:
-            fine_tune(settings, world)
-            ignore_stop_requests()  # the run has finished, and leaving takes a moment
+            fine_tune(settings, world, exits_next=True)
 
 
-def fine_tune(settings: Settings, world: World) -> None:
-    """Prepare the data and the model, train, and evaluate once on the test rows."""
+def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> None:
+    """Prepare the data and the model, train, and evaluate once on the test rows.
+
+    Args:
+        exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
+    """
     # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest(world) as stop, prepared.record.locate_failures(), prepared.profiler:
+    with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         train(prepared, world, stop)
 
         # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.

@@ -7,6 +7,8 @@ import sys
 import traceback
 import unicodedata
 
+HANDLERS_OF_OPERATIONS = ("__torch_function__", "__torch_dispatch__")
+
 
 def escape_control_characters(text: str) -> str:
     """Replace control characters, line breaks and other unprintable characters with escapes such as `\\x1b`.
@@ -33,9 +35,19 @@ def shorten(text: object, max_length: int = 60) -> str:
 
 
 def raised_by_model(problem: BaseException) -> bool:
-    """Tell whether an exception was raised in the code of a model, from transformers or from its repository."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(problem.__traceback__))
-    return any(name.startswith(("transformers.models.", "transformers_modules.")) for name in modules)
+    """Tell whether an exception was raised in the code of a model, from transformers or from its repository.
+
+    If the model has called this package, as it calls hooks, then an exception inside that call is our own defect.
+    """
+    answer = False
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("transformers.models.", "transformers_modules.")):
+            answer = True
+        # All operations of a model pass through these methods, also the one that has failed.
+        elif module.startswith(f"{__package__}.") and frame.f_code.co_name not in HANDLERS_OF_OPERATIONS:
+            answer = False
+    return answer
 
 
 class OneLineError(Exception):

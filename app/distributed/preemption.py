@@ -16,12 +16,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun forwards it to them
 
 
-def ignore_stop_requests() -> None:
-    """Ignore the signals from now on. Call it when a run has finished and the process is about to exit."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 class StopRequest:
     """Check once per step whether any rank has been asked to stop.
 
@@ -29,10 +23,15 @@ class StopRequest:
     delays neither CPU nor GPU. Its result is read one step later, so that all ranks stop after the same step.
 
     Use as a context manager. A request that arrives after the last step is ignored, and the run finishes.
+
+    Args:
+        ignore_afterwards: whether to ignore the signals when the run has finished, because the process exits next.
+            Otherwise they get the handlers that they had before.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, ignore_afterwards: bool = False) -> None:
         self.world = world
+        self.ignore_afterwards = ignore_afterwards
         self.received = False
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
@@ -65,7 +64,7 @@ class StopRequest:
         return answer
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Restore the signal handlers, but not on a rank that fails: its error line has to be printed first."""
+        """Replace the signal handlers, but not on a rank that fails: its error line has to be printed first."""
         if failure is not None:
             return
         if self.pending is not None:
@@ -77,7 +76,9 @@ class StopRequest:
         # abort.
         self.listener.join()
         for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
+            # Leaving the process group takes a moment, in which a signal must not end a run that has finished. There is
+            # no time between the two handlers in which it could.
+            signal.signal(number, signal.SIG_IGN if self.ignore_afterwards else handler)
 
     def _listen(self) -> None:
         first = None

@@ -2,7 +2,8 @@
 
 A model of transformers asks whether there is any padding (`mask.all()`) before it chooses how to compute attention. On
 a GPU the host waits for the answer in each micro-batch, and it waits inside CUDA, where Python cannot raise if another
-rank has failed. Batches are formed on the CPU, where the answer is known without waiting.
+rank has failed. Batches are formed on the CPU, where the answer is known without waiting. Models that do wait are made
+to wait where such a failure is noticed.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from typing import Any
 
 import torch
 
-from app.distributed.collectives import wait_for_device
 from app.distributed.world import World
+from app.model.device_reads import WaitBeforeReads
+
+
+def _modules(*names: str) -> frozenset[str]:
+    return frozenset(f"transformers.models.{name}.modeling_{name}" for name in names)
+
 
 # Modules of transformers in which a classifier uses the mask for bidirectional attention only: it builds a mask of four
-# dimensions from it, unless it gets one, and none if there is no padding. Decoders and encoder-decoders use it in other
-# ways as well, and models with local attention build a second one.
-BIDIRECTIONAL = frozenset(
-    f"transformers.models.{name}.modeling_{name}"
-    for name in (
-        *("albert", "bert", "camembert", "distilbert", "electra", "ernie", "megatron_bert", "mobilebert", "roberta"),
-        *("roberta_prelayernorm", "xlm_roberta", "xlm_roberta_xl"),
-    )
+# dimensions from it, unless it gets one, and none if there is no padding.
+BIDIRECTIONAL = _modules(
+    *("albert", "bert", "camembert", "distilbert", "electra", "ernie", "megatron_bert", "mobilebert", "roberta"),
+    *("roberta_prelayernorm", "xlm_roberta", "xlm_roberta_xl"),
 )
-# Modules in which a classifier computes the same without a mask as with one that masks nothing.
-OPTIONAL = BIDIRECTIONAL | {"transformers.models.modernbert.modeling_modernbert"}
+# Models with local attention build a second mask, but they too compute the same without a mask as with one that masks
+# nothing.
+ENCODERS = BIDIRECTIONAL | _modules("modernbert")
+# Their encoders, and the attention of their decoders to the encoder's output, are bidirectional. The attention of their
+# decoders to itself does not get the mask of the batch.
+ENCODER_DECODERS = _modules("bart", "mbart")
+# Decoders that only build a causal mask of four dimensions from the mask, unless they get one. They compute the same
+# without padding, but without a mask they read from the GPU as well, so they keep a mask of tokens then.
+CAUSAL = _modules("gpt2", "llama", "qwen2")
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:
@@ -39,41 +48,67 @@ def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: 
         model: the plain model, whose architecture determines the mask. It may be sharded.
     """
     inputs = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
-    if "attention_mask" in inputs and _module_of(model) in OPTIONAL and bool(batch["attention_mask"].all()):
-        del inputs["attention_mask"]
+    if "attention_mask" in inputs and bool(batch["attention_mask"].all()):
+        if _module_of(model) in ENCODERS | ENCODER_DECODERS:
+            del inputs["attention_mask"]
+        return inputs  # a decoder chooses other kernels without padding than with a mask of four dimensions
     return expand_mask(inputs, model)
 
 
 def expand_mask(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Replace a mask of tokens, (rows, length), by the mask of attention that the model would build from it."""
-    mask = inputs.get("attention_mask")
-    if mask is None or _module_of(model) not in BIDIRECTIONAL:
-        return inputs
-    config: Any = model.config
-    if config._attn_implementation != "sdpa" or getattr(config, "is_decoder", False):
+    """Replace a mask of tokens, (rows, length), by the mask of attention that the model would build from it.
+
+    Args:
+        inputs: with padding.
+    """
+    mask, config = inputs.get("attention_mask"), getattr(model, "config", None)
+    if mask is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return inputs  # eager attention adds the mask to the scores, and expects numbers
     length = mask.shape[1]
-    return inputs | {"attention_mask": mask.bool()[:, None, None, :].expand(-1, 1, length, -1).contiguous()}
+    expanded = mask.bool()[:, None, None, :].expand(-1, 1, length, -1)
+    if _is_causal(model):
+        expanded = expanded & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    elif _module_of(model) not in BIDIRECTIONAL | ENCODER_DECODERS or getattr(config, "is_decoder", False):
+        return inputs
+    return inputs | {"attention_mask": expanded.contiguous()}
 
 
-def wait_before_mask_is_read(model: torch.nn.Module, world: World) -> None:
-    """Let a model that gets a mask of tokens wait for the GPU where a failed rank is noticed, before it waits itself.
+def wait_before_reads(model: torch.nn.Module, world: World) -> None:
+    """Let a model that reads from the GPU wait for it where a failed rank is noticed, once for each read.
 
-    It does so after the collectives that come before the forward pass, such as gathering parameters outside the blocks.
-    Encoder-decoders wait once more, at the end of the forward pass, for the positions of the end-of-sequence tokens.
+    A decoder reads once per micro-batch without padding, because it asks whether there is any. Encoder-decoders do so
+    for the decoder, and read the positions of the end-of-sequence tokens at the end of the forward pass.
     """
     if world.device.type != "cuda":
         return
+    reads = WaitBeforeReads(world)
+    active = []
 
-    def wait(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2:
-            wait_for_device(world)
+        # Intercepting every operation takes time on the host, which a listed encoder with this input need not spend.
+        if _module_of(model) not in ENCODERS or (mask is not None and mask.ndim == 2):
+            reads.__enter__()
+            active.append(reads)
 
-    model.register_forward_pre_hook(wait, with_kwargs=True)
+    def leave(*_: Any) -> None:
+        while active:
+            active.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)  # even if the forward pass raises
 
 
 def _module_of(model: torch.nn.Module) -> str:
     """Return the module that defines the forward pass. The classes of FSDP2 and of subclasses inherit it."""
     module: str = type(model).forward.__module__
     return module
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    """Tell whether a model is a listed decoder in which each token attends to all earlier ones."""
+    decoder: Any = getattr(model, "base_model", model)  # decoders share one class of classifiers
+    if not (_module_of(model).startswith("transformers.") and _module_of(decoder) in CAUSAL):
+        return False
+    layers = getattr(decoder.config, "layer_types", None) or []  # some may attend to a few earlier tokens only
+    return getattr(decoder.config, "is_causal", True) and all(kind == "full_attention" for kind in layers)

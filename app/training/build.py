@@ -28,7 +28,7 @@ from app.distributed.world import World
 from app.errors import UserError
 from app.model.checkpointing import checkpoint_activations
 from app.model.hub import resolve_commit
-from app.model.inputs import wait_before_mask_is_read
+from app.model.inputs import wait_before_reads
 from app.model.load import Classifier, load_classifier, load_tokenizer
 from app.settings import Settings
 from app.training.row_checks import check_rows
@@ -143,7 +143,7 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         check_rows(settings, classifier.model.config, data.table, data.rows, data.lengths)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
-    wait_before_mask_is_read(classifier.model, world)
+    wait_before_reads(classifier.model, world)
     return classifier
 
 

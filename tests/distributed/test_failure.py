@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from unittest.mock import Mock
@@ -15,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 from transformers import BertConfig, BertModel, HeliumConfig, HeliumForSequenceClassification
+from worlds import fake_world
 
 from app.distributed import failure
+from app.distributed.collectives import wait_for_device
 from app.distributed.failure import is_lost_contact
 from app.distributed.world import World
 from app.errors import raised_by_model
+from app.model.device_reads import WaitBeforeReads
+from app.model.empty import SuppliedResults
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
 HINT = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
@@ -111,10 +116,15 @@ def lines_of(problems, monkeypatch, capfd) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
 
-def test_a_limit_of_the_model_is_one_line_of_one_rank(monkeypatch, capfd):
+def failing_helium() -> torch.nn.Module:
+    """A classifier whose code fails in its forward pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 9}
     config = HeliumConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32, pad_token_id=0)
-    model, problems = HeliumForSequenceClassification(config), []
+    return HeliumForSequenceClassification(config)
+
+
+def test_a_limit_of_the_model_is_one_line_of_one_rank(monkeypatch, capfd):
+    model, problems = failing_helium(), []
     for length in (3, 4):
         with pytest.raises(RuntimeError) as caught:
             model(input_ids=torch.ones(1, length, dtype=torch.int64))
@@ -135,6 +145,29 @@ def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(monkeypatch,
     (line,) = lines_of(problems, monkeypatch, capfd)
     assert line.startswith("error: rank 0 failed before training: try more --gradient_accumulation_steps, ")
     assert line.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_defect_of_this_program_inside_a_model_keeps_its_traceback(monkeypatch, capfd):
+    model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
+    model.embeddings.register_forward_pre_hook(lambda *_: wait_for_device(None))  # any function of the program
+    with pytest.raises(AttributeError) as caught:
+        model(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    assert "transformers.models.bert.modeling_bert" in {
+        frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+    }
+    assert not raised_by_model(caught.value)
+    lines = lines_of([caught.value], monkeypatch, capfd)
+    assert lines[0].startswith("Traceback ")
+    assert lines[-1].startswith("error: rank 0 failed before training: 'NoneType' object has no attribute")
+
+
+@pytest.mark.parametrize(
+    "interception", [SuppliedResults(), WaitBeforeReads(fake_world())], ids=lambda one: type(one).__name__
+)
+def test_a_model_fails_by_itself_even_if_its_operations_are_intercepted(interception):
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught, interception:
+        failing_helium()(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    assert raised_by_model(caught.value)
 
 
 def test_ranks_that_fail_for_the_same_reason_print_it_once(monkeypatch, capfd):

@@ -20,6 +20,17 @@ def test_nothing_of_a_stop_request_outlives_its_context(world):
         assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
+def test_a_finished_run_ignores_the_signals_if_its_process_exits_next(world):
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        with StopRequest(world, ignore_afterwards=True):
+            pass
+        assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
+    finally:
+        for number, handler in zip(SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+
+
 def test_a_signal_is_reported_one_step_later(world):
     with StopRequest(world) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)

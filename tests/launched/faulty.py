@@ -116,6 +116,23 @@ def terminate_at_model() -> None:
     transformers.PreTrainedModel.save_pretrained = terminate_first  # type: ignore[assignment]
 
 
+def terminate_at_the_end() -> None:
+    """Send SIGTERM to this rank right after the program has replaced its handler of stop requests."""
+    replace: Callable[..., Any] = signal.signal
+    replaced = 0
+
+    def terminate_next(number: int, handler: Any) -> Any:
+        nonlocal replaced
+        previous = replace(number, handler)
+        replaced += number == signal.SIGTERM
+        if replaced == 2 and number == signal.SIGTERM:
+            print(f"rank {RANK} is sent SIGTERM", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return previous
+
+    signal.signal = terminate_next  # type: ignore[assignment]
+
+
 def _move_at(owner: Any, name: str) -> None:
     original: Callable[..., Any] = getattr(owner, name)
 

@@ -274,6 +274,15 @@ def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, 
     read_run(tmp_path / "run")
 
 
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_rank_that_is_asked_to_stop_when_its_run_has_just_finished_finishes(shared, tmp_path, path_name):
+    flags = [*BRIEF, "--output_dir", tmp_path / "run"]
+    done = run(FAULTY, path_name, "terminate_at_the_end", *flags, shared=shared, ranks=0)
+    assert "rank 0 is sent SIGTERM" in done.out
+    assert done.status == 0, done.err
+    read_run(tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path_name", PATHS)
 def test_a_restarted_job_resumes_from_the_latest_checkpoint_of_the_requested_run(

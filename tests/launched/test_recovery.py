@@ -253,7 +253,7 @@ def test_a_resumed_run_that_fails_before_its_first_step_is_done_leaves_everythin
 class NeverStopped:
     """Stands in for `StopRequest`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, ignore_afterwards: bool) -> None:
         pass
 
     def __enter__(self) -> NeverStopped:
