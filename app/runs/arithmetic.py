@@ -15,8 +15,7 @@ def gather_arithmetic(world: World) -> dict[str, list[str]]:
     """Return the distinct values of each fact of `arithmetic` over all ranks. Collective."""
     by_rank = all_gather_object(arithmetic(world.device), world)
     names = {name: None for facts in by_rank for name in facts}  # a set would not keep the order
-    values = {name: sorted({facts.get(name, UNSET) for facts in by_rank}) for name in names}
-    return {name: found for name, found in values.items() if found != [UNSET]}
+    return {name: sorted({facts.get(name, UNSET) for facts in by_rank}) for name in names}
 
 
 def describe_mixed(facts: Arithmetic) -> str | None:
@@ -28,6 +27,7 @@ def describe_mixed(facts: Arithmetic) -> str | None:
 
 
 def changes_of_arithmetic(before: Arithmetic, now: Arithmetic) -> list[tuple[str, str, str]]:
-    """Return (name, value before, value now) of each fact. A fact that the device does not have is unset."""
-    names = dict.fromkeys([*before, *now])
-    return [(name, *(", ".join(facts.get(name, [UNSET])) for facts in (before, now))) for name in names]  # type: ignore[misc]
+    """Return (name, value before, value now) of each fact that both jobs recorded."""
+    # An unset variable is recorded as such. A fact is missing only if it was not recorded at all: the version that
+    # wrote the checkpoint did not know it, or another kind of device does not have it. The device itself is a fact.
+    return [(name, ", ".join(before[name]), ", ".join(values)) for name, values in now.items() if name in before]
