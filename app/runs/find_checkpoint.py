@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -12,9 +11,16 @@ from typing import Any
 from app.checkpoint.manager import PREFIX, latest_first, latest_valid_checkpoint, problem_of, was_complete
 from app.errors import UserError
 from app.runs.folder import lock
-from app.runs.schema import CHECKPOINTS, LATEST, METRICS, RUNS, SETTINGS
+from app.runs.parse import parse_object
+from app.runs.schema import CHECKPOINTS, INTEGER, LATEST, METRICS, RUNS, SETTINGS, TEXT, TEXTS, JsonFormat
 from app.settings import Settings
 
+# What tells a run's settings.json from another program's. `check_recorded_settings` checks the other values.
+OF_A_RUN = JsonFormat(
+    SETTINGS.name,
+    required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "train_batch_size": INTEGER},
+    optional={"launchers": TEXTS},
+)
 NO_CHECKPOINT = "{run} has no complete checkpoint, so training starts from the beginning"
 NOT_IN_A_RUN = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
 
@@ -84,8 +90,7 @@ def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection
     else:
         candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
     for folder in candidates:
-        recorded = _recorded_settings(folder).get("launchers")
-        if isinstance(recorded, list) and set(launchers) & {one for one in recorded if isinstance(one, str)}:
+        if set(launchers) & set(_recorded_settings(folder).get("launchers") or []):
             return folder.resolve()
     return None
 
@@ -188,9 +193,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _recorded_settings(folder: Path) -> dict[str, Any]:
     """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
+    path = folder / SETTINGS.name
     try:
-        content = json.loads((folder / SETTINGS.name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_object(path.read_text(encoding="utf-8"), str(path), OF_A_RUN)
+    except (OSError, UnicodeDecodeError, UserError):
         return {}
-    is_run = isinstance(content, dict) and {"path", "world_size", "csv", "train_batch_size"} <= content.keys()
-    return content if is_run else {}

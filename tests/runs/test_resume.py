@@ -257,8 +257,11 @@ def test_auto_resumes_in_the_requested_folder_or_starts_there(folder, tmp_path, 
     assert search(settings) == (None, None, False)
 
 
-def test_auto_leaves_the_folder_of_another_program_alone(tmp_path, search):
-    (tmp_path / SETTINGS.name).write_text('{"path": "/usr/bin", "editor.fontSize": 12}')
+@pytest.mark.parametrize(
+    "content", ['{"path": "/usr/bin", "editor.fontSize": 12}', json.dumps(RECORDED | {"world_size": "1"})]
+)
+def test_auto_leaves_the_folder_of_another_program_alone(tmp_path, search, content):
+    (tmp_path / SETTINGS.name).write_text(content)
     assert search(Settings(output_dir=str(tmp_path), resume_from_checkpoint="auto")) == (None, None, False)
     assert [path.name for path in tmp_path.iterdir()] == [SETTINGS.name]
 
