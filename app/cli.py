@@ -123,8 +123,9 @@ class SettingsParser(OneLineParser, HfArgumentParser):
         namespace = argparse.Namespace(**dict.fromkeys(BATCH_SIZES))
         namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
-            options = [option for option in self._option_string_actions if option.startswith("--")]
-            flags = {option[2:] for option in options if "-" not in option[2:]}
+            # Only flags that --help lists: a suggestion must not be rejected in turn.
+            listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            flags = {name[2:] for name in listed if name.startswith("--") and "-" not in name[2:]}
             hint = hint_for(unknown[0], flags)
             self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
         given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]

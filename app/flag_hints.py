@@ -117,7 +117,7 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("ddp_broadcast_buffers", "ddp_static_graph"): "not supported; DDP's defaults are used",
     # strategies
     ("fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "use_fsdp"): (
-        "use --strategy zero2 or --strategy zero3, which are FSDP2, or --fsdp"
+        "use --strategy zero2 or --strategy zero3, which are FSDP2"
     ),
     ("zero_stage", "zero", "zero1", "zero2", "zero3", "sharded_ddp"): "use --strategy zero1, zero2 or zero3",
     ("deepspeed_config", "use_deepspeed", "deepspeed_config_file", "zero3_init_flag"): (
@@ -136,7 +136,7 @@ def hint_for(argument: str, flags: Collection[str]) -> str | None:
 
     Args:
         argument: As on the command line, such as `--lr=1e-3`.
-        flags: The names of all existing flags, without leading dashes and with underscores.
+        flags: The names of the program's flags, without leading dashes and with underscores.
 
     Returns:
         A short hint, or None if nothing is known about the argument and no existing flag resembles it.

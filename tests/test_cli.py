@@ -18,7 +18,7 @@ from app.cli import OneLineParser, as_flags, command_line, parse_flags, parse_se
 from app.data.sampler import plan_batches
 from app.errors import UserError
 from app.flag_hints import _HINT_OF_FLAG
-from app.settings import GROUPS, Settings, resolve_train_batch_size
+from app.settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, resolve_train_batch_size
 from app.strategies.ddp import DDP
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -139,6 +139,20 @@ def test_a_flag_of_other_training_scripts_gets_a_hint_instead_of_a_similar_name(
 
 def test_no_hint_is_given_for_a_flag_that_resembles_nothing():
     assert error_message(["--color=red"]) == "unknown argument --color=red (--help lists all flags)"
+
+
+@pytest.mark.parametrize("flag", FLAGS_OF_ONE_RUN)
+def test_a_flag_that_the_program_rejects_is_not_suggested(flag):
+    misspelled = f"--{flag}s"
+    assert f"did you mean --{flag}?" in error_message([misspelled])
+    with pytest.raises(UserError) as caught:
+        parse_flags(None, [misspelled], refused=FLAGS_OF_ONE_RUN)
+    assert f"--{flag}?" not in str(caught.value)
+
+
+def test_a_hint_names_a_flag_that_most_programs_reject_only_with_the_program_that_has_it():
+    for hint in _HINT_OF_FLAG.values():
+        assert not set(re.findall(r"--(\w+)", hint)) & set(FLAGS_OF_ONE_RUN) or "app.trainer_run" in hint, hint
 
 
 def test_no_hint_hides_an_existing_flag_and_every_flag_in_a_hint_exists():
