@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from app.checkpoint.best import Best
 from app.data.csv_table import ReviewTable
 from app.data.sampler import BatchPlan
-from app.data.split import Split, count_duplicates
+from app.data.split import Split
 from app.distributed.world import World
 from app.hardware import device_name, git_commit, kernels
 from app.metrics.score import Scores
@@ -38,16 +38,17 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known about a run before it starts.
+    """What is known about a run before it starts. `open_run` fills in what all ranks together determine.
 
     Attributes:
         path_name: the training path, `ddp_loop` or `trainer_run`.
+        duplicates: the reviews that occur in several parts of the split, as `count_duplicates` returns them.
+        model: the content of the model's files.
+        deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
         devices: the name of each rank's device.
         launchers: the torchrun processes of this job.
-        model: the content of the model's files.
         peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
             unknown.
-        deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
         arithmetic: as returned by `gather_arithmetic`.
     """
 
@@ -55,12 +56,13 @@ class RunInfo:
     settings: Settings
     table: ReviewTable
     split: Split
+    duplicates: Mapping[str, int]
     world: World
-    devices: Sequence[str]
-    launchers: Collection[str]
     model: ModelIdentity
-    peak_flops: float | None
     deepspeed_config: dict[str, Any] | None = None
+    devices: Sequence[str] = ()
+    launchers: Collection[str] = ()
+    peak_flops: float | None = None
     arithmetic: Arithmetic = field(default_factory=dict)
 
 
@@ -97,7 +99,7 @@ def split_content(info: RunInfo) -> dict[str, Any]:
         "n_train": len(split.train),
         "n_validation": len(split.validation),
         "n_test": len(split.test),
-        "duplicates": count_duplicates(table, split),
+        "duplicates": dict(info.duplicates),
         "fingerprint": split.fingerprint,
         "csv_escape": "'",  # predictions.csv is written by app.runs.cells.escape
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
 from app.data.sampler import BatchPlan, plan_batches
-from app.data.split import Indices, Split, split_reviews
+from app.data.split import Indices, Split, count_duplicates, split_reviews
 from app.data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
 from app.distributed.collectives import (
     all_gather_object,
@@ -66,6 +67,11 @@ class ReviewData:
     def collator(self) -> Collator:
         """The collator that pads the rows of a batch."""
         return Collator(self.tokenizer)
+
+    @cached_property
+    def duplicates(self) -> dict[str, int]:
+        """The reviews of a part that also occur in another part, as `count_duplicates` returns them."""
+        return count_duplicates(self.table, self.split)
 
     def train_loader(self, logical_ranks: Sequence[int], settings: Settings, world: World) -> DataLoader[Any]:
         """Build the loader of this rank's training micro-batches, those of its logical ranks."""

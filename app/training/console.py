@@ -6,7 +6,6 @@ import os
 import shlex
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import datasets
 import torch
@@ -14,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from app.data.csv_table import describe_dropped
-from app.data.split import count_duplicates, describe_duplicates
+from app.data.split import describe_duplicates
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.errors import escape_control_characters
@@ -39,18 +38,11 @@ def quiet_libraries(world: World) -> None:
         datasets.logging.set_verbosity_error()
 
 
-def describe_run(
-    path_name: str,
-    settings: Settings,
-    data: ReviewData,
-    classifier: Classifier,
-    folder: Path,
-    world: World,
-    resume: Resume,
-) -> str:
+def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) -> str:
     """Return the block that a run prints before the first step: one `name  value` line per fact."""
+    settings, world, path_name = record.info.settings, record.info.world, record.info.path_name
     table, split, plan = data.table, data.split, data.plan
-    duplicates = describe_duplicates(count_duplicates(table, split), len(split.validation), len(split.test))
+    duplicates = describe_duplicates(data.duplicates, len(split.validation), len(split.test))
     sample = " (the bundled synthetic sample; see data/README.md for the real file)" if table.path == SAMPLE_CSV else ""
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
     commit = f" at {data.commit[:12]}" if data.commit else ""
@@ -83,9 +75,9 @@ def describe_run(
             f"{settings.trainer_engine or settings.strategy}{compression}",
         ),
         *(("hint", hint) for hint in hints_about_devices(path_name, settings, world)),
-        ("files", f"{folder}/"),
+        ("files", f"{record.folder}/"),
     ]
-    return "\n".join([_block(lines), *describe_resume(resume)])
+    return "\n".join([_block(lines), *describe_resume(record.resume)])
 
 
 def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:

@@ -17,6 +17,7 @@ from app.hardware import measure_peak_flops
 from app.metrics.score import load_metrics
 from app.model.identity import ModelIdentity, hash_code
 from app.runs.compatibility import check_compatible
+from app.runs.contents import RunInfo
 from app.runs.folder import refuse_used
 from app.runs.open import open_run
 from app.runs.record import RunRecord
@@ -102,13 +103,21 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
         peak = measure_peak_flops(world.device, settings.precision or "fp32")
-    record = open_run(
-        path_name, settings, data.table, data.split, world, resume, rows_of_step, identity, peak, deepspeed_config
+    info = RunInfo(
+        path_name=path_name,
+        settings=settings,
+        table=data.table,
+        split=data.split,
+        duplicates=data.duplicates,
+        world=world,
+        model=identity,
+        deepspeed_config=deepspeed_config,
     )
+    record = open_run(info, resume, rows_of_step, peak)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
-    world.print_main(describe_run(path_name, settings, data, classifier, record.folder, world, resume) + ranks)
+    world.print_main(describe_run(data, classifier, record) + ranks)
     for line in advise_checkpointing(settings, classifier.model, world.size):
         world.print_main(f"warning: {line}")
     return Preparation(

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from app.data.sampler import BatchPlan
+from app.data.split import count_duplicates
+from app.model.identity import ModelIdentity
+from app.runs.contents import RunInfo
 from app.runs.open import open_run
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
@@ -28,7 +31,16 @@ def new_record(world, tmp_path, review_csv) -> Iterator[Callable[..., tuple[RunR
         places = {"csv": str(review_csv()), "output_dir": str(tmp_path / "run")}
         mine = Settings(**places | SMALL | settings)
         table, split, plan = read_and_split(mine, 1)
-        record = open_run("ddp_loop", mine, table, split, world, resume or Resume(), lambda step: [step])
+        info = RunInfo(
+            path_name="ddp_loop",
+            settings=mine,
+            table=table,
+            split=split,
+            duplicates=count_duplicates(table, split),
+            world=world,
+            model=ModelIdentity(),
+        )
+        record = open_run(info, resume or Resume(), lambda step: [step])
         records.append(record)
         return record, plan
 

@@ -33,11 +33,10 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
         settings=Settings(learning_rate=1e-3, **settings),
         table=table,
         split=split,
+        duplicates={},
         world=fake_world(),
         devices=["cpu"],
-        launchers=[],
         model=ModelIdentity(commit),
-        peak_flops=None,
     )
     return model_card(info, METRICS)
 

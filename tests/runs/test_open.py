@@ -51,11 +51,10 @@ def test_the_peak_is_the_sum_over_the_devices_or_unknown(new_record, monkeypatch
     assert peak_of(known[0], "Some Other GPU") is None
 
 
-def test_a_measured_peak_replaces_the_data_sheet(world, new_record, tmp_path):
+def test_a_measured_peak_replaces_the_data_sheet(new_record, tmp_path):
     record, _ = new_record()
     info = record.info
-    arguments = (info.table, info.split, world, record.resume, record.rows_of_step)
     info.settings.output_dir = str(tmp_path / "measured")
-    measured = open_module.open_run("ddp_loop", info.settings, *arguments, measured_peak_flops=2e11)
+    measured = open_module.open_run(info, record.resume, record.rows_of_step, measured_peak_flops=2e11)
     assert measured.info.peak_flops == 2e11
     assert info.peak_flops is None, "there is no data sheet for this CPU"

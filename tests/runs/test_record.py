@@ -85,11 +85,10 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
         settings=settings,
         table=None,
         split=None,
+        duplicates={},
         world=fake_world(1, 2),
         devices=["cpu"] * 2,
-        launchers=[],
         model=ModelIdentity(),
-        peak_flops=None,
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
     monkeypatch.setattr(manager, "first_failure", lambda problem, world: problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from architectures import write_model
 from transformers import BertConfig
 
+from app.distributed.world import World
 from app.errors import AgreedError
+from app.runs.contents import split_content
 from app.settings import Settings
+from app.training import build as build_module
 from app.training.build import build_data, build_model
+from app.training.prepare import prepare
 
 
 def test_the_model_is_loaded_into_main_memory_whatever_the_device(world, review_csv, tmp_path):
@@ -33,3 +38,23 @@ def test_tokens_without_an_embedding_are_a_mistake(world, review_csv, tmp_path):
     message = f"returns token id {largest}, but its config has vocab_size {largest}: resize"
     with pytest.raises(AgreedError, match=message):
         build_model(settings, data, world)
+
+
+def test_reviews_in_several_parts_are_counted_once_for_all_that_name_them(world, review_csv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    counted = []
+
+    def count(table, split) -> dict[str, int]:
+        counted.append(split)
+        return {"test_in_train": 7, "test_in_validation": 0, "validation_in_train": 0}
+
+    monkeypatch.setattr(build_module, "count_duplicates", count)
+    settings = Settings(csv=str(review_csv()), max_length=32, use_cpu=True, train_batch_size=4)
+    lines: list[str] = []
+    monkeypatch.setattr(World, "print_main", lambda world, line: lines.append(line))
+    record = prepare("ddp_loop", settings, world).record
+    assert split_content(record.info)["duplicates"]["test_in_train"] == 7
+    assert " 7 of " in "\n".join(lines)
+    assert record.lock is not None
+    os.close(record.lock)
+    assert len(counted) == 1
