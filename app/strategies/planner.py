@@ -59,15 +59,30 @@ class RankMemory:
         return self.total - self.in_main_memory(cpu_offload)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What the memory and the traffic of a step depend on besides the model, the strategy and the ranks.
+
+    Attributes:
+        bucket_cap: DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller.
+        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`.
+        find_unused_parameters: `--ddp_find_unused_parameters`.
+        on_gpus: whether NCCL connects the ranks, and not gloo.
+    """
+
+    logical_ranks_per_rank: int = 1
+    accumulation_steps: int = 1
+    bucket_cap: int | None = None
+    comm_hook: str = "no"
+    find_unused_parameters: bool = False
+    on_gpus: bool = False
+
+
 def plan_memory(
     model: PreTrainedModel,
     strategy: str,
     topology: Topology,
-    logical_ranks_per_rank: int = 1,
-    accumulation_steps: int = 1,
-    bucket_cap: int = BUCKET_CAP,
-    comm_hook: str = "no",
-    on_gpus: bool = False,
+    options: StepOptions = StepOptions(),  # it is immutable
 ) -> list[RankMemory]:
     """Return the memory of each rank.
 
@@ -78,21 +93,18 @@ def plan_memory(
 
     Args:
         model: only its shapes are used: the parameters may be on the meta device.
-        bucket_cap: DDP's bucket size, in bytes.
-        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`.
-        on_gpus: whether NCCL connects the ranks, and not gloo.
     """
-    ranks = topology.ranks
+    ranks, comm_hook = topology.ranks, options.comm_hook
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = sum(bytes_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
     complete = sum(map(bytes_of, parameters))
-    n_partial_sums = (logical_ranks_per_rank - 1).bit_length()
-    in_progress = complete if accumulation_steps > 1 else 0
+    n_partial_sums = (options.logical_ranks_per_rank - 1).bit_length()
+    in_progress = complete if options.accumulation_steps > 1 else 0
     if strategy in WRAPPED_IN_DDP:
         element = parameters[0].element_size()
         sent = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else element  # bytes of an element that is exchanged
-        buckets = buckets_in_flight(2 if topology.two_levels else 1, on_gpus) if ranks > 2 else 0
-        received = min(complete, buckets * max(bucket_cap, *map(bytes_of, parameters)))
+        buckets = buckets_in_flight(2 if topology.two_levels else 1, options.on_gpus) if ranks > 2 else 0
+        received = min(complete, buckets * max(options.bucket_cap or BUCKET_CAP, *map(bytes_of, parameters)))
         exchange = received * sent // element
         if comm_hook in DTYPES:  # the rounded copy of every bucket
             exchange += complete * sent // element

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from app.distributed.topology import Topology
-from app.sizes import MIB
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES, MATRIX_RANK, is_compressed, matrix_shape
-from app.strategies.planner import BUCKET_CAP, assign_to_ranks, bytes_of
+from app.strategies.planner import BUCKET_CAP, StepOptions, assign_to_ranks, bytes_of
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
 BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
@@ -81,34 +80,27 @@ def plan_traffic(
     order: Sequence[torch.Tensor],
     strategy: str,
     topology: Topology,
-    logical_ranks_per_rank: int = 1,
-    accumulation_steps: int = 1,
-    bucket_cap_mb: int | None = None,
-    find_unused_parameters: bool = False,
-    on_gpus: bool = False,
-    comm_hook: str = "no",
+    options: StepOptions = StepOptions(),  # noqa: B008  # it is immutable
 ) -> list[Collective]:
     """Return the collectives of a training step, except for the first one, in which DDP has a single bucket.
 
     Args:
         model: only its shapes are used: the parameters may be on the meta device.
         order: the parameters that get a gradient, in the order in which backward() computes them.
-        bucket_cap_mb: `--ddp_bucket_cap_mb`.
-        on_gpus: whether NCCL connects the ranks, and not gloo.
-        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`. PowerSGD is planned for the steps in which it compresses.
+        options: PowerSGD is planned for the steps in which it compresses.
     """
     if strategy in ("zero2", "zero3"):
-        return _sharded(model, order, strategy, topology, logical_ranks_per_rank, accumulation_steps)
-    collectives = _buffers(model)
-    buckets = gradient_buckets(model, order, bucket_cap_mb, find_unused_parameters)
+        return _sharded(model, order, strategy, topology, options)
+    comm_hook, collectives = options.comm_hook, _buffers(model)
+    buckets = gradient_buckets(model, order, options.bucket_cap, options.find_unused_parameters)
     if comm_hook == "power_sgd":
         collectives += _low_rank(list(order))
     else:
         for number, bucket in enumerate(buckets, start=1):
             element = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else bucket[0].element_size()
             elements = sum(parameter.numel() for parameter in bucket)
-            collectives += _average(f"bucket {number}", elements, element, topology, on_gpus)
-    if find_unused_parameters:
+            collectives += _average(f"bucket {number}", elements, element, topology, options.on_gpus)
+    if options.find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
     if strategy == "zero1":
@@ -121,7 +113,7 @@ def plan_traffic(
 
 
 def gradient_buckets(
-    model: PreTrainedModel, order: Sequence[torch.Tensor], bucket_cap_mb: int | None, find_unused_parameters: bool
+    model: PreTrainedModel, order: Sequence[torch.Tensor], bucket_cap: int | None, find_unused_parameters: bool
 ) -> list[list[torch.Tensor]]:
     """Return the parameters of DDP's buckets, in the order in which they are averaged.
 
@@ -129,8 +121,8 @@ def gradient_buckets(
     If it searches for unused parameters, it keeps its first buckets, which are in the reverse order of the model.
     (`Reducer::rebuild_buckets` and `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.)
     """
-    cap = BUCKET_CAP if bucket_cap_mb is None else bucket_cap_mb * MIB
-    first_cap = FIRST_BUCKET_CAP if bucket_cap_mb is None else cap
+    cap = bucket_cap or BUCKET_CAP
+    first_cap = bucket_cap or FIRST_BUCKET_CAP
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ordered: list[torch.Tensor] = list(parameters if find_unused_parameters else order)
     buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
@@ -203,8 +195,7 @@ def _sharded(
     order: Sequence[torch.Tensor],
     strategy: str,
     topology: Topology,
-    logical_ranks_per_rank: int,
-    accumulation_steps: int,
+    options: StepOptions,
 ) -> list[Collective]:
     """Return FSDP2's collectives, with the rows that it adds to make shards equal, and that of the gradient norm.
 
@@ -212,7 +203,7 @@ def _sharded(
     are exchanged once per logical rank.
     """
     ranks = topology.ranks
-    gathers = logical_ranks_per_rank * accumulation_steps * (2 if strategy == "zero3" else 1)
+    gathers = options.logical_ranks_per_rank * options.accumulation_steps * (2 if strategy == "zero3" else 1)
     with_gradient = set(order)
     gathered: list[Collective] = []
     exchanged: list[Collective] = []
@@ -223,7 +214,7 @@ def _sharded(
         gradients = sum(_padded(parameter, ranks) for parameter in group if parameter in with_gradient)
         if size:
             gathered.append(Collective("parameters", what, "all-gather", size, gathers))
-        exchanged += _summed(what, gradients, topology, logical_ranks_per_rank)
+        exchanged += _summed(what, gradients, topology, options.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]
 
 

@@ -20,7 +20,7 @@ from app.model.load import classifier_config, load_tokenizer
 from app.settings import Settings
 from app.sizes import MIB
 from app.strategies.blocks import add_gradients_per_block
-from app.strategies.planner import BUCKET_CAP, RankMemory, bytes_of, plan_memory
+from app.strategies.planner import RankMemory, StepOptions, bytes_of, plan_memory
 from app.strategies.traffic import Collective, plan_traffic
 from app.training.build import read_and_split
 
@@ -57,6 +57,21 @@ class Plan:
         """The complete model, which each rank loads into main memory before the strategy shards it."""
         return sum(map(bytes_of, (*self.model.parameters(), *self.model.buffers())))
 
+    @property
+    def options(self) -> StepOptions:
+        """What the formulas for memory and traffic need of the settings and the batches."""
+        settings, cap = self.settings, self.settings.ddp_bucket_cap_mb
+        # Without the flag, the run would end in its first step and ask for it.
+        unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
+        return StepOptions(
+            logical_ranks_per_rank=self.batches.logical_ranks_per_rank,
+            accumulation_steps=self.batches.accumulation_steps,
+            bucket_cap=None if cap is None else cap * MIB,
+            comm_hook=settings.ddp_comm_hook,
+            find_unused_parameters=settings.ddp_find_unused_parameters or unused,
+            on_gpus=self.device.type == "cuda",
+        )
+
     def at(self, ranks: int | None) -> Topology:
         """Return the topology of another number of ranks, with as many on each node."""
         if ranks is None:
@@ -67,17 +82,7 @@ class Plan:
 
     def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
         """Return the memory of each rank."""
-        cap = self.settings.ddp_bucket_cap_mb
-        return plan_memory(
-            self.model,
-            strategy,
-            self.at(ranks),
-            self.batches.logical_ranks_per_rank,
-            self.batches.accumulation_steps,
-            BUCKET_CAP if cap is None else cap * MIB,
-            self.settings.ddp_comm_hook,
-            self.device.type == "cuda",
-        )
+        return plan_memory(self.model, strategy, self.at(ranks), self.options)
 
     def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
         """Return the memory of the rank that needs most."""
@@ -85,20 +90,7 @@ class Plan:
 
     def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
         """Return the collectives of a training step."""
-        # Without the flag, the run would end in its first step and ask for it.
-        unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
-        return plan_traffic(
-            self.model,
-            self.order,
-            strategy,
-            self.at(ranks),
-            self.batches.logical_ranks_per_rank,
-            self.batches.accumulation_steps,
-            self.settings.ddp_bucket_cap_mb,
-            self.settings.ddp_find_unused_parameters or unused,
-            self.device.type == "cuda",
-            self.settings.ddp_comm_hook,
-        )
+        return plan_traffic(self.model, self.order, strategy, self.at(ranks), self.options)
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:

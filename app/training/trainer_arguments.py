@@ -11,7 +11,7 @@ from app.strategies.trainer_fsdp import fsdp_config
 from app.training.prepare import Preparation
 
 
-class Arguments(TrainingArguments):
+class TrainingArgumentsWithoutPlacement(TrainingArguments):
     """Trainer's arguments, except that the strategy places the model on the device."""
 
     @property
@@ -23,7 +23,7 @@ class Arguments(TrainingArguments):
 def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
     """Convert the settings to Trainer's arguments."""
     settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
-    return Arguments(
+    return TrainingArgumentsWithoutPlacement(
         output_dir=str(prepared.record.folder),
         per_device_train_batch_size=plan.micro_size,
         per_device_eval_batch_size=settings.eval_batch_size,

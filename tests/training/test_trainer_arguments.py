@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
-from app.training.trainer_arguments import Arguments
+from app.training.trainer_arguments import TrainingArgumentsWithoutPlacement
 
 
-@pytest.mark.parametrize(("arguments", "moves"), [(TrainingArguments, 1), (Arguments, 0)])
+@pytest.mark.parametrize(("arguments", "moves"), [(TrainingArguments, 1), (TrainingArgumentsWithoutPlacement, 0)])
 def test_trainer_leaves_the_model_where_it_is(monkeypatch, tmp_path, arguments, moves):
     """Under `zero2` and `zero3` the complete model need not fit on the device."""
     moved = []
