@@ -21,8 +21,7 @@ from app.model.activations import Activations
 from app.settings import STRATEGIES, Settings
 from app.sizes import mib, parse_size
 from app.strategies.blocks import sharded_groups
-from app.strategies.planner import bytes_of
-from app.training.console import advise_checkpointing
+from app.strategies.planner import advise_checkpointing, bytes_of
 from app.training.plan import Plan, build_plan
 from app.training.plan_fits import (
     VARIANTS,

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app.distributed.topology import Topology
-from app.settings import WRAPPED_IN_DDP
+from app.settings import WRAPPED_IN_DDP, Settings
 from app.strategies.blocks import sharded_groups
 from app.strategies.compression import DTYPES
 from app.strategies.reduction import buckets_in_flight
@@ -134,6 +134,20 @@ def plan_memory(
 def gathered_after_forward(model: PreTrainedModel, strategy: str) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
     return sum(map(bytes_of, model.parameters())) if strategy == "zero2" else 0
+
+
+def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
+    """Return at most one line: what keeps ZeRO-3 from saving memory, and what to do about it."""
+    is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
+    if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
+        return []
+    if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
+        return []
+    flag = "--fsdp" if settings.fsdp else "--strategy zero3"
+    return [
+        f"{flag} with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the "
+        "forward to the backward pass: --activation_checkpointing avoids it"
+    ]
 
 
 def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:

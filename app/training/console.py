@@ -6,15 +6,16 @@ import os
 import shlex
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import datasets
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from app.data.csv_table import describe_dropped
 from app.data.split import describe_duplicates
 from app.distributed.collectives import all_gather_object
+from app.distributed.processes import divides_batch
 from app.distributed.world import World
 from app.errors import escape_control_characters
 from app.metrics.score import Scores
@@ -81,10 +82,18 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
 
 
 def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:
-    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set."""
+    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set.
+
+    Args:
+        settings: with the number of logical ranks filled in.
+    """
     if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
-        command = f"torchrun --standalone --nproc_per_node={gpus} -m app.{path_name}"
-        return [f"1 of {gpus} GPUs is used; {command} uses all"]
+        # One logical rank is the default of one rank, and not a limit for more of them.
+        free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
+        usable = next(n for n in range(gpus, 0, -1) if divides_batch(free, n))
+        if usable > 1:
+            command = f"torchrun --standalone --nproc_per_node={usable} -m app.{path_name}"
+            return [f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}"]
     if world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
         return ["the CPU is used: Apple's GPUs have neither fp64 nor communication between processes"]
     return []
@@ -111,20 +120,6 @@ def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
     lines = [(f"rank {rank}", text) for rank, text in enumerate(ranks)]
     mixed = describe_mixed(arithmetic)
     return "\n" + _block(lines + ([("warning", mixed)] if mixed else []))
-
-
-def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
-    """Return at most one line: what keeps ZeRO-3 from saving memory, and what to do about it."""
-    is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
-    if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
-        return []
-    if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
-        return []
-    flag = "--fsdp" if settings.fsdp else "--strategy zero3"
-    return [
-        f"{flag} with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the "
-        "forward to the backward pass: --activation_checkpointing avoids it"
-    ]
 
 
 def describe_result(scores: Scores, record: RunRecord) -> str:

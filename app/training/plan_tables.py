@@ -10,8 +10,8 @@ from app.markdown import markdown_table
 from app.model.activations import Activations
 from app.settings import STRATEGIES
 from app.sizes import mib
+from app.strategies.planner import advise_checkpointing
 from app.strategies.traffic import Collective
-from app.training.console import advise_checkpointing
 from app.training.plan import Plan
 from app.training.plan_fits import (
     VARIANTS,

@@ -24,9 +24,10 @@ from app.runs.record import RunRecord
 from app.runs.resume import Resume, find_resume, restore_settings
 from app.settings import Settings
 from app.strategies.base import Strategy
+from app.strategies.planner import advise_checkpointing
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
-from app.training.console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
+from app.training.console import describe_ranks, describe_run, quiet_libraries
 from app.training.deepspeed_config import Config, changes_of_config, check_engine, complete_config, read_config
 from app.training.optim import default_learning_rate
 from app.training.profiling import StepProfiler
