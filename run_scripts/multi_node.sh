@@ -40,7 +40,7 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME} # with = i
 endpoint=$MASTER_ADDR:$MASTER_PORT
 if [[ $MASTER_ADDR == *:* ]]; then endpoint=[$MASTER_ADDR]:$MASTER_PORT; fi # IPv6
 
-processes=$(python -m app.distributed.launcher "${@:3}") || exit 2
+processes=$(python -m app.nproc_per_node "${@:3}") || exit 2
 
 case $1 in
   static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;

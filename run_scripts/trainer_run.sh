@@ -8,5 +8,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash run_scripts/setup.sh
 # torchrun's own --nproc_per_node=gpu fails without GPUs.
-processes=$(.venv/bin/python -m app.distributed.launcher "$@") || exit 2
+processes=$(.venv/bin/python -m app.nproc_per_node "$@") || exit 2
 exec .venv/bin/torchrun --standalone --nproc_per_node="$processes" -m app.trainer_run "$@"

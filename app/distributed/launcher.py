@@ -6,15 +6,10 @@
 
 The job never outlives the `with` block: whatever ends the block (an exception, Ctrl-C, SIGTERM, SIGHUP) ends all of the
 job's processes.
-
-As a program, print the default number of processes for the training flags that follow (the run scripts use it):
-
-    python -m app.distributed.launcher --use_cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import signal
@@ -30,10 +25,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from app.distributed.processes import COUNTS, CPU_PROCESSES, resolve_nproc_per_node
-from app.errors import UserError
+from app.distributed.processes import CPU_PROCESSES
 from app.interrupts import as_interrupt
-from app.settings import REPOSITORY, Settings
+from app.settings import REPOSITORY
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
 JOB_VARIABLE = "SAMEBITS_JOB"
@@ -239,28 +233,3 @@ def _ignore_signals(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def main() -> None:
-    """Print how many processes the run scripts start: NPROC_PER_NODE, by default `auto`.
-
-    Only flags that determine the number are read here: the job checks them, and all others.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
-    for name in COUNTS:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
-    nodes = os.environ.get("NNODES", "1").rpartition(":")[2]  # of a range such as 1:2, the largest number
-    try:
-        arguments, _ = parser.parse_known_args()
-        given = {name: value for name in COUNTS if (value := getattr(arguments, name)) is not None}
-        settings = Settings(use_cpu=arguments.use_cpu.lower() in ("true", "t", "yes", "y", "1"), **given)
-        requested = os.environ.get("NPROC_PER_NODE") or "auto"
-        print(resolve_nproc_per_node(requested, settings, int(nodes) if nodes.isdecimal() else 1))
-    except (UserError, argparse.ArgumentError) as problem:
-        print(f"error: {str(problem).replace('--nproc_per_node', 'NPROC_PER_NODE')}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,6 @@ from app.hardware import unusable_accelerator
 from app.settings import Settings
 
 CPU_PROCESSES = 2
-# The settings that determine among how many processes a batch can be divided.
-COUNTS = ("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "logical_ranks")
 
 
 def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
@@ -21,7 +19,7 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     In that case, a line on standard error says so.
 
     Args:
-        settings: those of `COUNTS`, and `use_cpu`.
+        settings: those of the batch, `logical_ranks` and `use_cpu`.
         nodes: the number of nodes, each of which starts as many processes.
 
     Raises:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from app.distributed import launcher, process_group
+from app import nproc_per_node
+from app.distributed import process_group
 from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
 from app.distributed.world import World
 from app.errors import UserError
@@ -76,23 +78,28 @@ def test_the_line_about_fewer_processes_names_the_accumulation_steps(machine, ca
         (["--use_cpu"], "1", "2"),
         (["--max_steps", "3", "--use-cpu=true"], "1", "2"),
         (["--seed=1"], "1", "4"),
+        (["--config", "48.yaml"], "1", "6"),
+        (["--config=48.yaml", "--train_batch_size=32"], "1", "4"),
+        (["--train_batch_size=48", "--help"], "1", "4"),
     ],
 )
-def test_the_run_scripts_start_as_many_processes(machine, monkeypatch, capsys, flags, nodes, expected):
+def test_the_run_scripts_start_as_many_processes(machine, monkeypatch, tmp_path, capsys, flags, nodes, expected):
     machine(6)
-    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "48.yaml").write_text("train_batch_size: 48\n")
+    monkeypatch.setattr(sys, "argv", ["nproc_per_node", *flags])
     monkeypatch.setenv("NNODES", nodes)
     if nodes == "1:4":
         flags[1] = "96"
-    launcher.main()
+    nproc_per_node.main()
     assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize("flags", [["--train_batch_size=x"], ["--train_batch_size=0"], ["--train_batch_size"]])
 def test_a_mistake_in_these_flags_is_one_line(machine, monkeypatch, capsys, flags):
-    monkeypatch.setattr(sys, "argv", ["launcher", *flags])
+    monkeypatch.setattr(sys, "argv", ["nproc_per_node", *flags])
     with pytest.raises(SystemExit, match="2"):
-        launcher.main()
+        nproc_per_node.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert "--train_batch_size" in line
@@ -138,13 +145,17 @@ def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(mach
 
 
 def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
-    def hints(device: str, size: int = 1, **changes: bool) -> list[str]:
+    def hints(device: str, size: int = 1, **changes: Any) -> list[str]:
         world = World(0, size, 0, size, torch.device(device), HashStore(), timedelta(seconds=1))
         return hints_about_devices("ddp_loop", Settings(**changes), world)
 
     machine(8)
     command = "torchrun --standalone --nproc_per_node=8 -m app.ddp_loop"
     assert hints("cuda:0") == [f"1 of 8 GPUs is used; {command} uses all"]
+    assert hints("cuda:0", logical_ranks=1) == hints("cuda:0"), "the default of one rank"
+    assert hints("cuda:0", logical_ranks=4) == [f"1 of 8 GPUs is used; {command.replace('8', '4')} uses 4"]
+    assert hints("cuda:0", train_batch_size=3) == [f"1 of 8 GPUs is used; {command.replace('8', '3')} uses 3"]
+    assert hints("cuda:0", train_batch_size=8, gradient_accumulation_steps=8) == []
     assert hints("cuda:0", size=2) == hints("cpu", use_cpu=True) == []
     machine(1)
     assert hints("cuda:0") == []
