@@ -38,6 +38,7 @@ from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.model.inputs import to_device
 from app.model.precision import mixed_precision
+from app.progress import hides_progress
 from app.settings import TRAINER_ENGINES, Settings
 from app.strategies.loss_scale import LossScale
 from app.training.console import describe_result
@@ -111,7 +112,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         total=plan.total_steps,
         initial=step,
         unit=" steps",
-        disable=settings.disable_tqdm or not world.is_main_process or None,  # None: unless it is a terminal
+        disable=hides_progress(settings.disable_tqdm, world.is_main_process),
     )
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         # 3. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.

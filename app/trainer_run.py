@@ -8,7 +8,6 @@ The docstring of each overridden method explains what would differ without it. E
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.model.inputs import to_device
 from app.model.precision import mixed_precision
+from app.progress import hides_progress
 from app.settings import Settings
 from app.strategies.deepspeed_engine import DeepSpeed, complete
 from app.strategies.loss_scale import LossScale
@@ -92,7 +92,7 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     assert trainer.model_accepts_loss_kwargs is False
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    if not prepared.settings.disable_tqdm and sys.stderr.isatty():
+    if not hides_progress(prepared.settings.disable_tqdm, world.is_main_process):
         trainer.add_callback(QuietProgressCallback)
     train(trainer, prepared, world)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)

@@ -17,6 +17,7 @@ from app.bench.links.namespaces import NamespacesUnavailable
 from app.bench.links.shaped_link import Link, ShapedLink, shaped_link
 from app.bench.task_job import TaskJob, task_job
 from app.hardware import usable_cores
+from app.progress import hides_progress
 
 MODES = ("strong", "weak")
 FIT_RANKS = 2  # the fit sees no more than two ranks
@@ -145,7 +146,7 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
         if link is not None:
             nodes = stack.enter_context(task_job(plan.size, 1, plan.threads, folder / "nodes.log", link.names))
         jobs = Jobs(local, nodes, link)
-        for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=None):
+        for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=hides_progress()):
             job.connect()
         yield jobs
         for job in jobs.everything:
@@ -164,7 +165,7 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     keys += ["link"] if jobs.nodes is not None else []
     keys += configurations
     rounds: list[Round] = []
-    with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=None) as bar:
+    with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=hides_progress()) as bar:
         for number in range(plan.rounds):
             rounds.append({})
             for key in keys if number % 2 == 0 else reversed(keys):

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from app.errors import OneLineError, UserError, escape_control_characters, escape_unencodable_output
 from app.files import staging_folder
 from app.interrupts import as_interrupt
+from app.progress import hides_progress
 from app.settings import DOWNLOADED_CSV
 
 URL = (
@@ -126,9 +127,8 @@ def _fetch(url: str) -> Iterator[bytes]:
         DownloadError: The server cannot be reached or reports an error, or the content is too long or incomplete.
     """
     request = urllib.request.Request(url, headers={"User-Agent": "app.data.download"})
-    # disable=None: no progress bar unless standard error is a terminal. It is complete before the request, because a
-    # signal in its constructor would print a traceback.
-    progress = tqdm(unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=None)
+    # It is complete before the request, because a signal in its constructor would print a traceback.
+    progress = tqdm(unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=hides_progress())
     try:
         with progress, urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             length = response.headers.get("Content-Length", "")

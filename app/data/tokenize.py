@@ -20,6 +20,7 @@ from app.distributed.collectives import local_main_process_first
 from app.distributed.world import World
 from app.errors import UserError
 from app.files import staging_folder
+from app.progress import hides_progress
 
 FILE_VERSION = 2  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once
@@ -61,7 +62,8 @@ def tokenize(
         if world.local_rank == 0 and not _is_intact(path, key):
             if path.exists():
                 world.print_main(f"{path}: damaged; tokenizing again")
-            _write(path, key, table, tokenizer, max_length, hide_bar=disable_tqdm or not world.is_main_process)
+            hide_bar = hides_progress(disable_tqdm, world.is_main_process)
+            _write(path, key, table, tokenizer, max_length, hide_bar=hide_bar)
         try:
             return Dataset.from_file(str(path))
         except (OSError, ValueError) as problem:
@@ -197,7 +199,7 @@ def _tokenize(
             "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
         }
 
-    with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar or None) as bar:
+    with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar:
         return labels.map(  # its own progress bar is disabled by quiet_libraries
             tokenize_chunk,
             with_indices=True,

@@ -33,6 +33,7 @@ from app.experiments.ablation_variants import Variant, build_variants, plan_vari
 from app.model.hub import resolve_commit
 from app.model.load import load_classifier
 from app.model.precision import mixed_precision
+from app.progress import hides_progress
 from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.training.build import ReviewData, build_data
@@ -60,7 +61,9 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {name: [] for name in variants}
     with join(settings) as world:
         quiet_libraries(world)
-        progress = tqdm(total=seeds * (len(variants) + 1), unit=" trainings", disable=settings.disable_tqdm or None)
+        progress = tqdm(
+            total=seeds * (len(variants) + 1), unit=" trainings", disable=hides_progress(settings.disable_tqdm)
+        )
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
             data = build_variant_data(seeded, Variant(), world)

@@ -17,6 +17,7 @@ from app.data.sampler import plan_batches
 from app.ddp_loop import evaluate
 from app.distributed.world import World
 from app.errors import UserError
+from app.progress import hides_progress
 from app.settings import Settings
 from app.training.build import ReviewData, build_data, build_model
 from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
@@ -91,8 +92,8 @@ def measure_hooks(
     sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
     gc.collect()
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
-    hide_bar = settings.disable_tqdm or not world.is_main_process
-    with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar or None, leave=False) as bar:
+    hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
+    with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
             data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():

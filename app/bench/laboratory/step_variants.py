@@ -132,8 +132,8 @@ def compare(
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
         calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
-    hide_bar = next(iter(variants.values())).settings.disable_tqdm
-    taken = time_calls(calls, seconds, world, hide_bar)
+    disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
+    taken = time_calls(calls, seconds, world, disable_tqdm)
     return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from app.distributed.collectives import all_gather_object, barrier, wait_for_device
 from app.distributed.world import World
+from app.progress import hides_progress
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -21,7 +22,7 @@ MOST_CALLS = 100  # per round
 
 
 def time_calls(
-    calls: Mapping[Key, Callable[[], object]], seconds_per_call: float, world: World, hide_bar: bool = False
+    calls: Mapping[Key, Callable[[], object]], seconds_per_call: float, world: World, disable_tqdm: bool = False
 ) -> dict[Key, list[float]]:
     """Time calls in rounds. Collective.
 
@@ -36,7 +37,8 @@ def time_calls(
     Returns:
         For each call, the seconds that it takes on the slowest rank, in each round.
     """
-    with tqdm(desc="timing", unit=" calls", disable=hide_bar or not world.is_main_process or None, leave=False) as bar:
+    hide_bar = hides_progress(disable_tqdm, world.is_main_process)
+    with tqdm(desc="timing", unit=" calls", disable=hide_bar, leave=False) as bar:
         bar.total = len(calls) * (ROUNDS + 1)
         estimates = {}
         for key, call in calls.items():

@@ -33,6 +33,7 @@ from app.data.sampler import plan_batches
 from app.distributed.collectives import all_gather_object, raise_on_all_ranks
 from app.distributed.topology import Topology
 from app.distributed.world import World
+from app.progress import hides_progress
 from app.settings import Settings
 from app.training.build import ReviewData, build_data
 from app.training.console import quiet_libraries
@@ -204,8 +205,8 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
     names = models(settings)
-    hide_bar = settings.disable_tqdm or not world.is_main_process
-    for model in tqdm(names, "profiling", leave=False, disable=hide_bar or None):
+    hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
+    for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
         bench = distribute(settings, data, build_named(model, settings, data, world), world)
         optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
         train = partial(

@@ -22,7 +22,7 @@ def test_short_calls_are_repeated_and_long_ones_are_timed_in_fewer_rounds(world,
 
     monkeypatch.setattr(timing, "time_repeated", pretend)
     calls = {name: (lambda name=name: name) for name in takes}
-    taken = time_calls(calls, seconds_per_call=1.0, world=world, hide_bar=True)
+    taken = time_calls(calls, seconds_per_call=1.0, world=world, disable_tqdm=True)
     assert taken == {"short": [1e-6] * ROUNDS, "middle": [0.05] * ROUNDS, "long": [100.0] * FEWEST_ROUNDS}
     assert timed[:3] == [(name, 1) for name in takes], "one call of each to estimate its time"
     repetitions = {"short": MOST_CALLS, "middle": 2, "long": 1}
