@@ -11,20 +11,12 @@ from app.errors import shorten
 from app.hardware import KERNELS_FROM_ENVIRONMENT
 from app.model.identity import changed_keys
 from app.runs.reader import Run
-from app.settings import DataSettings, ModelSettings, Settings
+from app.runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
+from app.settings import TINY, DataSettings, ModelSettings, Settings
 
-# They do not describe the training: names, processes, and settings of output and measurements.
-NO_SETTINGS = {"path", "output_dir", "cache_dir", "launchers", "resume_from_checkpoint"}
-NO_SETTINGS |= {"logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"}
-# They do not change the results of training, or another entry records their effect: `csv` is in the split's
-# fingerprint, `use_cpu` in the devices, `bf16` in the precision, the batch size per device in the global one.
-WITHOUT_EFFECT = {"csv", "use_cpu", "bf16", "per_device_train_batch_size", "revision", "trust_remote_code"}
-WITHOUT_EFFECT |= {"strategy", "wrapper", "activation_checkpointing"}
-WITHOUT_EFFECT |= {"ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"}
-WITHOUT_EFFECT |= {"save_strategy", "save_steps", "save_total_limit", "on_save_failure"}
-# They affect which weights are kept, and how the test rows are evaluated, but no step.
-AFTER_THE_STEPS = {"load_best_model_at_end", "eval_batch_size"}
-OF_THE_BEST_WEIGHTS = {"metric_for_best_model", "eval_strategy", "eval_steps"}
+# The keys of settings.json that do not describe the training.
+NO_SETTINGS = {"path", "launchers", *OUTPUT}
+NEVER_A_CAUSE = {*NO_SETTINGS, "wrapper", *STATED_ELSEWHERE, *WITHOUT_EFFECT}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU"}
 # What the files of a local model determine, besides the weights. A commit on the Hub determines all of it.
@@ -107,11 +99,11 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
         steps_differ: whether a loss or gradient norm differs, which no setting of the evaluation explains.
     """
     flat_a, flat_b = (_comparable(run) for run in (a, b))
-    without_effect = NO_SETTINGS | WITHOUT_EFFECT
+    without_effect = set(NEVER_A_CAUSE)
     if steps_differ:
-        without_effect |= AFTER_THE_STEPS
+        without_effect.update(AFTER_THE_STEPS)
     if steps_differ or not (flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")):
-        without_effect |= OF_THE_BEST_WEIGHTS
+        without_effect.update(BEST_WEIGHTS)
     if not any(map(_used_gpus, (a, b))):
         without_effect |= {"deterministic", "cpu_offload"}
     if None not in (flat_a.get("deepspeed"), flat_b.get("deepspeed")):
@@ -121,10 +113,20 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
     keys = [*FIRST, *(key for key in flat_a if key not in FIRST)]
     pairs = {key: (flat_a[key], flat_b[key]) for key in keys if key in flat_a and key in flat_b}
     causes = [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
-    if not any(cause.key in OF_MODEL_CONTENT for cause in causes):
-        causes += _differences_in_model_content(a, b)
-    # Commits of this program are meant not to change results: another one is suspected only if nothing else differs.
-    return [cause for cause in causes if cause.key != "git_commit"] or causes
+    commit_only = [cause for cause in causes if cause.key == "git_commit"]
+    path_only: list[Difference] = []
+    if _recorded_folder_content(a) and _recorded_folder_content(b):
+        path_only = [cause for cause in causes if cause.key == "model"]
+    others = [cause for cause in causes if cause not in commit_only and cause not in path_only]
+    contents = _differences_in_model_content(a, b)
+    content_settings = {cause.key for cause in others} & OF_MODEL_CONTENT
+    if not content_settings:
+        others += contents
+    elif "dropout" not in content_settings and any(content.key == "model_config" for content in contents):
+        others += path_only  # of the settings, only dropout changes the config: it is another model
+    # A model's path is suspected only if nothing else differs: equal content may have other weights, which are not
+    # recorded. So is another commit of this program, which is meant not to change results.
+    return others or path_only or commit_only
 
 
 def remedy(a: Run, b: Run, differences: Sequence[Difference], gpus: bool) -> str:
@@ -204,6 +206,12 @@ def _differences_in_model_content(a: Run, b: Run) -> list[Difference]:
         if changed_keys(before, now) if key == "model_config" else before != now:
             found.append(Difference(key, (before, now)))
     return found
+
+
+def _recorded_folder_content(run: Run) -> bool:
+    """Return whether the model was a local folder whose content the run recorded."""
+    is_folder = run.settings.get("model") != TINY and run.settings.get("model_commit") is None
+    return is_folder and None not in (run.settings.get("model_config"), run.settings.get("tokens_sha256"))
 
 
 def _comparable(run: Run) -> dict[str, Any]:

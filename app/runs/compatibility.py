@@ -11,37 +11,14 @@ from app.errors import UserError
 from app.model.identity import ModelIdentity, differences_of_configs
 from app.runs.resume import Resume
 from app.runs.schema import LOGS
+from app.runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
 from app.settings import TINY, Settings
 
-# Every setting is in one of these groups (a test requires it). Those of the first must be equal.
-MUST_BE_EQUAL = (
-    *("max_length", "dropout", "train_batch_size", "logical_ranks", "learning_rate", "lr_scheduler_type"),
-    *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("train_sampling_strategy", "seed", "precision", "ddp_comm_hook", "deterministic", "load_best_model_at_end"),
-)
-# These are compared in another form.
-COMPARED_AS = {
-    "split fingerprint": ("csv", "text_column", "label_column", "test_size", "validation_size"),
-    "model": ("model", "revision", "trust_remote_code"),  # its content or commit
-    "total steps": ("num_train_epochs", "max_steps"),
-    "precision": ("bf16",),
-    "train_batch_size": ("per_device_train_batch_size",),  # the resolved global batch size
-}
-# Another value changes rounding or dropout masks from the checkpoint on: `Resume.changes` announces it.
-ANNOUNCED = (
-    *("gradient_accumulation_steps", "eval_batch_size", "threads", "use_cpu", "cpu_offload", "deepspeed", "fsdp"),
-)
-# These affect neither weights nor predictions. `strategy` and the others that say how ranks share the work do not
-# affect a single bit; how often a run evaluates, saves and logs is visible in its files.
-WITHOUT_EFFECT = (
-    *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
-    *("eval_strategy", "eval_steps", "metric_for_best_model"),  # without --load_best_model_at_end: see below
-    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "resume_from_checkpoint"),
-    *("cache_dir", "output_dir", "logging_steps", "disable_tqdm", "dry_run", "profile", "measure_peak_flops"),
-)
-# These decide which weights are the best. eval_batch_size affects the rounding of the scores, and with it the choice
-# between two that are nearly equal.
-BEST_SETTINGS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
+# `Resume.changes` announces another value of `setting_effects.ROUNDING`.
+MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
+# With --load_best_model_at_end. The batch size affects the rounding of the scores, and with it the choice between two
+# that are nearly equal.
+BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
 
 
 def check_compatible(

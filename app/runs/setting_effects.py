@@ -1,0 +1,41 @@
+"""How each setting affects the results of a run. Resuming and comparing runs both follow from these groups.
+
+Each setting is in exactly one of them; a test requires it.
+"""
+
+from __future__ import annotations
+
+# Every step depends on them.
+EVERY_STEP = (
+    *("max_length", "dropout", "train_batch_size", "logical_ranks", "learning_rate", "lr_scheduler_type"),
+    *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("train_sampling_strategy", "seed", "precision", "ddp_comm_hook", "deterministic"),
+)
+# They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
+CHOICES = (
+    *("text_column", "label_column", "test_size", "validation_size"),
+    *("model", "num_train_epochs", "max_steps"),
+)
+# Another recorded value states their effect: the split's fingerprint, the model's commit or content, the precision, the
+# global batch size, the devices.
+STATED_ELSEWHERE = ("csv", "revision", "trust_remote_code", "bf16", "per_device_train_batch_size", "use_cpu")
+# Another value changes rounding or dropout masks from the step on at which a run is resumed with it.
+ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "deepspeed", "fsdp")
+# They affect which weights are kept and how rows are evaluated, but no step.
+AFTER_THE_STEPS = ("load_best_model_at_end", "eval_batch_size")
+# They decide which weights are the best, and matter only if a run finishes with those.
+BEST_WEIGHTS = ("metric_for_best_model", "eval_strategy", "eval_steps")
+# How the ranks share the work, and when checkpoints are saved: not a single bit of the results depends on it.
+WITHOUT_EFFECT = (
+    *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
+    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure"),
+)
+# They do not describe the training at all: names of folders, and settings of output and measurements.
+OUTPUT = (
+    *("output_dir", "cache_dir", "resume_from_checkpoint", "logging_steps", "disable_tqdm"),
+    *("dry_run", "profile", "measure_peak_flops"),
+)
+GROUPS = (
+    *(EVERY_STEP, CHOICES, STATED_ELSEWHERE, ROUNDING),
+    *(AFTER_THE_STEPS, BEST_WEIGHTS, WITHOUT_EFFECT, OUTPUT),
+)
