@@ -211,7 +211,7 @@ def run_many(
     runs: Mapping[str, TrainingRun],
     ranks: int = 2,
     limit: float = 600,
-    fake_gpu_nodes: int = 0,
+    fake_gpus: bool = False,
     job_flags: Sequence[str] = (),
     **environment: str,
 ) -> dict[str, Outcome]:
@@ -222,13 +222,14 @@ def run_many(
         runs: the runs, by name.
         ranks: processes, or 0 for plain Python.
         limit: seconds for all of them together.
-        fake_gpu_nodes: use fake GPUs (see `tests/fake_cuda/README.md`), on so many machines; 0 for CPUs.
+        fake_gpus: use fake GPUs (see `tests/fake_cuda/README.md`) instead of CPUs.
         job_flags: what all runs of a process share, such as `--deterministic`; each run needs it as well.
+        environment: variables of the job, such as RANKS_PER_NODE, which divides the ranks among several nodes.
 
     Returns:
         The outcome of each run, by name.
     """
-    device = [] if fake_gpu_nodes else ["--use_cpu"]
+    device = [] if fake_gpus else ["--use_cpu"]
     common = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
     content = {}
     for name, run in runs.items():
@@ -240,8 +241,8 @@ def run_many(
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))
     command: list[Any] = [MANY_RUNS, *device, *job_flags, "--threads=1", "--ddp_timeout=120"]
-    if fake_gpu_nodes:
-        command = [ON_FAKE_GPUS, "--nodes", fake_gpu_nodes, *command]
+    if fake_gpus:
+        command = [ON_FAKE_GPUS, *command]
     variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
     with Job(*map(str, command), cwd=folder, ranks=ranks, **variables, **environment) as job:
         done = job.finish(limit)

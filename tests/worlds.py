@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -61,13 +60,6 @@ def process_group_of(rank: int, size: int, inside: int | None = None) -> Iterato
     finally:
         ENDED.append(dist.group.WORLD)
         dist.destroy_process_group()
-
-
-def divide_among_nodes() -> None:
-    """Let a torchrun job's ranks be on several nodes, with RANKS_PER_NODE ranks each, if that variable is set."""
-    inside = int(os.environ.get("RANKS_PER_NODE", "0"))
-    if inside:
-        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(int(os.environ["RANK"]) % inside), str(inside)
 
 
 def batch_plan(ranks: int = 1, logical_ranks: int | None = None, accumulation: int = 1) -> BatchPlan:

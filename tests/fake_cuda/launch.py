@@ -1,10 +1,10 @@
 """Run a program on fake GPUs. torchrun starts this script, and this script starts the program:
 
     torchrun --nproc_per_node=2 tests/fake_cuda/launch.py app.ddp_loop --max_steps 3
-    torchrun --nproc_per_node=4 tests/fake_cuda/launch.py --nodes 2 --report folder app.ddp_loop --max_steps 3
+    RANKS_PER_NODE=2 torchrun --nproc_per_node=4 tests/fake_cuda/launch.py --report folder app.ddp_loop --max_steps 3
 
 The program is a module's name or a script's path; its flags follow. Rank 0 prints the report, or, with --report, each
-rank writes one into a folder. --nodes simulates several machines.
+rank writes one into a folder. With RANKS_PER_NODE, the ranks are divided among several simulated machines.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ TESTS = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=1, help="number of simulated machines")
     parser.add_argument("--report", type=Path, help="folder for report-<rank>.json")
     parser.add_argument("program", help="a module's name, or the path of a script, which ends in .py")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    divide_into_nodes(options.nodes)
     is_script = options.program.endswith(".py")
     # The first entry is the folder of this file.
     sys.path[:1] = [str(TESTS), str(Path(options.program).resolve().parent if is_script else Path.cwd())]
+    from nodes import divide_among_nodes
+
+    divide_among_nodes()  # before the number of fake GPUs is derived from it
     sys.argv = [options.program, *options.flags]
     with fake_gpus(options.report):
         if is_script:
@@ -58,17 +59,6 @@ def fake_gpus(report: Path | None) -> AbstractContextManager[Any]:
     patches.install()
     report_at_exit(report)
     return OnFakeCuda()
-
-
-def divide_into_nodes(nodes: int) -> None:
-    """Change torchrun's variables so that the ranks are on several nodes, equally many on each."""
-    if nodes == 1:
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_size, rest = divmod(size, nodes)
-    assert rest == 0, f"{size} ranks on {nodes} nodes"
-    variables = {"LOCAL_WORLD_SIZE": local_size, "LOCAL_RANK": rank % local_size, "GROUP_RANK": rank // local_size}
-    os.environ |= {name: str(number) for name, number in (variables | {"GROUP_WORLD_SIZE": nodes}).items()}
 
 
 def report_at_exit(folder: Path | None) -> None:

@@ -8,8 +8,8 @@ import os
 from itertools import product
 from pathlib import Path
 
+from nodes import divide_among_nodes
 from traffic import Step
-from worlds import divide_among_nodes
 
 from app.cli import launch
 from app.distributed.collectives import all_gather_object

@@ -21,8 +21,8 @@ from unittest.mock import patch
 import architectures  # noqa: F401  (registers its models with transformers)
 from fake_cuda.report import REPORT
 from mutations import MUTATIONS
+from nodes import divide_among_nodes
 from torch.nn.parallel import DistributedDataParallel
-from worlds import divide_among_nodes
 
 import app.ddp_loop
 import app.trainer_run

@@ -160,8 +160,8 @@ class Jobs:
         self.folder = folder
         self.outcomes: dict[str, Outcome] = {}
 
-    def train(self, runs: Mapping[str, TrainingRun], nodes: int = 1, **options: Any) -> None:
-        self.outcomes |= run_many(self.folder, runs, fake_gpu_nodes=nodes, **options)
+    def train(self, runs: Mapping[str, TrainingRun], **options: Any) -> None:
+        self.outcomes |= run_many(self.folder, runs, fake_gpus=True, **options)
 
 
 def buggy(bugs: Mapping[str, tuple[TrainingRun, str]]) -> dict[str, TrainingRun]:
@@ -209,7 +209,7 @@ def four_ranks(two_ranks) -> Jobs:
 
 @pytest.fixture(scope="module")
 def two_nodes(two_ranks) -> Jobs:
-    two_ranks.train(TWO_NODES, ranks=4, nodes=2)
+    two_ranks.train(TWO_NODES, ranks=4, RANKS_PER_NODE="2")
     return two_ranks
 
 
