@@ -41,9 +41,17 @@ def commit(staging: Path, path: Path) -> None:
     for entry in (*staging.rglob("*"), staging):
         flush(entry)
     if staging.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # os.replace cannot replace a folder that is not empty
+        remove(path)  # os.replace cannot replace a folder that is not empty, nor a link by a folder
     os.replace(staging, path)
     flush(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder if there is one. Of a link, remove only the link, not what it links to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

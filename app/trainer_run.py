@@ -8,7 +8,11 @@ The docstring of each overridden method explains what would differ without it. E
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,10 +32,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from app.checkpoint.deepspeed_state import DeepSpeedState
-from app.checkpoint.state import TrainingState, load_weights
+from app.checkpoint.state import TrainingState, load_weights, unreadable
 from app.cli import launch
 from app.data.loaders import EvalSet
-from app.distributed.collectives import broadcast_buffers, gather_rows
+from app.distributed.collectives import broadcast_buffers, gather_rows, raise_on_all_ranks
 from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -113,7 +117,8 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
         load_weights(prepared.model, checkpoint, world)  # DeepSpeed's engine copies them when it is created
     if not all_steps_are_done:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with own_counters(checkpoint, world) as folder:
+            trainer.train(resume_from_checkpoint=folder)
         assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
         if trainer.state.global_step < total_steps:
             raise prepared.record.preempted(trainer.state.global_step)
@@ -126,6 +131,27 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
         with complete(prepared.model.parameters(), write=True):
             prepared.record.load_best(prepared.model)
+
+
+@contextmanager
+def own_counters(checkpoint: Path | None, world: World) -> Iterator[str | None]:
+    """Copy what Trainer reads from a checkpoint, its counters, and yield the folder of the copy. Collective.
+
+    Trainer reads it more than once. Meanwhile, the run to which the checkpoint belongs may remove it.
+
+    Raises:
+        AgreedError: it has been removed already.
+    """
+    if checkpoint is None:
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        with raise_on_all_ranks(world):
+            try:
+                shutil.copy(checkpoint / TRAINER_STATE_NAME, folder)
+            except OSError as problem:
+                raise unreadable(checkpoint, problem) from None
+        yield folder
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

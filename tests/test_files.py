@@ -48,6 +48,16 @@ def test_a_folder_and_all_its_files_are_flushed_before_the_rename(tmp_path, oper
     assert operations[renamed + 1 :] == [("flush", tmp_path.name)]
 
 
+def test_a_folder_replaces_a_link_and_not_what_it_links_to(tmp_path):
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "weights").write_text("old")
+    (tmp_path / "model").symlink_to("archive")
+    (tmp_path / ".model.tmp").mkdir()
+    commit(tmp_path / ".model.tmp", tmp_path / "model")
+    assert not (tmp_path / "model").is_symlink()
+    assert (tmp_path / "archive" / "weights").read_text() == "old"
+
+
 def test_a_text_file_is_flushed_before_the_rename_and_its_folder_after_it(tmp_path, operations):
     write_text(tmp_path / "metrics.json", "{}")
     assert operations == [("flush", ".metrics.json.tmp"), ("rename", "metrics.json"), ("flush", tmp_path.name)]

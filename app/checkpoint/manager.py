@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from app import files
 from app.distributed.collectives import first_failure
 from app.distributed.world import World
 from app.errors import RunError, escape_control_characters
@@ -104,10 +105,14 @@ def commit_checkpoint(staging: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. Its marker goes first: if this is interrupted, what is left is not a checkpoint."""
-    with suppress(FileNotFoundError):
-        (folder / COMPLETION_MARKER).unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a checkpoint. Its marker goes first: if this is interrupted, what is left is not a checkpoint.
+
+    Of a link, remove only the link: the checkpoint that it links to belongs to another folder, such as an archive.
+    """
+    if not folder.is_symlink():
+        with suppress(FileNotFoundError):
+            (folder / COMPLETION_MARKER).unlink()
+    files.remove(folder)
 
 
 class CheckpointManager:

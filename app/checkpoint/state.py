@@ -129,6 +129,13 @@ def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     flush(file)
 
 
+def unreadable(checkpoint: Path, problem: Exception) -> UserError:
+    """Return the error for a checkpoint, verified before, of which a file can't be read any more."""
+    is_removed = not (checkpoint / COMPLETION_MARKER).exists()
+    reason = "it has been removed since this run was started" if is_removed else problem
+    return UserError(f"{checkpoint}: can't be read: {reason}")
+
+
 class ShardReader:
     """Read tensors whose rows are distributed over the files of several ranks. A context manager; call `open` first."""
 
@@ -156,9 +163,7 @@ class ShardReader:
                 self._open_file(self.folder / name)
             content: dict[str, Any] = json.loads((self.folder / SCHEDULE).read_bytes())
         except (OSError, ValueError, SafetensorError) as problem:
-            is_removed = not (self.folder / COMPLETION_MARKER).exists()
-            reason = "it has been removed since this run was started" if is_removed else problem
-            raise UserError(f"{self.folder}: can't be read: {reason}") from None
+            raise unreadable(self.folder, problem) from None
         for parts in self.parts.values():
             parts.sort(key=lambda part: part[0])
         if differences := self._differences(model):

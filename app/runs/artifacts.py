@@ -29,6 +29,8 @@ from app.runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETT
 from app.runs.steps import Totals
 from app.strategies.base import Tensors
 
+MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
+
 
 def write_results(
     folder: Path,
@@ -55,11 +57,16 @@ def write_results(
         OSError: a file can't be written, or the folder is gone.
     """
     write_predictions(folder / PREDICTIONS, info.table, info.split, logits)
-    staging = stage_model(folder, model, state, tokenizer)
-    results_hash = hash_run(folder, staging)
-    metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops)) | {"hash": results_hash}
-    (staging / MODEL_CARD).write_text(model_card(info, metrics), encoding="utf-8")
-    commit(staging, folder / MODEL_FOLDER)
+    try:
+        staging = stage_model(folder, model, state, tokenizer)
+        results_hash = hash_run(folder, staging)
+        metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops))
+        metrics |= {"hash": results_hash}
+        (staging / MODEL_CARD).write_text(model_card(info, metrics), encoding="utf-8")
+        commit(staging, folder / MODEL_FOLDER)
+    except BaseException:
+        shutil.rmtree(folder / MODEL_STAGING, ignore_errors=True)
+        raise
     write_json(folder / METRICS.name, metrics)
     return results_hash
 
@@ -89,15 +96,14 @@ def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, tokenizer:
     Raises:
         OSError: a file can't be written, or the folder is gone.
     """
-    target, staging = folder / MODEL_FOLDER, folder / f".{MODEL_FOLDER}.tmp"
+    staging = folder / MODEL_STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()  # save_pretrained would also create a run folder that is gone
     try:
         model.save_pretrained(staging, state_dict=share_tied_tensors(model, state))
         tokenizer.save_pretrained(staging)
     except (OSError, SafetensorError) as problem:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise OSError(f"{target} could not be written: {problem}") from None
+        raise OSError(f"{folder / MODEL_FOLDER} could not be written: {problem}") from None
     if not (folder / SETTINGS.name).is_file():  # the folder was moved away, and save_pretrained created it again
         shutil.rmtree(staging)
         with suppress(OSError):

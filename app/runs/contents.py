@@ -105,8 +105,14 @@ def split_content(info: RunInfo) -> dict[str, Any]:
     }
 
 
-def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals, best: Best) -> dict[str, Any]:
-    """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state."""
+def run_state_content(
+    info: RunInfo, step: int, plan: BatchPlan, totals: Totals, best: Best, evaluations: int
+) -> dict[str, Any]:
+    """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state.
+
+    Args:
+        evaluations: the number of evaluations so far.
+    """
     return {
         "format_version": RUN_STATE_VERSION,
         "path": info.path_name,
@@ -126,6 +132,7 @@ def run_state_content(info: RunInfo, step: int, plan: BatchPlan, totals: Totals,
         **info.model.as_dict(),
         "totals": asdict(totals),
         "best": asdict(best),
+        "evaluations": evaluations,
     }
 
 

@@ -110,8 +110,13 @@ def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> 
 
 def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
     """Find what `auto` resumes: the run in the requested folder, or the path's latest run if it has not finished."""
-    folder = Path(output_dir) if output_dir else (RUNS / path_name / LATEST).resolve()
+    latest = RUNS / path_name / LATEST
+    if output_dir is None:
+        _refuse_dangling(latest, ": name the run to resume, or start a new one without --resume_from_checkpoint")
+    folder = Path(output_dir) if output_dir else latest.resolve()
     recorded = _recorded_settings(folder)
+    if not recorded and latest_first(folder / CHECKPOINTS):
+        raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or can't be read")
     if not recorded:  # any other folder that is not empty is refused later
         warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
         return Found()
@@ -138,8 +143,7 @@ def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
             the beginning would remove them, although the cause may be temporary.
     """
     folder = run / CHECKPOINTS
-    if folder.is_symlink() and not folder.exists():
-        raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
+    _refuse_dangling(folder)
     checkpoint = latest_valid_checkpoint(folder, warn)
     if checkpoint is None:
         damaged = latest_first(folder)
@@ -147,6 +151,12 @@ def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
         if len(damaged) > 1 or any(map(was_complete, damaged)):
             raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
     return checkpoint
+
+
+def _refuse_dangling(link: Path, advice: str = "") -> None:
+    """Refuse a link that points nowhere, for example to a disk that is not mounted: work would be repeated."""
+    if link.is_symlink() and not link.exists():
+        raise UserError(f"{link}: links to {os.readlink(link)}, which does not exist{advice}")
 
 
 def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
@@ -161,6 +171,8 @@ def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
         problem = "has no complete checkpoint" if checkpoint is None else None
     elif _is_checkpoint(Path(requested)):
         problem = problem_of(Path(requested)) or NOT_IN_A_RUN
+    elif latest_first(Path(requested)):
+        problem = "is a folder of checkpoints: name one of them, or the run's folder"
     else:
         problem = NOT_IN_A_RUN if latest_first(Path(requested) / CHECKPOINTS) else "has no complete checkpoint"
     if problem is not None:

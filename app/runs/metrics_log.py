@@ -68,6 +68,10 @@ class MetricsLog:
                     "(--on_save_failure continue)"
                 )
 
+    def count_lines(self) -> int:
+        """Return the number of complete lines in the file."""
+        return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
+
     def flush(self) -> None:
         """Write all pending lines, and flush the file to disk.
 

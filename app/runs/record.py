@@ -248,10 +248,11 @@ class RunRecord:
         def fill_with_run_state(staging: Path) -> None:
             fill(staging)
             if self.world.is_main_process:
-                state = run_state_content(self.info, step, self.plan, self.totals, self.best)
-                write_json(staging / schema.RUN_STATE, state)
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
+                evaluations = self.logs[schema.EVALUATIONS.name].count_lines()
+                state = run_state_content(self.info, step, self.plan, self.totals, self.best, evaluations)
+                write_json(staging / schema.RUN_STATE, state)
                 flush(self.folder)
 
         saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.checkpoint_files(self.world.size))

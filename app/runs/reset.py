@@ -88,11 +88,12 @@ def reset_folder(folder: Path, info: RunInfo, resume: Resume, wrapper: str, step
         for name in schema.LOGS
     }
     try:
-        for name in schema.RESULTS:
-            (folder / name).unlink(missing_ok=True)
+        # First, because it fails if the checkpoints are on a disk that is mounted read-only: then nothing is lost.
         for checkpoint in latest_first(folder / schema.CHECKPOINTS):
             if step_of(checkpoint) > resume.step:  # damaged, or of steps that are repeated
                 remove(checkpoint)
+        for name in schema.RESULTS:
+            (folder / name).unlink(missing_ok=True)
         # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So write
         # settings.json after later checkpoints are removed, and before anything else in a new folder.
         write_json(folder / schema.SETTINGS.name, settings_content(info) | {"wrapper": wrapper})
@@ -107,4 +108,4 @@ def reset_folder(folder: Path, info: RunInfo, resume: Resume, wrapper: str, step
             else:
                 (folder / name).unlink(missing_ok=True)
     except OSError as problem:
-        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror or problem}") from None
+        raise UserError(f"{problem.filename or folder}: can't be written: {problem.strerror or problem}") from None

@@ -67,7 +67,7 @@ class Resume:
             before: stop before this step: the checkpoint's own step, if its evaluation is repeated.
 
         Raises:
-            UserError: the log is damaged, or a step is missing.
+            UserError: the log is damaged, or a step or an evaluation is missing.
         """
         if self.checkpoint is None:
             return []
@@ -89,6 +89,10 @@ class Resume:
             steps.append(step)
         if log == STEPS.name and steps != list(range(1, self.step + 1)):
             raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run can't be resumed from it")
+        # A checkpoint is written before the evaluation of its own step. Those of older versions record no number.
+        earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations")
+        if log == EVALUATIONS.name and earlier < (recorded or 0):
+            raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run can't be resumed from it")
         return kept
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from app.checkpoint.manager import PREFIX
 from app.errors import UserError, shorten
 from app.runs.parse import parse_object
 from app.runs.schema import (
@@ -41,6 +42,9 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
     state = parse_object(text, str(path), RUN_STATE_FORMAT)
     if not (0 < state["step"] <= state["total_steps"] and state["world_size"] > 0):
         raise UserError(f"{path}: damaged: step {state['step']} of {state['total_steps']}, {state['world_size']} ranks")
+    # Names decide which checkpoint is the latest, and which ones are of steps that are repeated and so are removed.
+    if checkpoint.name != (name := f"{PREFIX}{state['step']}"):
+        raise UserError(f"{checkpoint}: holds step {state['step']}, so it was renamed or copied: name it {name}")
     missing = [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]
     if missing:
         raise UserError(

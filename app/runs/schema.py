@@ -131,7 +131,7 @@ RUN_STATE_FORMAT = JsonFormat(
     | {"settings": OBJECT},
     optional={"format_version": INTEGER, "epoch": NUMBER, "samples_seen": INTEGER, "device": TEXT, "torch": TEXT}
     | {"transformers": TEXT, "arithmetic": TEXTS_BY_NAME, "threads": INTEGER}
-    | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT}
+    | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT, "evaluations": INTEGER}
     | MODEL_IDENTITY,
 )
 TOTALS = JsonFormat(

@@ -60,19 +60,26 @@ def _check_vocabulary(settings: Settings, config: PretrainedConfig, rows: Datase
 def _check_end_of_sequence(
     settings: Settings, config: PretrainedConfig, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
 ) -> None:
-    """Check that encoder-decoders, which classify by the end-of-sequence token, find it once in each review.
+    """Check that encoder-decoders, which classify by the end-of-sequence token, find it as often in each review.
 
-    They reject a batch in which one row has more of them than another. A review has more than one if it contains the
-    token's text, such as `</s>`.
+    They reject a batch in which one row has more of them than another. A review has more if it contains the token's
+    text, such as `</s>`. It has fewer if most reviews do, or if the tokenizer does not append the token to it.
     """
     if not config.is_encoder_decoder:
         return
     counts = count_of_tokens(rows, lengths, end_of_sequence(config))
-    others = counts != np.bincount(counts).argmax()
-    if others.any():
+    usual = int(np.bincount(counts).argmax())
+    more, fewer = counts > usual, counts < usual
+    if more.any():
         raise UserError(
-            f"{table.path}: {_count(others)} containing the text of the end-of-sequence token, by which --model "
-            f"{settings.model} classifies: remove it from {list_rows(table.rows[others])}"
+            f"{table.path}: {_count(more)} containing the text of the end-of-sequence token, by which --model "
+            f"{settings.model} classifies: remove it from {list_rows(table.rows[more])}"
+        )
+    if fewer.any():
+        raise UserError(
+            f"{table.path}: {_count(fewer)} with fewer end-of-sequence tokens, by which --model {settings.model} "
+            f"classifies, than the others, which have {usual}: remove {list_rows(table.rows[fewer])}, or use a "
+            "tokenizer that returns as many for every review"
         )
 
 

@@ -60,6 +60,19 @@ def test_a_second_checkpoint_of_the_same_step_replaces_the_first(tmp_path):
     assert not (tmp_path / "checkpoint-7" / "stale").exists()
 
 
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_is_removed_or_replaced_but_not_the_checkpoint_that_it_links_to(tmp_path, is_dangling):
+    archived, link = committed(tmp_path / "archive" / "checkpoint-7"), tmp_path / "checkpoint-7"
+    if is_dangling:
+        archived = archived.rename(archived.with_name("elsewhere"))
+    for replace in (remove, committed):
+        link.symlink_to("archive/checkpoint-7")
+        replace(link)
+        assert not link.is_symlink()
+        assert problem_of(archived) is None
+    assert problem_of(link) is None
+
+
 def test_steps_are_ordered_as_numbers_and_other_names_are_ignored(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-final", "best-11"):
         (tmp_path / name).mkdir()

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,6 +28,7 @@ from app.cli import parse_settings
 from app.distributed.world import World
 from app.errors import AgreedError, UserError
 from app.metrics.score import Scores, score
+from app.training.prepare import Preparation, prepare
 
 PATHS = ("ddp_loop", "trainer_run")
 STEPS = 24
@@ -248,6 +250,29 @@ def test_a_resumed_run_that_fails_before_its_first_step_is_done_leaves_everythin
     assert after.keys() == {file.relative_to(run) for file in before}
     for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
         assert after[Path(name)].read_bytes() == before[run / name], name
+
+
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(world, review_csv, tmp_path, path_name):
+    path = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}[path_name]
+    flags = ["--csv", review_csv(100), "--train_batch_size", 8, "--max_steps", 2, "--eval_strategy", "no", "--use_cpu"]
+    flags += ["--save_strategy", "steps", "--save_steps", 1, "--disable_tqdm", "--cache_dir", tmp_path / "cache"]
+    path.fine_tune(parse_settings(arguments=[*map(str, flags), "--output_dir", str(tmp_path / "run")]), world)
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-1"
+
+    def prepare_late(*arguments: Any) -> Preparation:
+        prepared = prepare(*arguments)
+        shutil.rmtree(checkpoint)
+        return prepared
+
+    settings = parse_settings(
+        arguments=list(map(str, [*resume(*flags, source=checkpoint), "--output_dir", tmp_path / "new"]))
+    )
+    removed = pytest.raises(
+        AgreedError, match="checkpoint-1: can't be read: it has been removed since this run was started"
+    )
+    with patch.object(path, "prepare", prepare_late), patch.object(path, "StopRequest", NeverStopped), removed:
+        path.fine_tune(settings, world)
 
 
 class NeverStopped:

@@ -161,6 +161,16 @@ def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(
     assert not (record.folder / ".model.tmp").exists()
 
 
+def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record, world):
+    record, plan = new_record(max_length=16)
+    begin(record, plan)
+    add_steps(record, 1)
+    (record.folder / STEPS.name).unlink()
+    with pytest.raises(FileNotFoundError, match=STEPS.name):
+        finish(record, DDP(record.settings, plan, world))
+    assert not [path.name for path in record.folder.iterdir() if "model" in path.name]
+
+
 def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
     record, plan = new_record()
     begin(record, plan)

@@ -34,7 +34,7 @@ from app.runs.folder import lock
 from app.runs.metrics_log import MetricsLog
 from app.runs.record import RunRecord
 from app.runs.resume import Resume
-from app.runs.schema import LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
+from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
 from app.settings import Settings
 
 # ---- the console -----------------------------------------------------------------------------------------------------
@@ -265,6 +265,22 @@ def test_a_first_step_that_is_not_finite_removes_nothing(interrupted, new_record
     assert contents(interrupted.folder) == before
 
 
+def test_checkpoints_that_can_not_be_removed_keep_the_results(interrupted, new_record, monkeypatch):
+    """For example, they are on another disk, which is mounted read-only."""
+
+    def refuse(checkpoint: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(checkpoint))
+
+    (interrupted.folder / METRICS.name).write_text("{}")
+    before = contents(interrupted.folder)
+    monkeypatch.setattr(reset_module, "remove", refuse)
+    record, plan = new_record(resume_at(interrupted, 5))
+    begin(record, plan)
+    with pytest.raises(UserError, match=r"run/checkpoints/checkpoint-10: can't be written: Read-only file system"):
+        add_steps(record, 6)
+    assert contents(interrupted.folder) == before
+
+
 def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_record, monkeypatch):
     before = contents(interrupted.folder)
     record, plan = new_record(replace(resume_at(interrupted, 10), lock=interrupted.lock), max_steps=10)
@@ -307,6 +323,28 @@ def test_the_evaluation_after_a_checkpoint_is_repeated(interrupted, new_record, 
     assert begin(record, plan) is is_repeated
     add_steps(record, 11)
     assert evaluations_on_disk(record) == ([5] if is_repeated else [5, 10])
+
+
+@pytest.mark.parametrize("lost", [[], [5], [10], [5, 10]])
+def test_a_lost_evaluation_is_noticed(new_record, fill, lost):
+    record, plan = new_record(eval_strategy="steps", eval_steps=5, save_total_limit=9)
+    begin(record, plan)
+    for step in (5, 10, 15):
+        add_steps(record, *range(step - 4, step + 1))
+        record.save_checkpoint(step, fill)
+        record.write_evaluation(step, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    os.close(record.lock)
+    record.lock = None
+    log = record.folder / EVALUATIONS.name
+    kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] not in lost]
+    log.write_text("".join(kept))
+    for step in (5, 10, 15):
+        resume = resume_at(record, step)
+        if any(gone < step for gone in lost):
+            with pytest.raises(UserError, match=rf"lacks evaluations before .*checkpoint-{step},"):
+                resume.lines_of(EVALUATIONS.name)
+        else:  # the run repeats the evaluation after the checkpoint's own step
+            assert len(resume.lines_of(EVALUATIONS.name, before=step)) == step // 5 - 1
 
 
 def test_a_folder_that_can_no_longer_be_written_is_a_one_line_error(interrupted, new_record, monkeypatch):

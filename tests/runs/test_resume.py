@@ -260,6 +260,30 @@ def test_auto_leaves_the_folder_of_another_program_alone(tmp_path, search, conte
     assert [path.name for path in tmp_path.iterdir()] == [SETTINGS.name]
 
 
+@pytest.mark.parametrize("content", [None, "", '{"path": "ddp', "[]"])
+def test_auto_does_not_start_again_beside_checkpoints_whose_settings_are_lost(folder, monkeypatch, content):
+    (folder / SETTINGS.name).unlink()
+    if content is not None:
+        (folder / SETTINGS.name).write_text(content)
+    monkeypatch.setattr(search_module, "RUNS", folder.parent)
+    monkeypatch.setattr(search_module, "LATEST", folder.name)
+    (folder.parent / "ddp_loop").symlink_to(".")
+    for settings in ({"output_dir": str(folder)}, {}):
+        with pytest.raises(
+            UserError, match=r"run: has checkpoints, but its settings\.json is missing or can't be read"
+        ):
+            find_checkpoint("ddp_loop", Settings(resume_from_checkpoint="auto", **settings), None, ignore)
+
+
+def test_auto_does_not_take_a_run_that_is_gone_for_none(tmp_path, monkeypatch, search):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/ddp_loop").mkdir(parents=True)
+    assert search(Settings(resume_from_checkpoint="auto")) == (None, None, False)
+    Path("runs/ddp_loop/latest").symlink_to("2026")
+    with pytest.raises(UserError, match="runs/ddp_loop/latest: links to 2026, which does not exist: name the run"):
+        search(Settings(resume_from_checkpoint="auto"))
+
+
 def test_auto_refuses_the_folder_of_the_other_training_path(folder, search):
     with pytest.raises(UserError, match="holds a run of ddp_loop: name another folder"):
         find_checkpoint("trainer_run", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), None, ignore)
@@ -359,6 +383,8 @@ def test_a_checkpoint_outside_a_run_folder_is_refused(folder, tmp_path, search):
         search(Settings(resume_from_checkpoint=str(alone)))
     with pytest.raises(UserError, match="no such folder"):
         search(Settings(resume_from_checkpoint=str(tmp_path / "nowhere" / "checkpoint-4")))
+    with pytest.raises(UserError, match="other: is a folder of checkpoints: name one of them, or the run's folder"):
+        search(Settings(resume_from_checkpoint=str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints/checkpoint-4"])

@@ -55,6 +55,13 @@ def test_a_newer_version_is_named_as_the_cause(checkpoint, addition):
         read(checkpoint, state)
 
 
+@pytest.mark.parametrize("name", ["checkpoint-20", "checkpoint-02", "checkpoint-good"])
+def test_a_copy_under_another_name_is_not_taken_for_a_later_checkpoint(checkpoint, name):
+    copy = checkpoint.rename(checkpoint.with_name(name))
+    with pytest.raises(UserError, match=f"{name}: holds step 2, so it was renamed or copied: name it checkpoint-2$"):
+        read_run_state(copy)
+
+
 def test_a_checkpoint_from_before_the_version_was_recorded_is_read(checkpoint):
     state = read_run_state(checkpoint)
     assert state["format_version"] == RUN_STATE_VERSION

@@ -79,6 +79,16 @@ def test_the_text_of_the_end_of_sequence_token_is_a_mistake_for_encoder_decoders
     build_model(settings, build_data(settings, world), world)
 
 
+def test_fewer_end_of_sequence_tokens_are_not_taken_for_their_text(world, tmp_path):
+    settings = write_rows(tmp_path, *["好[SEP]差"] * 50)
+    settings.model = str(write_model(tmp_path / "model", "bart"))
+    check(
+        settings,
+        world,
+        "40 reviews with fewer end-of-sequence tokens, .* than the others, which have 2: remove rows 0,",
+    )
+
+
 def test_tokens_are_counted_in_every_chunk_of_the_rows(tmp_path):
     settings = write_rows(tmp_path, *["差差", "好", "差"] * 900)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(write_model(tmp_path / "model", "bert"))
