@@ -25,22 +25,24 @@ from itertools import islice, product
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from tqdm import tqdm
+from torch.utils.data import DataLoader
 
 from app.checkpoint.state import TrainingState
 from app.cli import launch
 from app.data.loaders import EvalSet
-from app.distributed.collectives import broadcast_buffers, gather_rows, reduce_sum
+from app.distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
 from app.distributed.preemption import StopRequest
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.model.inputs import to_device
 from app.model.precision import mixed_precision
-from app.progress import hides_progress
 from app.settings import TRAINER_ENGINES, Settings
+from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.training.console import describe_result
 from app.training.dropout import seed_micro_batch
 from app.training.dry_run import print_plan
@@ -50,12 +52,13 @@ from app.training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
 
-# The comments in capitals are numbered 1 to 8 in the order in which the code runs.
+# The comments in capitals are numbered 1 to 8 in the order of this page.
 
 
 def main(settings: Settings) -> None:
-    # 1. THE PROCESS GROUP connects the ranks, over NCCL if they use GPUs and over gloo if they use CPUs. Inside this
-    #    block they communicate by collectives such as all-reduce, which every rank has to call in the same order.
+    # 1. THE PROCESS GROUP. dist.init_process_group connects the ranks, over NCCL if they use GPUs and over gloo if they
+    #    use CPUs. Inside this block they communicate by collectives such as dist.all_reduce, which every rank has to
+    #    call in the same order.
     with join(settings) as world:
         if settings.dry_run:
             print_plan("ddp_loop", settings, world)
@@ -73,11 +76,62 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     prepared = prepare("ddp_loop", settings, world)
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         train(prepared, world, stop)
-
-        # 8. THE RESULT, on the test rows. No weights or settings were selected on these rows.
+        # No weights or settings were selected on the test rows.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world)
         prepared.record.finish(prepared.strategy, prepared.model, prepared.data.tokenizer, logits, scores)
         world.print_main(describe_result(scores, prepared.record))
+
+
+# 2. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch.
+def train_step(
+    wrapped: torch.nn.Module,
+    batches: Sequence[Batch],
+    step: int,
+    *,
+    optimization: Optimization,
+    strategy: Strategy,
+    settings: Settings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train on one global batch. Collective.
+
+    Args:
+        wrapped: the model as returned by `strategy.wrap`.
+        batches: this rank's micro-batches of the global batch, on its device: those of its first logical rank first.
+        step: the number of optimizer steps before this one.
+
+    Returns:
+        The mean loss of each micro-batch, shape (micro-batches,), and the norm of the averaged gradients before
+        clipping, a scalar: both on the device. The host does not wait for them.
+    """
+    optimizer, scheduler, loss_scale = optimization.optimizer, optimization.scheduler, optimization.loss_scale
+    wrapped.train()  # an evaluation may have turned dropout off
+    losses = []
+    places = product(strategy.logical_ranks, range(settings.gradient_accumulation_steps))
+    for number, (batch, (logical_rank, micro_batch)) in enumerate(zip(batches, places, strict=True)):
+        # 3. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
+        #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
+        seed_micro_batch(settings.seed, step, logical_rank, micro_batch)
+        # 4. ACCUMULATION. backward() adds to the gradients of the previous micro-batches. They stay local (DDP's
+        #    no_sync) until the last backward() averages the sum over the ranks, so DDP's ranks exchange gradients once
+        #    per step.
+        with strategy.accumulate(wrapped, number):
+            with mixed_precision(settings.precision, batch["labels"].device):
+                loss = wrapped(**batch).loss
+            # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
+            # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
+            # turns its gradient into that of the mean over the global batch.
+            loss_scale.scale(loss / len(batches)).backward()  # scaled for fp16 only
+        losses.append(loss.detach())
+
+    # Clip after averaging, so that every rank computes the same norm. A max_grad_norm of 0 means no clipping.
+    norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"), loss_scale.value)
+    # Decided on the device: the host does not wait.
+    skip_step_if_nonfinite(strategy.local_optimizer(optimizer), norm)
+    loss_scale.update(norm)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return torch.stack(losses), norm
 
 
 def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
@@ -88,9 +142,9 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         RunError: a loss or gradient norm is not finite.
     """
     settings, strategy, plan, record = prepared.settings, prepared.strategy, prepared.plan, prepared.record
-    model, loader = prepared.model, prepared.train_loader
+    model, data = prepared.model, prepared.data
 
-    # 2. THE MODEL. By default every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) copies rank
+    # 5. THE MODEL. By default every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) copies rank
     #    0's weights to all ranks first. Then it registers hooks that run during backward(): as soon as the gradients of
     #    a bucket of parameters are ready, they are averaged over the ranks, while backward() computes the next bucket.
     wrapped = strategy.wrap(model)
@@ -99,109 +153,53 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+    optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
 
-    # What a checkpoint holds: weights, optimizer, schedule, and fp16's loss scale. Each rank writes its part.
-    state = TrainingState(model, optimizer, scheduler, LossScale(settings, plan, world), strategy, world)
+    # A checkpoint holds the weights and all that updates them. Each rank writes its part.
+    state = TrainingState(model, optimization, strategy, world)
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
         state.load(prepared.resume.checkpoint)
-    if record.begin(plan, wrapped):  # true if the checkpoint was saved right before an evaluation
+    # True if the checkpoint was saved right before an evaluation.
+    if record.begin(plan, wrapped, save=state.save, stop=stop, profile_step=prepared.profiler.step):
         evaluate_during_training(step, prepared, world)
 
-    bar = tqdm(
-        total=plan.total_steps,
-        initial=step,
-        unit=" steps",
-        disable=hides_progress(settings.disable_tqdm, world.is_main_process),
-    )
+    # 6. THE DATA. The sampler is a DistributedSampler: every rank computes the same permutation of the rows, and
+    #    selects another share of it. The loader turns this share into micro-batches.
+    sampler = data.train_sampler(strategy.logical_ranks, settings)
+    loader = DataLoader(data.train_rows, plan.micro_size, sampler=sampler, **data.loader_options(world.device))
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
-        # 3. THE DATA. Every rank computes the same permutation of the rows, and its sampler selects this rank's share.
-        #    Without set_epoch, every epoch would repeat the order of the first one. A resumed epoch skips the steps
-        #    that are done.
+        # Without set_epoch, every epoch would repeat the order of the first one. A resumed epoch skips the steps that
+        # are done.
         steps_done = step % plan.steps_per_epoch
-        loader.sampler.set_epoch(epoch, steps_done)  # type: ignore[attr-defined]
+        sampler.set_epoch(epoch, steps_done)
         micro_batches = iter(loader)
 
         for _ in range(min(plan.steps_per_epoch - steps_done, plan.total_steps - step)):  # max_steps may end an epoch
             batches = list(islice(micro_batches, plan.micro_batches_per_step))
             learning_rate = float(scheduler.get_last_lr()[0])
-            # 4. ONE OPTIMIZER STEP: the function below.
-            losses, norm = train_step(step, wrapped, batches, state, settings)
+            inputs = [to_device(batch, model, world) for batch in batches]
+            losses, norm = train_step(
+                wrapped, inputs, step, optimization=optimization, strategy=strategy, settings=settings
+            )
             step += 1
-
-            # 6. LOGGING. `losses` are those of this rank's micro-batches only. The losses of a logging interval stay on
-            #    the device until its end, where one collective gathers them from the ranks. A collective in every step
-            #    would delay training for a number that is only displayed.
-            record.add_step(step, step / plan.steps_per_epoch, losses, norm, learning_rate, batches)
-            if step % settings.logging_steps == 0 or step == plan.total_steps:
-                record.write_steps()
-                bar.set_postfix(loss=f"{record.last_loss:.4f}", refresh=False)
-            bar.update()
-            prepared.profiler.step()  # counts the step, with --profile; after the last one, writes the trace
-
-            # If any rank is asked to stop (SIGTERM, SIGUSR1, Ctrl-C), all ranks save a checkpoint and stop after the
-            # same step. Save before evaluating, because the process may be killed before an evaluation ends.
-            stop_requested = stop.requested()
-            if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
-                record.save_checkpoint(step, state.save)
-            if stop_requested and step < plan.total_steps:
-                raise record.preempted(step)
-            if plan.due(settings.eval_strategy, settings.eval_steps, step):
+            # 7. AFTER EACH STEP the record adds it to steps.jsonl and saves a checkpoint if one is due. `losses` are
+            #    those of this rank only, and stay on the device: a collective in every step would delay training for
+            #    a number that is only displayed. If any rank has been asked to stop, all ranks stop here.
+            if record.after_step(step, losses, norm, learning_rate=learning_rate, batches=batches):
                 evaluate_during_training(step, prepared, world)
-    bar.close()
-    record.load_best(model)
+    record.best.load(model, step)
 
 
-# 4. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch.
-def train_step(
-    step: int,
-    wrapped: torch.nn.Module,
-    batches: Sequence[Batch],
-    state: TrainingState,
-    settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train on one global batch. Collective.
-
-    Args:
-        step: the number of optimizer steps before this one.
-        wrapped: the model as returned by `strategy.wrap`.
-        batches: this rank's micro-batches of the global batch, on the CPU: those of its first logical rank first.
-
-    Returns:
-        The mean loss of each micro-batch, shape (micro-batches,), and the norm of the averaged gradients before
-        clipping, a scalar: both on the device. The host does not wait for them.
-    """
-    strategy, world = state.strategy, state.world
-    wrapped.train()  # an evaluation may have turned dropout off
-    losses = []
-    places = product(strategy.logical_ranks, range(settings.gradient_accumulation_steps))
-    for number, (batch, (logical_rank, micro_batch)) in enumerate(zip(batches, places, strict=True)):
-        # 5. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
-        #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
-        seed_micro_batch(settings.seed, step, logical_rank, micro_batch)
-        # backward() adds to the gradients of the previous micro-batches. They stay local (DDP's no_sync) until the last
-        # backward() averages the sum over the ranks, so DDP's ranks exchange gradients once per step.
-        with strategy.accumulate(wrapped, number):
-            with mixed_precision(settings, world):
-                loss = wrapped(**to_device(batch, state.model, world)).loss
-            # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
-            # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
-            # turns its gradient into that of the mean over the global batch.
-            state.loss_scale.scale(loss / len(batches)).backward()  # scaled for fp16 only
-        losses.append(loss.detach())
-
-    # Clip after averaging, so that every rank computes the same norm. A max_grad_norm of 0 means no clipping.
-    norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"), state.loss_scale.value)
-    # Decided on the device: the host does not wait.
-    skip_step_if_nonfinite(strategy.local_optimizer(state.optimizer), norm)
-    state.loss_scale.update(norm)
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
-    return torch.stack(losses), norm
+def evaluate_during_training(step: int, prepared: Preparation, world: World) -> None:
+    """Evaluate after a step, and keep the weights if they are the best so far."""
+    scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world)
+    prepared.record.after_evaluation(
+        step, prepared.eval_set.name, asdict(scores), strategy=prepared.strategy, model=prepared.model
+    )
 
 
-# 7. EXACT EVALUATION.
+# 8. EXACT EVALUATION.
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module, eval_set: EvalSet, settings: Settings, world: World
@@ -223,7 +221,7 @@ def evaluate(
     for batch, is_filler in zip(eval_set.loader, eval_set.is_filler, strict=True):
         inputs = to_device(batch, model, world)
         labels = inputs.pop("labels")
-        with mixed_precision(settings, world):
+        with mixed_precision(settings.precision, world.device):
             logits = model(**inputs).logits
         if is_filler:  # this rank has no rows left; it only takes part in the forward pass, which may be collective
             continue
@@ -233,24 +231,15 @@ def evaluate(
 
     # Summing counts over the ranks is exact. Averaging the ranks' accuracies would not be, because one rank may have a
     # row more than another. DistributedSampler would make the shares equal by repeating rows, which count twice then.
-    correct, n = reduce_sum(counts, world).tolist()
+    dist.all_reduce(counts)
+    wait_for_device(world)
+    correct, n = counts.tolist()
     assert n == len(eval_set), f"{n} rows were evaluated, not {len(eval_set)}"
 
     gathered = gather_rows(eval_set.positions, shard, n, world)
     scores = score(gathered, eval_set.labels)
     assert correct == round(scores.accuracy * n), f"{correct} rows were counted as correct, but {scores}"
     return scores, gathered
-
-
-def evaluate_during_training(step: int, prepared: Preparation, world: World) -> None:
-    """Evaluate after a step, record the scores, and keep the weights if they are the best so far."""
-    record, eval_set = prepared.record, prepared.eval_set
-    record.write_steps()
-    scores, _ = evaluate(prepared.model, eval_set, prepared.settings, world)
-    epoch = step / prepared.plan.steps_per_epoch
-    record.write_evaluation(step, epoch, eval_set.name, scores.n, asdict(scores))
-    record.keep_best(step, prepared.strategy, prepared.model, asdict(scores))
-    record.start_clock()  # an evaluation does not count as training time
 
 
 if __name__ == "__main__":

@@ -9,21 +9,34 @@ import torch
 from numpy.typing import NDArray
 
 from app.data.sampler import BatchPlan
+from app.distributed.preemption import StopRequest
 from app.metrics.score import Scores, score
 from app.runs.record import RunRecord
 from app.runs.schema import EVALUATIONS, STEPS
 
 
+class NeverStop(StopRequest):
+    """A stop request that never comes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def requested(self) -> bool:
+        return False
+
+
 def begin(record: RunRecord, plan: BatchPlan) -> bool:
     """Begin the run of a model whose wrapper is a `Linear`."""
-    return record.begin(plan, torch.nn.Linear(2, 2))
+    wrapped, save, profile_step = torch.nn.Linear(2, 2), lambda folder: None, lambda: None
+    return record.begin(plan, wrapped, save=save, stop=NeverStop(), profile_step=profile_step)
 
 
 def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
     """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
     for step in steps:
         batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
-        record.add_step(step, step / 10, torch.tensor([0.25, 0.75]), torch.tensor(grad_norm), 1e-3, [batch, batch])
+        losses, norm = torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)
+        record.steps.add(step, losses, norm, learning_rate=1e-3, batches=[batch, batch], plan=record.plan)
     record.write_steps()
 
 

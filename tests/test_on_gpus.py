@@ -20,6 +20,7 @@ from app.model.activations import count_activations
 from app.model.inputs import to_device
 from app.settings import STRATEGIES, Settings
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -68,12 +69,19 @@ class Training:
         self.wrapped = self.strategy.wrap(self.model)
         optimizer = build_optimizer(self.wrapped, self.settings, 1e-2, self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
-        scale = LossScale(self.settings, plan, world)
-        self.state = TrainingState(self.model, optimizer, scheduler, scale, self.strategy, world)
+        self.optimization, self.world = Optimization(optimizer, scheduler, LossScale(self.settings, plan, world)), world
+        self.state = TrainingState(self.model, self.optimization, self.strategy, world)
 
     def steps(self, n: int) -> None:
         for step in range(n):
-            train_step(step, self.wrapped, [batch_of(2, 32)], self.state, self.settings)
+            train_step(
+                self.wrapped,
+                [to_device(batch_of(2, 32), self.model, self.world)],
+                step,
+                optimization=self.optimization,
+                strategy=self.strategy,
+                settings=self.settings,
+            )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from app.bench.harness import set_up, timed
 from app.checkpoint.manager import PREFIX, CheckpointManager
+from app.checkpoint.state import TrainingState
 from app.cli import launch
 from app.distributed.collectives import barrier, broadcast_object
 from app.distributed.process_group import join
@@ -41,7 +42,7 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
     optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
     scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
     checkpoints = CheckpointManager(folder / CHECKPOINTS, settings.save_total_limit, "stop", world)
-    state = bench.training_state(optimizer, scheduler)
+    state = TrainingState(bench.model, bench.optimization(optimizer, scheduler), bench.strategy, world)
 
     def train_and_save(number: int, save: bool) -> None:
         bench.train_steps(bench.loader, optimizer, scheduler, STEPS)

@@ -16,15 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from app.checkpoint.state import TrainingState
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import train_step
 from app.distributed.collectives import raise_on_all_ranks, reduce_mean
 from app.distributed.world import World
 from app.errors import AgreedError
+from app.model.inputs import to_device
 from app.settings import STRATEGIES, WRAPPED_IN_DDP, Settings
 from app.strategies.base import Strategy
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
 from app.training.build import ReviewData, build_data, build_model
 from app.training.console import quiet_libraries
@@ -66,7 +67,7 @@ class Bench:
         Raises:
             AgreedError: there are fewer micro-batches.
         """
-        state = self.training_state(optimizer, scheduler)
+        optimization = self.optimization(optimizer, scheduler)
         iterator = iter(micro_batches)
         for step in range(steps):
             batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
@@ -76,12 +77,19 @@ class Bench:
                     f"{self.data.plan.global_size} rows, and this benchmark needs {steps}: give a larger file with "
                     "--csv, or a smaller --train_batch_size"
                 )
-            train_step(step, self.wrapped, batches, state, self.settings)
+            inputs = [to_device(batch, self.model, self.world) for batch in batches]
+            train_step(
+                self.wrapped,
+                inputs,
+                step,
+                optimization=optimization,
+                strategy=self.strategy,
+                settings=self.settings,
+            )
 
-    def training_state(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> TrainingState:
-        """Return the state that a training step changes and a checkpoint saves."""
-        loss_scale = LossScale(self.settings, self.data.plan, self.world)
-        return TrainingState(self.model, optimizer, scheduler, loss_scale, self.strategy, self.world)
+    def optimization(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> Optimization:
+        """Return what updates the weights, with a loss scale for fp16."""
+        return Optimization(optimizer, scheduler, LossScale(self.settings, self.data.plan, self.world))
 
 
 def build_named(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:

@@ -95,7 +95,7 @@ def measure_forward(bench: Bench, batch: dict[str, torch.Tensor]) -> int:
     rows = BatchEncoding({name: tensor for name, tensor in batch.items() if name != "labels"})
     padded = bench.data.tokenizer.pad(rows, padding="max_length", max_length=length, return_tensors="pt")
     bench.wrapped.train()
-    with allocated(world.device) as count, mixed_precision(bench.settings, world):
+    with allocated(world.device) as count, mixed_precision(bench.settings.precision, world.device):
         loss = bench.wrapped(**to_device({**padded, "labels": labels}, bench.model, world)).loss
     loss.backward()
     return count[0]

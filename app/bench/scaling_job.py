@@ -22,16 +22,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from app.bench.harness import SIZES, build_bert
-from app.checkpoint.state import TrainingState
 from app.cli import OneLineParser, launch
 from app.data.sampler import BatchPlan, plan_batches
 from app.ddp_loop import Batch, train_step
 from app.distributed.collectives import all_gather_object, barrier, broadcast_object
 from app.distributed.process_group import join
 from app.distributed.world import World
+from app.model.inputs import to_device
 from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
 from app.training.console import quiet_libraries
 from app.training.optim import build_optimizer, build_scheduler
@@ -79,20 +80,26 @@ class Replica:
         self.settings, self.world, self.steps = settings, world, 0
         plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
         self.strategy = (select_strategy if exchange else WithoutExchange)(settings, plan, world)
-        model = build_bert(SIZES[size], settings.seed)
-        self.vocabulary: int = model.config.vocab_size
-        self.wrapped = self.strategy.wrap(model)
+        self.model = build_bert(SIZES[size], settings.seed)
+        self.vocabulary: int = self.model.config.vocab_size
+        self.wrapped = self.strategy.wrap(self.model)
         optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, self.strategy)
         scheduler = build_scheduler(optimizer, settings, MANY_STEPS)
-        loss_scale = LossScale(settings, plan, world)
-        self.state = TrainingState(model, optimizer, scheduler, loss_scale, self.strategy, world)
+        self.optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
 
     def train(self, batch: Batch, steps: int) -> list[float]:
         """Train on a batch several times; return when each step began, by the performance counter. Collective."""
         started = []
         for _ in range(steps):
             started.append(time.perf_counter())
-            train_step(self.steps, self.wrapped, [batch], self.state, self.settings)
+            train_step(
+                self.wrapped,
+                [to_device(batch, self.model, self.world)],
+                self.steps,
+                optimization=self.optimization,
+                strategy=self.strategy,
+                settings=self.settings,
+            )
             self.steps += 1
         return started
 

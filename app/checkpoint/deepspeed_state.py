@@ -35,7 +35,8 @@ class DeepSpeedState(TrainingState):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_moments()
-        (steps, *_) = [state["step"] for state in self.optimizer.state.values()]  # the same for all parameters
+        states = self.optimization.optimizer.state.values()
+        (steps, *_) = [state["step"] for state in states]  # the same for all parameters
         for name, parameter in self.model.named_parameters():
             with complete([parameter]):
                 yield f"model.{name}", parameter
@@ -77,7 +78,7 @@ class DeepSpeedState(TrainingState):
         for part in parts:
             moments = {key: torch.zeros_like(part, requires_grad=False) for key in MOMENTS}
             # AdamW increments the number of steps in place, so each part needs its own.
-            self.optimizer.state[part] = {"step": steps.clone().to(part.device)} | moments
+            self.optimization.optimizer.state[part] = {"step": steps.clone().to(part.device)} | moments
         self._link_moments()
 
     def _link_moments(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.optim.lr_scheduler import LRScheduler
 
 from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
 from app.distributed.collectives import raise_on_all_ranks
@@ -27,7 +26,7 @@ from app.errors import UserError
 from app.files import flush
 from app.runs.schema import MODEL, SCHEDULE, SHARDS
 from app.strategies.base import Strategy, Tensors
-from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.shards import local_part, rows_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
@@ -40,9 +39,7 @@ class TrainingState:
     """The objects whose state a checkpoint saves and restores."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
-    loss_scale: LossScale
+    optimization: Optimization
     strategy: Strategy
     world: World
 
@@ -51,8 +48,9 @@ class TrainingState:
         write_shards(folder / SHARDS.format(rank=self.world.rank, size=self.world.size), self._tensors())
         if self.world.is_main_process:
             # lr_lambdas are functions, which follow from the settings.
-            schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
-            content = {"schedule": schedule, "loss_scale": self.loss_scale.state_dict()}
+            state = self.optimization.scheduler.state_dict()
+            schedule = {name: value for name, value in state.items() if name != "lr_lambdas"}
+            content = {"schedule": schedule, "loss_scale": self.optimization.loss_scale.state_dict()}
             (folder / SCHEDULE).write_text(json.dumps(content), encoding="utf-8")
 
     @torch.no_grad()
@@ -66,11 +64,12 @@ class TrainingState:
             with raise_on_all_ranks(self.world):
                 content = shards.open(self.model)
             self._restore(shards)
-        self.optimizer.zero_grad()
-        lambdas = self.scheduler.state_dict().get("lr_lambdas")
-        self.scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
-        self.loss_scale.load_state_dict(content["loss_scale"])
-        for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+        optimizer, scheduler = self.optimization.optimizer, self.optimization.scheduler
+        optimizer.zero_grad()
+        lambdas = scheduler.state_dict().get("lr_lambdas")
+        scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
+        self.optimization.loss_scale.load_state_dict(content["loss_scale"])
+        for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = learning_rate
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -80,7 +79,7 @@ class TrainingState:
             if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
                 tensors[f"model.{name}"] = tensor
         if self.world.is_main_process or self.strategy.shards_optimizer:
-            state = self.strategy.local_optimizer(self.optimizer).state
+            state = self.strategy.local_optimizer(self.optimization.optimizer).state
             for name, parameter in self.model.named_parameters():
                 tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
         if self.strategy.power_sgd is not None:
@@ -91,7 +90,7 @@ class TrainingState:
     def _restore(self, shards: ShardReader) -> None:
         """Restore the weights, and the state of AdamW and PowerSGD."""
         _copy_weights(shards, self.model)
-        optimizer = self.strategy.local_optimizer(self.optimizer)
+        optimizer = self.strategy.local_optimizer(self.optimization.optimizer)
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         optimizer.state.clear()
         for name, parameter in self.model.named_parameters():

@@ -27,30 +27,18 @@ class Collator(DataCollatorWithPadding):
         return super().__call__([{name: row[name] for name in row if name in names} for row in features])
 
 
-def build_train_loader(
-    rows: Dataset,
-    lengths: NDArray[np.int64],
-    collator: Collator,
-    plan: BatchPlan,
-    logical_ranks: Sequence[int],
-    world: World,
-    settings: Settings,
-) -> DataLoader[Any]:
-    """Build the loader of this rank's micro-batches: `plan.steps_per_epoch * plan.micro_batches_per_step` per epoch.
-
-    Call `loader.sampler.set_epoch` before each epoch.
+def build_train_sampler(
+    lengths: NDArray[np.int64], plan: BatchPlan, logical_ranks: Sequence[int], settings: Settings
+) -> FullBatchSampler:
+    """Build the `DistributedSampler` of this rank's training rows. Call its `set_epoch` before each epoch.
 
     Args:
-        rows: the tokenized training rows.
         lengths: int64 (n_train,), the number of tokens of each row.
         logical_ranks: those of this rank, in the order of `Strategy.logical_ranks`.
     """
-    sampler: FullBatchSampler
     if settings.train_sampling_strategy == "group_by_length":
-        sampler = LengthGroupedSampler(lengths, plan, logical_ranks, settings.seed)
-    else:
-        sampler = FullBatchSampler(len(rows), plan, logical_ranks, settings.seed)
-    return DataLoader(rows, plan.micro_size, sampler=sampler, **_options(collator, world))
+        return LengthGroupedSampler(lengths, plan, logical_ranks, settings.seed)
+    return FullBatchSampler(len(lengths), plan, logical_ranks, settings.seed)
 
 
 @dataclass(frozen=True)
@@ -101,15 +89,20 @@ def build_eval_set(
     all_batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
     batches = all_batches[world.rank :: world.size]
     filler = [by_length[:1]] * (math.ceil(len(all_batches) / world.size) - len(batches))
-    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **_options(collator, world))
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **loader_options(collator, world.device))
     positions = [position for batch in batches for position in batch]
     return EvalSet(name, labels, loader, [False] * len(batches) + [True] * len(filler), positions)
 
 
-def _options(collator: Collator, world: World) -> dict[str, Any]:
-    # With a generator of its own, iterating does not draw from the global random number generator.
+def loader_options(collator: Collator, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that all loaders share.
+
+    Args:
+        device: the device that the batches are copied to.
+    """
     return {
         "collate_fn": collator,
+        # With a generator of its own, iterating does not draw from the global random number generator.
         "generator": torch.Generator().manual_seed(0),
-        "pin_memory": world.device.type == "cuda",
+        "pin_memory": device.type == "cuda",
     }

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
 from app.data.csv_table import ReviewTable
-from app.data.loaders import Collator, build_train_loader
+from app.data.loaders import Collator, build_train_sampler, loader_options
 from app.data.sampler import BatchPlan
 from app.data.split import Indices, Split, split_reviews
 from app.distributed.process_group import join
@@ -138,7 +138,7 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks:
     model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
     optimizer, scheduler = build_optimization(model, settings, variant, plan, learning_rate, world)
-    autocast = partial(mixed_precision, settings, world)
+    autocast = partial(mixed_precision, settings.precision, world.device)
     simulated_ranks = list(simulate_ranks(settings, variant, data, plan, world))
 
     losses: list[float] = []
@@ -165,7 +165,7 @@ def predict_correct(settings: Settings, model: PreTrainedModel, data: ReviewData
     eval_set = data.eval_set("test", settings, world)
     correct = np.empty(len(eval_set), dtype=bool)
     positions = iter(eval_set.positions)
-    with torch.no_grad(), mixed_precision(settings, world):
+    with torch.no_grad(), mixed_precision(settings.precision, world.device):
         for batch in eval_set.loader:
             labels = batch.pop("labels").numpy()
             logits = model(**{name: tensor.to(world.device) for name, tensor in batch.items()}).logits
@@ -216,8 +216,8 @@ def simulate_ranks(
     if variant.padding == "max_length":
         collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     for rank in range(plan.ranks):
-        rank_world = replace(world, rank=rank, size=plan.ranks, local_rank=rank, local_size=plan.ranks)
-        loader = build_train_loader(
-            data.rows.select(train), data.lengths[train], collator, plan, [rank], rank_world, settings
+        sampler = build_train_sampler(data.lengths[train], plan, [rank], settings)
+        loader: DataLoader[Any] = DataLoader(
+            data.train_rows, plan.micro_size, sampler=sampler, **loader_options(collator, world.device)
         )
         yield SimulatedRank(rank, loader, settings.seed + variant.dropout_seed, plan, world.device)

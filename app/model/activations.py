@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from app.model.empty import empty_batch, empty_model, without_data
-from app.model.precision import autocast
+from app.model.precision import mixed_precision
 from app.settings import Settings
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def count_activations(settings: Settings, config: PretrainedConfig, rows: int, d
         memory = LiveMemory(parameters)
         with memory:
             batch = empty_batch(model, rows, settings.max_length)
-            with saved_tensors_hooks(keep, _unchanged), autocast(settings.precision or "fp32", device):
+            with saved_tensors_hooks(keep, _unchanged), mixed_precision(settings.precision, device):
                 loss = model(**batch).loss
             n_saved = sum(storage.nbytes() for storage in saved.values())
             n_weights = sum(storage.nbytes() for key, storage in saved.items() if key in memory.copies)

@@ -18,7 +18,7 @@ from app.model.checkpointing import checkpoint_activations
 from app.model.hub import first_line
 from app.model.inputs import expand_mask
 from app.model.load import build_from_config
-from app.model.precision import autocast, training_dtype
+from app.model.precision import mixed_precision, training_dtype
 from app.settings import Settings
 
 aten = torch.ops.aten
@@ -120,7 +120,7 @@ def gradient_order(
     """
     order: list[torch.nn.Parameter] = []
     hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters() if p.requires_grad]
-    with autocast(settings.precision or "fp32", device):
+    with mixed_precision(settings.precision, device):
         loss = model(**empty_batch(model, rows, settings.max_length)).loss
     loss.backward()
     model.zero_grad()

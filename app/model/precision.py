@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from app.distributed.world import World
 from app.hardware import DTYPES
 from app.settings import Settings
 
@@ -14,12 +13,11 @@ def training_dtype(settings: Settings) -> torch.dtype:
     return torch.float64 if settings.precision == "fp64" else torch.float32
 
 
-def mixed_precision(settings: Settings, world: World) -> torch.autocast:
-    """Return the context of a forward pass in the precision of the settings."""
-    return autocast(settings.precision or "fp32", world.device)
+def mixed_precision(precision: str | None, device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32.
 
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32."""
-    enabled = precision in ("bf16", "fp16")
-    return torch.autocast(device.type, dtype=DTYPES[precision] if enabled else torch.bfloat16, enabled=enabled)
+    Args:
+        precision: the value of `--precision`; None is fp32.
+    """
+    dtype = DTYPES[precision] if precision in ("bf16", "fp16") else None
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,29 +16,30 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.profiler import record_function
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.checkpoint.best import Best, load_best, remove_unused_best, save_best
+from app.checkpoint.best import Best, remove_unused_best
 from app.checkpoint.manager import PREFIX, CheckpointManager, step_of
 from app.data.sampler import BatchPlan
 from app.distributed.collectives import all_gather_object
+from app.distributed.preemption import StopRequest
 from app.errors import Preempted, RunError
 from app.files import flush, write_json
 from app.hardware import peak_memory_bytes
 from app.metrics.score import Scores
+from app.progress import hides_progress
 from app.runs import schema
 from app.runs.artifacts import write_results
+from app.runs.best_weights import BestWeights
 from app.runs.contents import RunInfo, run_state_content
 from app.runs.metrics_log import MetricsLog
 from app.runs.reset import FolderReset
 from app.runs.resume import Resume
-from app.runs.steps import Step, Totals, console_line, count_tokens, nonfinite_error, reduce_steps
+from app.runs.step_log import StepLog
+from app.runs.steps import Totals, console_line
 from app.strategies.base import Strategy
 from app.strategies.fsdp import wrapper_name
-
-START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/training/step_breakdown.py
 
 
 class RunRecord:
@@ -63,28 +63,37 @@ class RunRecord:
             lock: on rank 0, the descriptor that keeps other jobs out of the folder until the run has finished.
         """
         self.info, self.settings, self.world = info, info.settings, info.world
-        self.resume, self.rows_of_step, self.folder, self.lock = resume, rows_of_step, folder, lock
+        self.resume, self.folder, self.lock = resume, folder, lock
         self.model_folder = folder / schema.MODEL_FOLDER
         self.checkpoints = CheckpointManager(
             folder / schema.CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, self.world
         )
         self.checkpoints.latest_valid = resume.checkpoint
         self.logs = {name: MetricsLog(folder / name) for name in schema.LOGS}
-        self.pending: list[Step] = []
-        self.totals = Totals(**resume.state.get("totals", {}))
-        self.best = Best(**resume.state.get("best", {}))
-        self.step = resume.step  # the last step, for error messages
-        self.last_loss = float("nan")
-        self.results_hash: str | None = None  # known on rank 0 once the run has finished
+        totals = Totals(**resume.state.get("totals", {}))
+        self.steps = StepLog(self.settings, self.world, rows_of_step, totals, resume.step)
         self.reset = FolderReset(folder, info, resume)
+        best = Best(**resume.state.get("best", {}))
+        self.best = BestWeights(self.settings, self.checkpoints, self.reset, best)
+        self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
-    def begin(self, plan: BatchPlan, wrapped: torch.nn.Module) -> bool:
+    def begin(
+        self,
+        plan: BatchPlan,
+        wrapped: torch.nn.Module,
+        *,
+        save: Callable[[Path], None],
+        stop: StopRequest,
+        profile_step: Callable[[], None],
+    ) -> bool:
         """Start the record, after the training state has been loaded from the checkpoint. Collective.
 
         Args:
             wrapped: the model as returned by `strategy.wrap`, whose class is recorded.
+            save: `save(folder)`, called on every rank, writes the training state of a checkpoint.
+            profile_step: is called after each step.
 
         Returns:
             Whether the evaluation after the checkpoint's own step has to be repeated. A checkpoint is written before
@@ -93,10 +102,17 @@ class RunRecord:
         Raises:
             AgreedError: the folder can't be written.
         """
-        self.plan, step = plan, self.resume.step
+        self.plan, self.save, self.stop, self.profile_step = plan, save, stop, profile_step
+        step = self.resume.step
+        self.bar = tqdm(
+            total=plan.total_steps,
+            initial=step,
+            unit=" steps",
+            disable=hides_progress(self.settings.disable_tqdm, self.world.is_main_process),
+        )
         evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
         self.reset.begin(wrapper_name(wrapped), step if evaluate else None)
-        self.start_clock()
+        self.steps.start_clock()
         return evaluate
 
     def finish(
@@ -125,7 +141,7 @@ class RunRecord:
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
         self.results_hash = write_results(
-            self.folder, self.info, model, state, tokenizer, logits, scores, self.totals, peak_memory
+            self.folder, self.info, model, state, tokenizer, logits, scores, self.steps.totals, peak_memory
         )
         assert self.lock is not None
         os.close(self.lock)
@@ -138,8 +154,56 @@ class RunRecord:
             yield
         except Exception as failure:
             checkpoint = self.checkpoints.find_latest_valid() or "none"
-            failure.add_note(f"after step {self.step}; latest valid checkpoint: {checkpoint}")
+            failure.add_note(f"after step {self.steps.last_step}; latest valid checkpoint: {checkpoint}")
             raise
+
+    # ---- steps and evaluations --------------------------------------------------------------------------------------
+
+    def after_step(
+        self,
+        step: int,
+        losses: torch.Tensor,
+        grad_norm: torch.Tensor,
+        *,
+        learning_rate: float,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+    ) -> bool:
+        """Record an optimizer step, and do what is due after it: log, save a checkpoint, stop. Collective.
+
+        Args:
+            step: the optimizer step, counted from 1.
+            losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
+            grad_norm: the global gradient norm before clipping, scalar.
+            learning_rate: the one of this step.
+            batches: this rank's micro-batches of the step, on the CPU.
+
+        Returns:
+            Whether an evaluation is due.
+
+        Raises:
+            Preempted: a rank was asked to stop, and a checkpoint has been saved.
+            RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
+        """
+        settings, plan = self.settings, self.plan
+        self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches, plan=plan)
+        evaluation_is_due = plan.due(settings.eval_strategy, settings.eval_steps, step)
+        if step % settings.logging_steps == 0 or step == plan.total_steps:
+            self.write_steps()
+            self.bar.set_postfix(loss=f"{self.steps.last_loss:.4f}", refresh=False)
+        self.bar.update()
+        self.profile_step()
+        # All ranks learn of a request after the same step. Save before an evaluation, which may take longer than the
+        # process has left.
+        stop_requested = self.stop.requested()
+        if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
+            self.save_checkpoint(step, self.save)
+        if stop_requested and step < plan.total_steps:
+            raise self.preempted(step)
+        if evaluation_is_due:
+            self.write_steps()
+        if step == plan.total_steps:
+            self.bar.close()
+        return evaluation_is_due
 
     def preempted(self, step: int) -> Exception:
         """Return the exception that ends a run after a stop request."""
@@ -149,75 +213,44 @@ class RunRecord:
             return RunError(f"stopped {when}, but its checkpoint could not be written")
         return Preempted(f"{when}; resume with --resume_from_checkpoint {self.folder}")
 
-    # ---- steps and evaluations --------------------------------------------------------------------------------------
-
-    def start_clock(self) -> None:
-        """Measure training time from now on. Call it after anything that is not training, such as an evaluation."""
-        with record_function(START_CLOCK):
-            self._clock = time.perf_counter()
-
-    def add_step(
-        self,
-        step: int,
-        epoch: float,
-        losses: torch.Tensor,
-        grad_norm: torch.Tensor,
-        learning_rate: float,
-        batches: Sequence[Mapping[str, torch.Tensor]],
-    ) -> None:
-        """Keep the measurements of one optimizer step until `write_steps`, without waiting for the device.
-
-        Args:
-            step: the optimizer step, counted from 1.
-            losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
-            grad_norm: the global gradient norm before clipping, scalar.
-            batches: this rank's micro-batches of the step.
-        """
-        now = time.perf_counter()
-        examples, tokens, padded_tokens = count_tokens(batches)
-        self.step = step
-        self.pending.append(
-            Step(step, epoch, losses, grad_norm, learning_rate, examples, tokens, padded_tokens, now - self._clock)
-        )
-        self._clock = now
-
     def write_steps(self) -> None:
         """Append the pending steps to steps.jsonl, and print the last one if it ends a logging interval. Collective.
 
         Raises:
             RunError: a gradient norm is not finite, other than by an overflow in fp16. The steps before it are written.
-                The optimizer skipped that step (see `skip_step_if_nonfinite`); the steps after it are discarded.
         """
-        if not self.pending:
+        if not self.steps.pending:
             return
-        lines = reduce_steps(self.pending, self.world)
-        self.last_loss = lines[-1]["loss"]
-        failed = self.totals.add_all(lines, self.settings.precision)
-        if failed != 0:  # the first step has succeeded on all ranks
+        lines, failure = self.steps.reduce()
+        if lines:  # the first step has succeeded on all ranks
             if not self.reset.is_done:
                 self.reset.run()
-                self._clock = time.perf_counter()  # removing checkpoints is not training
-            self._append(schema.STEPS.name, lines[:failed])
-        if failed is not None:
-            step = self.pending[failed]
-            self.step = step.step - 1
-            rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
-            raise nonfinite_error(step, rows, skipped, self.world, self.settings.ddp_comm_hook)
-        self.pending.clear()
+                self.steps.start_clock()  # removing checkpoints is not training
+            self._append(schema.STEPS.name, lines)
+        if failure is not None:
+            raise failure
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
-        if self.step % self.settings.logging_steps == 0 or self.step == self.plan.total_steps:
+        if self.steps.last_step % self.settings.logging_steps == 0 or self.steps.last_step == self.plan.total_steps:
             self._print(console_line(lines, self.plan.total_steps))
 
-    def write_evaluation(self, step: int, epoch: float, rows: str, n: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to evaluations.jsonl, and print it.
+    def after_evaluation(
+        self, step: int, rows: str, metrics: Mapping[str, float], *, strategy: Strategy, model: torch.nn.Module
+    ) -> None:
+        """Record an evaluation, and keep the weights if they are the best so far. Collective.
 
         Args:
             rows: the name of the eval set, `validation` or `test`.
-            n: its number of rows.
-            metrics: at least accuracy, f1 and loss.
+            metrics: at least the number of rows `n`, accuracy, f1 and loss.
         """
-        line = {"step": step, "epoch": epoch, "rows": rows, "n": n}
-        line |= {name: metrics[name] for name in ("accuracy", "f1", "loss")}
+        self.write_evaluation(step, rows, metrics)
+        self.best.keep(step, strategy, model, metrics)
+        self.steps.start_clock()  # an evaluation does not count as training time
+
+    def write_evaluation(self, step: int, rows: str, metrics: Mapping[str, float]) -> None:
+        """Append a line to evaluations.jsonl, and print it. Arguments as for `after_evaluation`."""
+        epoch = step / self.plan.steps_per_epoch
+        line = {"step": step, "epoch": epoch, "rows": rows}
+        line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
         self.reset.write_after(lambda: self._append(schema.EVALUATIONS.name, [line]))
         self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
 
@@ -235,7 +268,7 @@ class RunRecord:
         if self.world.is_main_process:
             tqdm.write(line)  # above the progress bar, if there is one
 
-    # ---- checkpoints and best weights -------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int, fill: Callable[[Path], None]) -> None:
         """Write the checkpoint of a step. Collective.
@@ -251,39 +284,11 @@ class RunRecord:
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
                 evaluations = self.logs[schema.EVALUATIONS.name].count_lines()
-                state = run_state_content(self.info, step, self.plan, self.totals, self.best, evaluations)
+                state = run_state_content(self.info, step, self.plan, self.steps.totals, self.best.best, evaluations)
                 write_json(staging / schema.RUN_STATE, state)
                 flush(self.folder)
 
         saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.checkpoint_files(self.world.size))
         if saved and self.world.is_main_process:
-            remove_unused_best(self.checkpoints.folder, self.best)
-        self.start_clock()
-
-    def keep_best(self, step: int, strategy: Strategy, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
-        """Save the weights if the validation metric is better than after all earlier steps. Collective."""
-        metric = self.settings.metric_for_best_model
-        if not (self.settings.load_best_model_at_end and self.best.is_improved_by(metrics[metric], metric)):
-            return
-        before, self.best = self.best, Best(step, metrics[metric])
-        state = strategy.gather_model_state(model)
-        if not self.reset.is_done:  # the next step changes the weights before they are written
-            state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-
-        def save() -> None:
-            self.best = save_best(self.checkpoints, before, self.best, state)
-
-        self.reset.write_after(save)
-
-    def load_best(self, model: torch.nn.Module) -> None:
-        """Load the best weights into the model, if that is requested and there are any. Collective.
-
-        Raises:
-            RunError: the weights are damaged.
-        """
-        if not self.settings.load_best_model_at_end or not self.best.step:
-            return
-        if self.reset.is_done or self.best.step != self.step:  # otherwise these are the model's weights, not saved yet
-            load_best(self.checkpoints.folder, self.best, model, self.world)
-        metric = f"validation {self.settings.metric_for_best_model} {self.best.value:.4f}"
-        self.world.print_main(f"{'best weights':>14}  of step {self.best.step}: {metric}")
+            remove_unused_best(self.checkpoints.folder, self.best.best)
+        self.steps.start_clock()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from app.data.csv_table import ReviewTable, read_reviews
-from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_loader
-from app.data.sampler import BatchPlan, plan_batches
+from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, loader_options
+from app.data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from app.data.split import Indices, Split, count_duplicates, split_reviews
 from app.data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
 from app.distributed.collectives import (
@@ -73,12 +74,23 @@ class ReviewData:
         """The reviews of a part that also occur in another part, as `count_duplicates` returns them."""
         return count_duplicates(self.table, self.split)
 
+    @property
+    def train_rows(self) -> Dataset:
+        """The tokenized training rows."""
+        return self.rows.select(self.split.train)
+
+    def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
+        """Build the sampler of this rank's training rows, those of its logical ranks."""
+        return build_train_sampler(self.lengths[self.split.train], self.plan, logical_ranks, settings)
+
+    def loader_options(self, device: torch.device) -> dict[str, Any]:
+        """Return the arguments that all loaders share: how rows become batches."""
+        return loader_options(self.collator, device)
+
     def train_loader(self, logical_ranks: Sequence[int], settings: Settings, world: World) -> DataLoader[Any]:
-        """Build the loader of this rank's training micro-batches, those of its logical ranks."""
-        part = self.split.train
-        return build_train_loader(
-            self.rows.select(part), self.lengths[part], self.collator, self.plan, logical_ranks, world, settings
-        )
+        """Build the loader of this rank's training micro-batches, as app/ddp_loop.py does."""
+        sampler = self.train_sampler(logical_ranks, settings)
+        return DataLoader(self.train_rows, self.plan.micro_size, sampler=sampler, **self.loader_options(world.device))
 
     def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
         """Build an eval set: `validation` or `test`."""

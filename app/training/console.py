@@ -125,7 +125,7 @@ def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
 def describe_result(scores: Scores, record: RunRecord) -> str:
     """Return the block that a run prints at its end: what it measured, what it wrote, and what to do with it."""
     correct = round(scores.accuracy * scores.n)
-    seconds, rate = record.totals.train_seconds, record.totals.examples_per_second
+    seconds, rate = record.steps.totals.train_seconds, record.steps.totals.examples_per_second
     model = str(record.model_folder)
     other_path = "trainer_run" if record.info.path_name == "ddp_loop" else "ddp_loop"
     latest = RUNS / other_path / LATEST

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from app.data.loaders import EvalSet
@@ -39,7 +37,6 @@ class Preparation:
 
     Attributes:
         settings: with all defaults resolved that depend on the data and the model, such as the learning rate.
-        train_loader: this rank's micro-batches.
         eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
@@ -51,7 +48,6 @@ class Preparation:
     data: ReviewData
     model: PreTrainedModel
     strategy: Strategy
-    train_loader: DataLoader[Any]
     eval_set: EvalSet
     test_set: EvalSet
     record: RunRecord
@@ -94,10 +90,12 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
-    train_loader = data.train_loader(strategy.logical_ranks, settings, world)
 
     def rows_of_step(step: int) -> list[int]:
-        positions = train_loader.sampler.rows_of_step((step - 1) % data.plan.steps_per_epoch)  # type: ignore[attr-defined]
+        sampler = data.train_sampler(strategy.logical_ranks, settings)
+        epoch, step_of_epoch = divmod(step - 1, data.plan.steps_per_epoch)
+        sampler.set_epoch(epoch)
+        positions = sampler.rows_of_step(step_of_epoch)
         return [int(row) for row in data.table.rows[data.split.train[positions]]]
 
     peak = None
@@ -126,7 +124,6 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         data=data,
         model=classifier.model,
         strategy=strategy,
-        train_loader=train_loader,
         eval_set=eval_set,
         test_set=test_set,
         record=record,

@@ -71,7 +71,7 @@ class StepProfiler:
         finished, self.profile = self.profile, None
         finished.stop()
         self._write(finished)
-        self.record.start_clock()  # writing is not training time
+        self.record.steps.start_clock()  # writing is not training time
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """Discard an incomplete profile."""

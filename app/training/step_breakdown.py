@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from app.runs.record import START_CLOCK
+from app.runs.step_log import START_CLOCK
 from app.strategies.base import CLIP, FORWARD, MICRO_BATCH
 
 Intervals = list[tuple[int, int]]  # sorted and disjoint; in nanoseconds, as all times here

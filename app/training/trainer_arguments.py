@@ -32,14 +32,14 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
         max_steps=plan.total_steps,
         max_grad_norm=settings.max_grad_norm or float("inf"),
         seed=settings.seed,
-        eval_strategy="no",  # ScheduleCallback decides on both, so that they follow the same steps as in app.ddp_loop
+        eval_strategy="no",  # the record decides on both, so that they follow the same steps as in app.ddp_loop
         save_strategy="no",
         logging_strategy="no",  # the record keeps every step's loss; Trainer's log would gather it again
         logging_nan_inf_filter=False,  # it would hide a non-finite loss, and synchronize with the device in each step
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu else "nccl",
         ddp_timeout=settings.ddp_timeout,
-        disable_tqdm=settings.disable_tqdm,
+        disable_tqdm=True,  # the record shows the progress bar
         label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
         deepspeed=prepared.deepspeed_config,

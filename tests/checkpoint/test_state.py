@@ -27,6 +27,7 @@ from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
 from app.training.dropout import seed_micro_batch
 
@@ -96,7 +97,8 @@ def new_state(
     ]
     optimizer = strategy.build_optimizer(groups, lr=1e-2, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Training(model, optimizer, scheduler, LossScale(settings, strategy.plan, world), strategy, world, wrapped)
+    optimization = Optimization(optimizer, scheduler, LossScale(settings, strategy.plan, world))
+    return Training(model, optimization, strategy, world, wrapped)
 
 
 def train(training: Training, first: int, steps: int) -> list[float]:
@@ -107,9 +109,9 @@ def train(training: Training, first: int, steps: int) -> list[float]:
         with training.strategy.accumulate(training.wrapped, 0):
             loss = training.wrapped(x)
             loss.backward()
-        training.optimizer.step()
-        training.scheduler.step()
-        training.optimizer.zero_grad()
+        training.optimization.optimizer.step()
+        training.optimization.scheduler.step()
+        training.optimization.optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -142,7 +144,8 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by
         for name, value in weights.items():
             assert found[name].dtype == value.dtype
             assert torch.equal(found[name], value), name
-        assert resumed.scheduler.state_dict()["last_epoch"] == training.scheduler.state_dict()["last_epoch"] == 12
+        schedules = [one.optimization.scheduler.state_dict() for one in (resumed, training)]
+        assert [schedule["last_epoch"] for schedule in schedules] == [12, 12]
         assert resumed.model.out.weight is resumed.model.into.weight, "the weights are no longer tied"
         assert resumed.model.temporary.tolist() == [1.0] * 4, "not part of the model's state"
         assert all(parameter.grad is None for parameter in resumed.model.parameters())
@@ -169,7 +172,8 @@ def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
         model.scale.square().sum().backward()
         optimizer.step()
         scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDP(Settings(), batch_plan(), world)
-        return TrainingState(model, optimizer, scheduler, LossScale(Settings(), strategy.plan, world), strategy, world)
+        optimization = Optimization(optimizer, scheduler, LossScale(Settings(), strategy.plan, world))
+        return TrainingState(model, optimization, strategy, world)
 
     before, after = new(0), new(1)
     before.save(tmp_path)
@@ -177,8 +181,8 @@ def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
     after.load(tmp_path)
     assert torch.equal(after.model.scale, before.model.scale)
     assert after.model.scale.stride() == (1, 2)
-    for key, value in before.optimizer.state[before.model.scale].items():
-        loaded = after.optimizer.state[after.model.scale][key]
+    for key, value in before.optimization.optimizer.state[before.model.scale].items():
+        loaded = after.optimization.optimizer.state[after.model.scale][key]
         assert torch.equal(loaded, value)
         assert loaded.stride() == value.stride()
 
@@ -243,7 +247,7 @@ def save_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> Non
                 local(parameter).copy_(part_of(reference["model"][name], layout, rank))
             training.model.count.fill_(reference["model"]["count"] + rank)  # every rank has buffers of its own rows
             training.model.mean.copy_(reference["model"]["mean"] + rank)
-            optimizer = training.strategy.local_optimizer(training.optimizer)
+            optimizer = training.strategy.local_optimizer(training.optimization.optimizer)
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for name, steps in reference["step"].items():
                 if id(parameters[name]) in mine:
@@ -251,10 +255,10 @@ def save_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> Non
                     for key, moment in moments.items():
                         local(moment).copy_(part_of(reference[key][name], layout, rank))
                     optimizer.state[parameters[name]] = {"step": steps.clone()} | moments
-            training.scheduler.last_epoch = 4
-            training.scheduler._last_lr = [0.25, 0.5]
-            training.loss_scale.value.fill_(2.0**-7)
-            training.loss_scale.good_steps.fill_(1234)
+            training.optimization.scheduler.last_epoch = 4
+            training.optimization.scheduler._last_lr = [0.25, 0.5]
+            training.optimization.loss_scale.value.fill_(2.0**-7)
+            training.optimization.loss_scale.good_steps.fill_(1234)
             training.save(folder)
     write_manifest(folder)
 
@@ -265,7 +269,7 @@ def check_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> No
     for rank in range(layout[1]):
         with process_group_of(rank, layout[1]) as world:
             training = new_state(layout, world, seed=rank + 100, dtype=dtype)
-            optimizer = training.strategy.local_optimizer(training.optimizer)
+            optimizer = training.strategy.local_optimizer(training.optimization.optimizer)
             for parameter in optimizer.param_groups[0]["params"]:  # nothing of what was there before must remain
                 parameter.grad = torch.ones_like(parameter)
                 optimizer.state[parameter] = {"step": torch.tensor(3.0)}
@@ -286,9 +290,10 @@ def check_on_all_ranks(folder: Path, layout: Layout, reference: Reference) -> No
                 for key in ("exp_avg", "exp_avg_sq"):
                     assert moments[key].dtype == dtype
                     assert torch.equal(local(moments[key]), part_of(reference[key][name], layout, rank)), name
-            assert [group["lr"] for group in training.optimizer.param_groups] == [0.25, 0.5]
-            assert training.scheduler.last_epoch == 4
-            assert (training.loss_scale.value, training.loss_scale.good_steps) == (2.0**-7, 1234)
+            assert [group["lr"] for group in training.optimization.optimizer.param_groups] == [0.25, 0.5]
+            assert training.optimization.scheduler.last_epoch == 4
+            loss_scale = training.optimization.loss_scale
+            assert (loss_scale.value, loss_scale.good_steps) == (2.0**-7, 1234)
     copies = 1 if layout[0] == "zero1" else layout[1]
     assert sorted(held) == sorted([*reference["step"]] * copies), "each parameter has its state where it is updated"
 

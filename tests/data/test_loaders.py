@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from worlds import batch_plan, fake_world
 
-from app.data.loaders import EvalSet, build_eval_set, build_train_loader
+from app.data.loaders import EvalSet, build_eval_set, build_train_sampler, loader_options
 from app.settings import Settings
 from app.strategies.select import select_strategy
 
@@ -79,8 +80,9 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         settings, world = Settings(strategy=strategy), fake_world(1, 2)
         mine = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
-        loader = build_train_loader(list(range(n)), np.ones(n, dtype=np.int64), keep, plan, mine, world, settings)
-        assert loader.sampler.logical_ranks == mine
+        sampler = build_train_sampler(np.ones(n, dtype=np.int64), plan, mine, settings)
+        assert sampler.logical_ranks == mine
+        loader = DataLoader(list(range(n)), plan.micro_size, sampler=sampler, **loader_options(keep, world.device))
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4
     assert orders["ddp"] == orders["zero1"] == [4, 5, 6, 7]
     assert orders["zero2"] == orders["zero3"] == [1, 3, 5, 7]

@@ -106,7 +106,7 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     record, plan = new_record(max_length=16, save_strategy="no", max_steps=2)
     begin(record, plan)
     add_steps(record, 1, 2)
-    record.write_evaluation(2, 0.2, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    record.write_evaluation(2, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     finish(record, DDP(record.settings, plan, world))
     names = {path.name for path in record.folder.iterdir()}
     assert names == {

@@ -55,6 +55,6 @@ def test_a_measured_peak_replaces_the_data_sheet(new_record, tmp_path):
     record, _ = new_record()
     info = record.info
     info.settings.output_dir = str(tmp_path / "measured")
-    measured = open_module.open_run(info, record.resume, record.rows_of_step, measured_peak_flops=2e11)
+    measured = open_module.open_run(info, record.resume, record.steps.rows_of_step, measured_peak_flops=2e11)
     assert measured.info.peak_flops == 2e11
     assert info.peak_flops is None, "there is no data sheet for this CPU"

@@ -51,7 +51,7 @@ def test_each_logging_interval_prints_one_line_with_the_loss(new_record, capsys,
     add_steps(record, 7, 8)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["step 3/8", "step 6/8", "step 8/8"]
-    assert lines[0].startswith("step 3/8 (epoch 0.30): loss 0.5000, grad norm 1.25, learning rate 0.001, ")
+    assert lines[0].startswith("step 3/8 (epoch 0.23): loss 0.5000, grad norm 1.25, learning rate 0.001, ")
     assert lines[0].endswith(" reviews/s")
 
 
@@ -65,11 +65,11 @@ def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
 
 def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
     record = record_of_rank_1(tmp_path, monkeypatch)
-    record.plan = SimpleNamespace(total_steps=1)
-    record.start_clock()
+    record.plan = SimpleNamespace(total_steps=1, steps_per_epoch=1)
+    record.steps.start_clock()
     monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
     add_steps(record, 1)
-    record.write_evaluation(1, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    record.write_evaluation(1, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -100,9 +100,9 @@ def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
     record = record_of_rank_1(tmp_path, monkeypatch)
     record.reset.is_done = True
     strategy = Copies()
-    record.keep_best(1, strategy, nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, strategy, nn.Linear(2, 2), {"accuracy": 0.5})
     assert strategy.gathered == 1
-    assert record.best.step == 1
+    assert record.best.best.step == 1
     record.finish(strategy, nn.Linear(2, 2), None, None, None)
     assert strategy.gathered == 2
     assert list(tmp_path.iterdir()) == []
@@ -121,19 +121,19 @@ def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
     record, plan = new_record(**BEST | {"save_strategy": "no"})
     begin(record, plan)
     for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
-        record.keep_best(step, Copies(), nn.Linear(2, 2), {"accuracy": accuracy})
-        assert best_folders(record) == [f"best-{record.best.step}"]
+        record.best.keep(step, Copies(), nn.Linear(2, 2), {"accuracy": accuracy})
+        assert best_folders(record) == [f"best-{record.best.best.step}"]
     assert best_folders(record) == ["best-6"]
 
 
 def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record, fill):
     record, plan = new_record(**BEST | {"save_total_limit": 1})
     begin(record, plan)
-    record.keep_best(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5, fill)
-    record.keep_best(6, Copies(), nn.Linear(2, 2), {"accuracy": 0.6})
-    record.keep_best(7, Copies(), nn.Linear(2, 2), {"accuracy": 0.7})
+    record.best.keep(6, Copies(), nn.Linear(2, 2), {"accuracy": 0.6})
+    record.best.keep(7, Copies(), nn.Linear(2, 2), {"accuracy": 0.7})
     assert best_folders(record) == ["best-1", "best-7"]  # checkpoint-5 resumes with best-1
     add_steps(record, *range(6, 11))
     record.save_checkpoint(10, fill)
@@ -144,9 +144,9 @@ def test_the_best_weights_are_loaded(new_record, capsys):
     record, plan = new_record(**BEST | {"metric_for_best_model": "loss"})
     begin(record, plan)
     strategy, best, last = Copies(), nn.Linear(2, 2), nn.Linear(2, 2)
-    record.keep_best(1, strategy, best, {"loss": 0.5})
-    record.keep_best(2, strategy, last, {"loss": 0.75})
-    record.load_best(last)
+    record.best.keep(1, strategy, best, {"loss": 0.5})
+    record.best.keep(2, strategy, last, {"loss": 0.75})
+    record.best.load(last, record.steps.last_step)
     assert torch.equal(last.weight, best.weight)
     assert "best weights  of step 1: validation loss 0.5000" in capsys.readouterr().out
 
@@ -154,12 +154,12 @@ def test_the_best_weights_are_loaded(new_record, capsys):
 def test_damaged_best_weights_are_not_loaded(new_record):
     record, plan = new_record(**BEST)
     begin(record, plan)
-    record.keep_best(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
     (record.checkpoints.folder / "best-1" / "model.safetensors").write_bytes(b"")
     model = nn.Linear(2, 2)
     before = model.weight.clone()
     with pytest.raises(RunError, match=r"best-1: the best weights are damaged: model\.safetensors"):
-        record.load_best(model)
+        record.best.load(model, record.steps.last_step)
     assert torch.equal(model.weight, before)
 
 
@@ -226,7 +226,7 @@ def interrupted(new_record, fill):
     for step in (5, 10):
         add_steps(record, *range(step - 4, step + 1))
         record.save_checkpoint(step, fill)
-        record.write_evaluation(step, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+        record.write_evaluation(step, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     add_steps(record, 11, 12)
     (record.folder / METRICS.name).write_text("{}")
     return record
@@ -245,8 +245,8 @@ def test_nothing_is_removed_before_the_first_steps_are_written(interrupted, new_
     before = contents(interrupted.folder)
     record, plan = new_record(resume_at(interrupted, 5), eval_strategy="steps", eval_steps=5)
     assert begin(record, plan)
-    record.write_evaluation(5, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    record.step = 5
+    record.write_evaluation(5, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    record.steps.last_step = 5
     record.write_steps()  # before the evaluation, as there are no steps yet
     assert contents(interrupted.folder) == before
     add_steps(record, 6)
@@ -305,15 +305,15 @@ def test_the_best_weights_of_a_repeated_evaluation_are_those_before_the_next_ste
     assert begin(record, plan)
     model, before = nn.Linear(2, 2), nn.Linear(2, 2)
     before.load_state_dict(model.state_dict())
-    record.keep_best(5, References(), model, {"accuracy": 0.5})
+    record.best.keep(5, References(), model, {"accuracy": 0.5})
     assert best_folders(record) == []
-    record.load_best(model)
+    record.best.load(model, record.steps.last_step)
     assert torch.equal(model.weight, before.weight), "without a further step, the model has them"
     with torch.no_grad():
         model.weight += 1  # the next step
     add_steps(record, 6)
     assert best_folders(record) == ["best-5"]
-    record.load_best(model)
+    record.best.load(model, record.steps.last_step)
     assert torch.equal(model.weight, before.weight)
 
 
@@ -332,7 +332,7 @@ def test_a_lost_evaluation_is_noticed(new_record, fill, lost):
     for step in (5, 10, 15):
         add_steps(record, *range(step - 4, step + 1))
         record.save_checkpoint(step, fill)
-        record.write_evaluation(step, 0.1, "test", 12, {"accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+        record.write_evaluation(step, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     os.close(record.lock)
     record.lock = None
     log = record.folder / EVALUATIONS.name

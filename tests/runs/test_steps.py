@@ -115,12 +115,12 @@ def test_a_step_that_is_not_finite_is_reported_and_the_steps_before_it_are_writt
     record, plan = new_record()
     begin(record, plan)
     add_steps(record, 1)
-    record.pending = [step(2, [0.5], 1.0), step(3, [0.5], float("nan")), step(4, [0.5], 1.0)]
+    record.steps.pending = [step(2, [0.5], 1.0), step(3, [0.5], float("nan")), step(4, [0.5], 1.0)]
     with pytest.raises(RunError, match="step 3: the gradient norm is nan; the optimizer skipped this step"):
         record.write_steps()
     assert steps_on_disk(record) == [1, 2]
-    assert record.step == 2
-    assert record.totals.examples == 8
+    assert record.steps.last_step == 2
+    assert record.steps.totals.examples == 8
 
 
 def norms_on_disk(record: RunRecord) -> list[float | None]:
@@ -131,16 +131,16 @@ def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_re
     record, plan = new_record(precision="fp16", logging_steps=2)
     begin(record, plan)
     for number, norm in enumerate([math.inf, 1.5, math.nan, math.inf], start=1):
-        record.pending.append(step(number, [0.5], norm))
-        record.step = number
+        record.steps.pending.append(step(number, [0.5], norm))
+        record.steps.last_step = number
         record.write_steps()
     assert norms_on_disk(record) == [None, 1.5, None, None]
-    assert record.totals.skipped == 3
-    assert record.totals.examples == 16
+    assert record.steps.totals.skipped == 3
+    assert record.steps.totals.examples == 16
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert ["overflow (step skipped)" in line for line in lines] == [False, True]
-    checkpointed = Totals(**json.loads(json.dumps(asdict(record.totals))))
-    assert checkpointed == record.totals, "a resumed run does not count them"
+    checkpointed = Totals(**json.loads(json.dumps(asdict(record.steps.totals))))
+    assert checkpointed == record.steps.totals, "a resumed run does not count them"
     assert checkpointed.skipped_in_a_row == 2
 
 
@@ -148,24 +148,24 @@ def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_re
 def test_too_many_overflows_in_a_row_have_another_cause(new_record, in_one_interval):
     record, plan = new_record(precision="fp16")
     begin(record, plan)
-    record.pending = [step(n, [0.5], math.inf) for n in range(1, 11)] + [step(11, [0.5], 1.0)]
+    record.steps.pending = [step(n, [0.5], math.inf) for n in range(1, 11)] + [step(11, [0.5], 1.0)]
     record.write_steps()
     overflows = [step(n, [0.5], math.inf) for n in range(12, 13 + MAX_SKIPPED)]
     *intervals, last = [overflows] if in_one_interval else [[one] for one in overflows]
     for interval in intervals:
-        record.pending = interval
+        record.steps.pending = interval
         record.write_steps()
-    record.pending = last
+    record.steps.pending = last
     with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
         record.write_steps()
     assert steps_on_disk(record) == list(range(1, 12 + MAX_SKIPPED))
-    assert record.totals.skipped == 10 + MAX_SKIPPED
+    assert record.steps.totals.skipped == 10 + MAX_SKIPPED
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
     record, plan = new_record(precision="fp16")
     begin(record, plan)
-    record.pending = [step(1, [0.5], math.inf), step(2, [math.nan], math.nan)]
+    record.steps.pending = [step(1, [0.5], math.inf), step(2, [math.nan], math.nan)]
     with pytest.raises(RunError, match="step 2: the loss is not finite on rank 0"):
         record.write_steps()
     assert steps_on_disk(record) == [1]

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from worlds import batch_plan, fake_world
 
-from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
 from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.ddp import DDP, Zero1
 from app.strategies.fsdp import FullyShard, ShardedModel, wrapper_name
 from app.strategies.loss_scale import LossScale
+from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -78,7 +78,7 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     assert wrapper_name(wrapped) == (fsdp_class if is_sharded else "DistributedDataParallel")
     optimizer = build_optimizer(wrapped, settings, 1e-2, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    state = TrainingState(model, optimizer, scheduler, LossScale(settings, plan, world), strategy, world)
+    optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
     shape = (STEPS, plan.micro_batches_per_step, plan.micro_size)
     labels = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1))
     ids = torch.randint(6, 50, (*shape, 7), generator=torch.Generator().manual_seed(2))
@@ -86,7 +86,9 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     found = Outcome([], [], {}, [])
     for step in range(STEPS):
         batches = [{"input_ids": i, "labels": j} for i, j in zip(ids[step], labels[step], strict=True)]
-        losses, norm = train_step(step, wrapped, batches, state, settings)
+        losses, norm = train_step(
+            wrapped, batches, step, optimization=optimization, strategy=strategy, settings=settings
+        )
         assert losses.shape == (plan.micro_batches_per_step,)
         assert norm.shape == ()
         found.losses.append(losses)

@@ -42,10 +42,10 @@ def fail_in_step(number):
     """Make the training step of this number fail."""
     train_step = app.ddp_loop.train_step
 
-    def failing(step, *arguments):
+    def failing(wrapped, batches, step, **arguments):
         if step + 1 == number:
             raise RuntimeError("the step fails")
-        return train_step(step, *arguments)
+        return train_step(wrapped, batches, step, **arguments)
 
     return patch.object(app.ddp_loop, "train_step", failing)
 

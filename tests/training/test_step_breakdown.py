@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.runs.record import START_CLOCK
+from app.runs.step_log import START_CLOCK
 from app.strategies.base import CLIP, FORWARD, MICRO_BATCH
 from app.training.step_breakdown import (
     CATEGORIES,

@@ -1,0 +1,183 @@
+"""Trainer with the batches, optimizer, exact evaluation and run record that both training paths share.
+
+The docstring of each override explains what would differ without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from app.data.loaders import EvalSet
+from app.distributed.collectives import broadcast_buffers, gather_rows
+from app.distributed.world import World
+from app.metrics.score import score
+from app.model.inputs import to_device
+from app.model.precision import mixed_precision
+from app.strategies.deepspeed_engine import DeepSpeed
+from app.strategies.loss_scale import LossScale
+from app.training.dropout import seed_micro_batch
+from app.training.optim import build_optimizer, build_scheduler
+from app.training.prepare import Preparation
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Compute the metrics of the gathered rows: logits, float (n, classes), and class ids, int64 (n,)."""
+    scores = score(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
+    return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
+
+
+class ReviewTrainer(Trainer):
+    """Trainer with the batches, optimizer, exact evaluation and run record that both training paths share."""
+
+    def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.prepared, self.world = prepared, world
+        self.micro_losses: list[torch.Tensor] = []
+        self.micro_batches: list[dict[str, torch.Tensor]] = []
+        self.grad_norm = torch.zeros(())
+        self.train_loader = prepared.data.train_loader(prepared.strategy.logical_ranks, prepared.settings, world)
+        self.wrapped = prepared.strategy.wrap(prepared.model)
+        self.loss_scale = LossScale(prepared.settings, prepared.plan, world)
+        # Otherwise accelerate calls optimizer.load_state_dict(optimizer.state_dict()), and ZeroRedundancyOptimizer has
+        # no state dict before it is consolidated.
+        self.accelerator.device_placement = False
+
+    # ---- data ------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the shared loader: accelerate would assign complete batches to ranks instead of single rows."""
+        return self.train_loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return this rank's share of the eval set: each row is on one rank."""
+        return self.prepared.eval_set.loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return this rank's share of the test set: each row is on one rank."""
+        return self.prepared.test_set.loader
+
+    # ---- optimization ----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):  # with DeepSpeed, Trainer calls this twice
+            return self.optimizer
+        settings, strategy = self.prepared.settings, self.prepared.strategy
+        self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy)
+        self.optimizer = self.shared_optimizer
+        return self.shared_optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        """Build the shared schedule: Trainer would derive the warmup from its own arguments."""
+        self.shared_scheduler = build_scheduler(self.shared_optimizer, self.prepared.settings, num_training_steps)
+        self.lr_scheduler = self.shared_scheduler  # type: ignore[assignment]
+        return self.shared_scheduler
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Seed dropout for the micro-batch, and let the strategy accumulate or average the gradients.
+
+        Trainer would use one stream of random numbers, and one all-reduce over all micro-batches of a process.
+        """
+        number = len(self.micro_batches)
+        index, micro_batch = divmod(number, self.prepared.plan.accumulation_steps)
+        strategy, seed = self.prepared.strategy, self.prepared.settings.seed
+        seed_micro_batch(seed, self.state.global_step, strategy.logical_ranks[index], micro_batch)
+        self.micro_batches.append(inputs)
+        with strategy.accumulate(model, number):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy a batch as app.ddp_loop does: Trainer would wait for the copy of each tensor."""
+        return to_device(inputs, self.prepared.model, self.world)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
+        loss: Any = super().compute_loss(*args, **kwargs)
+        if not isinstance(loss, torch.Tensor):  # in an evaluation, it is a tuple of the loss and the model's outputs
+            return loss
+        self.micro_losses.append(loss.detach())
+        return self.loss_scale.scale(loss)
+
+    def compute_loss_context_manager(self) -> Any:
+        """Use the shared mixed precision: accelerate's has no fp16 on CPUs, and its own loss scaling."""
+        return mixed_precision(self.prepared.settings.precision, self.world.device)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions.
+
+        With DeepSpeed, Trainer creates the engine next.
+        """
+        if training and isinstance(self.prepared.strategy, DeepSpeed):
+            self.prepared.strategy.place(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        return self.wrapped if training else model
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Load no checkpoint: Trainer and DeepSpeed expect other files. RecordCallback loads it."""
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        settings = self.prepared.settings
+        if settings.deepspeed is not None or settings.fsdp:  # Trainer has wrapped the model, and might choose plain DDP
+            wrapper = "FSDPModule" if settings.fsdp else "DeepSpeedEngine"
+            assert wrapper in [base.__name__ for base in type(model).__mro__], f"a {type(model)} is no {wrapper}"
+            self.wrapped = model
+        return model, loader
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load nothing: Trainer expects the complete weights in one file. RecordCallback loads them."""
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """Clip with the strategy, and keep the norm: Trainer's public hooks do not get it as a tensor on the device."""
+        self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm, self.loss_scale.value)
+        return self.grad_norm
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Record the scores: Trainer would log them in a file of its own."""
+        prepared = self.prepared
+        metrics = super().evaluate(*args, **kwargs)
+        scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        scores["n"] = len(prepared.eval_set)
+        prepared.record.after_evaluation(
+            self.state.global_step, prepared.eval_set.name, scores, strategy=prepared.strategy, model=prepared.model
+        )
+        return metrics
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate each row exactly once.
+
+        Trainer's own loop repeats rows to make the ranks' shares equal, and its `eval_loss` is an average of batch
+        means that includes the repeated rows.
+        """
+        sets: tuple[EvalSet, ...] = (self.prepared.test_set, self.prepared.eval_set)
+        eval_set = next(one for one in sets if one.loader is dataloader)
+        model = self.prepared.model.eval()
+        broadcast_buffers(model, self.world)
+        shard: list[torch.Tensor] = []
+        for batch, is_filler in zip(dataloader, eval_set.is_filler, strict=True):
+            _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
+            class_logits = logits[0] if isinstance(logits, tuple) else logits  # some models return further outputs
+            assert class_logits is not None
+            if not is_filler:
+                shard.append(class_logits)
+        gathered = gather_rows(eval_set.positions, shard, len(eval_set), self.world)
+        metrics = compute_metrics(EvalPrediction(gathered, eval_set.labels))
+        return EvalLoopOutput(
+            predictions=gathered,
+            label_ids=eval_set.labels,
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            num_samples=len(eval_set),
+        )
