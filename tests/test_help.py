@@ -14,7 +14,7 @@ from app.cli import OneLineParser
 from app.errors import UserError
 from app.settings import FLAGS_OF_ONE_RUN, GROUPS, REPOSITORY, TRAINER_ENGINES
 
-WITHOUT_SETTINGS = ("bench/scaling", "experiments/fault_injection")
+WITHOUT_SETTINGS = ("minimal", "bench/scaling", "experiments/fault_injection")
 PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 PROGRAMS = (
     *PATHS,

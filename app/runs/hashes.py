@@ -11,6 +11,9 @@ import hashlib
 import json
 from pathlib import Path
 
+import safetensors.torch
+import torch
+
 from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
 DIGITS = 16  # hexadecimal digits of a hash where a person reads it
@@ -41,6 +44,11 @@ def hash_results(folder: Path, model_folder: Path | None = None) -> dict[str, st
         STEPS.name: hashlib.sha256(json.dumps(untimed).encode()).hexdigest(),
         EVALUATIONS.name: _hash_files([evaluations] if evaluations.exists() else []),
     }
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of model.safetensors, as `save_pretrained` would write it, without writing it."""
+    return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()
 
 
 def _weight_files(model_folder: Path) -> list[Path]:

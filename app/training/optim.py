@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,24 +22,26 @@ def default_learning_rate(pretrained: bool) -> float:
     return FROM_PRETRAINED if pretrained else FROM_SCRATCH
 
 
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups: matrices and embeddings, and without decay biases and other vectors."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
 def build_optimizer(
     wrapped: torch.nn.Module, settings: Settings, learning_rate: float, strategy: Strategy
 ) -> torch.optim.Optimizer:
     """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded.
 
-    Weight decay applies to matrices and embeddings, not to vectors: biases and normalization weights.
-
     Args:
         wrapped: the model as returned by `strategy.wrap`.
         learning_rate: the peak learning rate.
     """
-    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
     optimizer = strategy.build_optimizer(
-        groups,
+        parameter_groups(wrapped, settings.weight_decay),
         lr=learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
