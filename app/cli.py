@@ -1,4 +1,4 @@
-"""The command line: parse flags and `--config` into `Settings`, and run an entry point with its exit status."""
+"""The command line: parse flags and `--config` into `Settings`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from app import stop_importing
-from app.distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes
-from app.distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
-from app.distributed.process_group import join
-from app.errors import UserError, escape_unencodable_output, shorten
-from app.flag_hints import hint_for
-from app.settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, refuse_flags
+from .common.errors import UserError, shorten
+from .common.flag_hints import hint_for
+from .settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, refuse_flags
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
@@ -170,7 +166,10 @@ class SettingsParser(OneLineParser, HfArgumentParser):
 def program_name() -> str:
     """Return the module that this process was started with, such as `app.bench.memory`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
-    return spec.name if spec else f"app.{Path(sys.argv[0]).stem}"
+    if spec:
+        return str(spec.name).removesuffix(".__main__")
+    file = Path(sys.argv[0])
+    return f"app.{file.parent.name if file.stem == '__main__' else file.stem}"
 
 
 def command_line() -> str:
@@ -249,49 +248,3 @@ def as_flags(settings: Settings) -> list[str]:
     if settings.per_device_train_batch_size is not None:
         changed.pop("train_batch_size", None)  # derived from it, and the flags exclude each other
     return [f"--{name}={value}" for name, value in changed.items()]
-
-
-def launch(
-    main: Callable[..., None],
-    description: str | None,
-    add_arguments: Callable[[OneLineParser], None] | None = None,
-    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
-) -> NoReturn:
-    """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
-
-    Exit statuses: 0 finished (or a restarted job found its run already finished), 1 the run failed, 2 invalid
-    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
-
-    Args:
-        main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
-            process group itself.
-        description: The docstring of the entry point, for `--help`.
-        add_arguments: As for `settings_parser`.
-        refused: As for `settings_parser`.
-    """
-    stop_importing()
-    escape_unencodable_output()
-    try:
-        check_environment()  # before the rank is read
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    rank = rank_and_sizes()[0]
-    if rank != 0 and {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(0)  # rank 0 prints the help
-    try:
-        try:
-            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused)
-            check_accelerate_environment(settings)
-        except UserError as problem:
-            with join(Settings(use_cpu=True), str(problem)):
-                raise AssertionError("join raises the problem on all ranks") from problem
-        main(settings, **own_flags)
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted", file=sys.stderr)
-        exit_now(130)
-    except Exception as failure:  # before the process group was joined
-        ShortErrorHandler().record_exception(failure)
-        report_failure_to_connect(failure, rank)
-    sys.exit(0)

@@ -32,18 +32,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from app.cli import OneLineParser, as_flags, settings_parser
-from app.distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from app.errors import UserError, escape_control_characters, shorten
-from app.experiments.train_pair import train_pairs
-from app.files import write_json, write_text
-from app.program import run_program
-from app.report.bitwise import check_same_rows, first_difference
-from app.report.explanation import IDENTICAL, conclude, explain
-from app.runs.folder import create_folder
-from app.runs.reader import Run, read_run
-from app.runs.schema import RUNS
-from app.settings import LARGEST_COUNT, Settings
+from .cli import OneLineParser, as_flags, settings_parser
+from .common.errors import UserError, escape_control_characters, shorten
+from .common.files import write_json, write_text
+from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
+from .experiments.train_pair import train_pairs
+from .program import run_program
+from .report.bitwise import check_same_rows, first_difference
+from .report.explanation import IDENTICAL, conclude, explain
+from .runs.folder import create_folder
+from .runs.reader import Run, read_run
+from .runs.schema import RUNS
+from .settings import LARGEST_COUNT, Settings
 
 # The options of this program, which are not settings of a training run.
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")
@@ -60,8 +60,8 @@ def _main() -> int:
     if options.runs and options.assert_equal and settings.output_dir is None:
         return assert_equal(*(read_run(Path(run)) for run in options.runs))
     # Imported late: the packages that the report needs take longer than comparing two runs.
-    from app.report.comparison import compare_runs, compare_seeds, conclusion_of
-    from app.report.render import write_comparison
+    from .report.comparison import compare_runs, compare_seeds, conclusion_of
+    from .report.render import write_comparison
 
     if options.runs:
         a, b = (read_run(Path(run)) for run in options.runs)
@@ -173,11 +173,11 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
         UserError: a mistake in the data, the batch size, the model or the folder.
     """
     # Imported late: comparing two finished runs needs none of these.
-    from app.distributed.environment import check_environment
-    from app.experiments.ablation import ablate
-    from app.experiments.ablation_table import as_markdown
-    from app.experiments.ablation_variants import check_batches
-    from app.training.build import read_and_split
+    from .distributed.environment import check_environment
+    from .experiments.ablation import ablate
+    from .experiments.ablation_table import as_markdown
+    from .experiments.ablation_variants import check_batches
+    from .training.build import read_and_split
 
     check_environment()
     _, split, _ = read_and_split(settings, ranks)

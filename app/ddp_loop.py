@@ -29,26 +29,26 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from app.checkpoint.state import TrainingState
-from app.cli import launch
-from app.data.loaders import EvalSet
-from app.distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
-from app.distributed.preemption import StopRequest
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.metrics.score import Scores, score
-from app.model.inputs import to_device
-from app.model.precision import mixed_precision
-from app.settings import TRAINER_ENGINES, Settings
-from app.strategies.base import Strategy
-from app.strategies.loss_scale import LossScale
-from app.strategies.optimization import Optimization
-from app.training.console import describe_result
-from app.training.dropout import seed_micro_batch
-from app.training.dry_run import print_plan
-from app.training.loss_guard import skip_step_if_nonfinite
-from app.training.optim import build_optimizer, build_scheduler
-from app.training.prepare import Preparation, prepare
+from .checkpoint.state import TrainingState
+from .data.loaders import EvalSet
+from .distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
+from .distributed.preemption import StopRequest
+from .distributed.process_group import join
+from .distributed.world import World
+from .metrics.score import Scores, score
+from .model.inputs import to_device
+from .model.precision import mixed_precision
+from .plan.dry_run import print_plan
+from .program import launch
+from .settings import TRAINER_ENGINES, Settings
+from .strategies.base import Strategy
+from .strategies.loss_scale import LossScale
+from .strategies.optimization import Optimization
+from .training.console import describe_result
+from .training.dropout import seed_micro_batch
+from .training.loss_guard import skip_step_if_nonfinite
+from .training.optim import build_optimizer, build_scheduler
+from .training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
 

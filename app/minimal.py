@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithPadding
 
-from app.cli import OneLineParser
-from app.model.load import load_classifier, load_tokenizer
-from app.program import run_rank
-from app.runs.hashes import hash_weights
-from app.settings import Settings
-from app.strategies.base import sum_of_squares
-from app.strategies.reduction import sum_pairwise
-from app.training.build import read_and_split
-from app.training.dropout import seed_micro_batch
-from app.training.optim import build_scheduler, parameter_groups
-from app.training.vector_tails import VectorTails
+from .cli import OneLineParser
+from .model.load import load_classifier, load_tokenizer
+from .program import run_rank
+from .runs.hashes import hash_weights
+from .settings import Settings
+from .strategies.base import sum_of_squares
+from .strategies.reduction import sum_pairwise
+from .strategies.vector_tails import VectorTails
+from .training.build import read_and_split
+from .training.dropout import seed_micro_batch
+from .training.optim import build_scheduler, parameter_groups
 
 
 def main() -> None:

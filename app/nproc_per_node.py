@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from app.cli import parse_settings
-from app.distributed.processes import resolve_nproc_per_node
-from app.errors import UserError, escape_unencodable_output
-from app.settings import Settings
+from .cli import parse_settings
+from .common.errors import UserError, escape_unencodable_output
+from .distributed.processes import resolve_nproc_per_node
+from .settings import Settings
 
 
 def main() -> None:

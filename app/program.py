@@ -1,20 +1,28 @@
-"""What the programs that start jobs have in common: their exit statuses and their one-line errors."""
+"""Run programs, ranks and jobs: their exit statuses and their one-line errors."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
-from app import stop_importing
-from app.cli import as_flags, program_name
-from app.distributed.environment import rank_and_sizes, started_by_torchrun
-from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.errors import RunError, UserError, escape_unencodable_output
-from app.hardware import usable_cores
-from app.interrupts import as_interrupt
-from app.settings import Settings
+from . import stop_importing
+from .cli import OneLineParser, as_flags, parse_flags, program_name
+from .common.errors import RunError, UserError, escape_unencodable_output
+from .common.interrupts import as_interrupt
+from .common.machine import usable_cores
+from .distributed.environment import (
+    check_accelerate_environment,
+    check_environment,
+    rank_and_sizes,
+    started_by_torchrun,
+)
+from .distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
+from .distributed.launcher import TorchrunJob, torchrun_command
+from .distributed.process_group import join
+from .settings import FLAGS_OF_ONE_RUN, Settings
 
 SECONDS_OF_RANK_0 = 10.0  # that the other ranks give it to report a mistake which all of them have found
 
@@ -67,3 +75,49 @@ def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     command = torchrun_command(module, as_flags(settings), nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()
+
+
+def launch(
+    main: Callable[..., None],
+    description: str | None,
+    add_arguments: Callable[[OneLineParser], None] | None = None,
+    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+) -> NoReturn:
+    """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
+
+    Exit statuses: 0 finished (or a restarted job found its run already finished), 1 the run failed, 2 invalid
+    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
+
+    Args:
+        main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
+            process group itself.
+        description: The docstring of the entry point, for `--help`.
+        add_arguments: As for `settings_parser`.
+        refused: As for `settings_parser`.
+    """
+    stop_importing()
+    escape_unencodable_output()
+    try:
+        check_environment()  # before the rank is read
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    rank = rank_and_sizes()[0]
+    if rank != 0 and {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(0)  # rank 0 prints the help
+    try:
+        try:
+            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused)
+            check_accelerate_environment(settings)
+        except UserError as problem:
+            with join(Settings(use_cpu=True), str(problem)):
+                raise AssertionError("join raises the problem on all ranks") from problem
+        main(settings, **own_flags)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted", file=sys.stderr)
+        exit_now(130)
+    except Exception as failure:  # before the process group was joined
+        ShortErrorHandler().record_exception(failure)
+        report_failure_to_connect(failure, rank)
+    sys.exit(0)

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.errors import UserError, shorten
+from .common.errors import UserError, shorten
+from .common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 
 WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # the values of --strategy
-REPOSITORY = Path(__file__).resolve().parents[1]
-DOWNLOADED_CSV = REPOSITORY / "data" / "ChnSentiCorp_htl_all.csv"
-SAMPLE_CSV = REPOSITORY / "data" / "sample_reviews.csv"
 TINY = "tiny"
 LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up to this value
 MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events

@@ -30,21 +30,22 @@ import numpy as np
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from app.checkpoint.state import load_weights, unreadable
-from app.cli import launch
-from app.distributed.collectives import raise_on_all_ranks
-from app.distributed.preemption import StopRequest
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.metrics.score import Scores, score
-from app.settings import Settings
-from app.strategies.deepspeed_engine import complete
-from app.trainer.callbacks import RecordCallback
-from app.trainer.review_trainer import ReviewTrainer, compute_metrics
-from app.training.console import describe_result
-from app.training.dry_run import print_plan
-from app.training.prepare import Preparation, prepare
-from app.training.trainer_arguments import training_arguments, unset_engine
+from .checkpoint.state import load_weights, unreadable
+from .distributed.collectives import raise_on_all_ranks
+from .distributed.preemption import StopRequest
+from .distributed.process_group import join
+from .distributed.world import World
+from .metrics.score import Scores, score
+from .plan.dry_run import print_plan
+from .program import launch
+from .settings import Settings
+from .trainer.arguments import training_arguments, unset_engine
+from .trainer.callbacks import RecordCallback
+from .trainer.deepspeed_engine import complete
+from .trainer.engine import select_engine
+from .trainer.review_trainer import ReviewTrainer, compute_metrics
+from .training.console import describe_result
+from .training.prepare import Preparation, prepare
 
 
 def main(settings: Settings) -> None:
@@ -61,7 +62,7 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     Args:
         exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
     """
-    prepared = prepare("trainer_run", settings, world)
+    prepared = prepare("trainer_run", settings, world, select_engine(settings))
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
         world.print_main(describe_result(scores, prepared.record))

@@ -13,7 +13,7 @@ import hypothesis
 import pandas as pd
 import pytest
 import torch
-from jobs import LIMIT, SAMPLE_CSV, Finished, Job, find_real_csv, in_ci, unavailable
+from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, find_real_csv, in_ci, unavailable
 
 from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join
@@ -101,7 +101,7 @@ def review_csv(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Finished]:
-    """Run a program in real processes: `launch("ddp_loop", "--max_steps", 3, ranks=2)`. Arguments as for `jobs.Job`."""
+    """Run a program in real processes: `launch("ddp_loop", "--max_steps", 3, ranks=2)`. Arguments as for `Job`."""
 
     def run(program: str, *flags: Any, ranks: int = 0, limit: float = LIMIT, **environment: str) -> Finished:
         with Job(program, *flags, cwd=tmp_path, ranks=ranks, **environment) as job:

@@ -10,14 +10,14 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
+from helpers.worlds import fake_world
 from hypothesis import example, given
 from hypothesis import strategies as st
-from worlds import fake_world
 
 from app.cli import OneLineParser, as_flags, command_line, parse_flags, parse_settings
+from app.common.errors import UserError
+from app.common.flag_hints import _HINT_OF_FLAG
 from app.data.sampler import plan_batches
-from app.errors import UserError
-from app.flag_hints import _HINT_OF_FLAG
 from app.settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, resolve_train_batch_size
 from app.strategies.ddp import DDP
 from app.training.optim import build_optimizer, build_scheduler
@@ -302,6 +302,10 @@ def test_the_help_names_the_module_that_was_started(capsys, monkeypatch):
     assert command_line() == "python -m app.bench.memory --csv 'a b.csv'"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert command_line() == "python -m app.memory --csv 'a b.csv'"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/plan/__main__.py"])
+    assert command_line() == "python -m app.plan"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("app.plan.__main__", None))
+    assert command_line() == "python -m app.plan"
 
 
 def test_the_help_lists_the_flags_of_the_program(capsys):

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers.worlds import batch_plan
 from torch.optim import AdamW
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
-from worlds import batch_plan
 
 from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.model.activations import count_activations
 from app.model.inputs import to_device
+from app.plan.activations import count_activations
 from app.settings import STRATEGIES, Settings
 from app.strategies.loss_scale import LossScale
 from app.strategies.optimization import Optimization

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.settings import Settings
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import unavailable
+from helpers.jobs import unavailable
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -1,4 +1,4 @@
-"""Charts of the communication laboratory: SVG to embed in its page, drawn as those of `app.report.plots`."""
+"""Charts of the communication laboratory: SVG to embed in its page, drawn as those of `app.report.charts`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from app.bench.prediction.alpha_beta import AlphaBeta
-from app.report.plots import SERIES_COLORS, render_svg
-from app.sizes import format_size, three_digits
+from ..common.formats import format_size, three_digits
+from ..report.charts import SERIES_COLORS, render_svg
+from .alpha_beta import AlphaBeta
 
 DASHES = ("-", (0, (4, 2)))
 MARKERS = "osD^vPXd"

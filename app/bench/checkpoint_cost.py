@@ -15,18 +15,18 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from app.bench.harness import set_up, timed
-from app.checkpoint.manager import PREFIX, CheckpointManager
-from app.checkpoint.state import TrainingState
-from app.cli import launch
-from app.distributed.collectives import barrier, broadcast_object
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.files import staging_folder
-from app.interrupts import as_interrupt
-from app.runs.schema import CHECKPOINTS, checkpoint_files
-from app.settings import Settings
-from app.training.optim import build_optimizer, build_scheduler
+from ..checkpoint.manager import PREFIX, CheckpointManager
+from ..checkpoint.state import TrainingState
+from ..common.files import staging_folder
+from ..common.interrupts import as_interrupt
+from ..distributed.collectives import barrier, broadcast_object
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..program import launch
+from ..runs.schema import CHECKPOINTS, checkpoint_files
+from ..settings import Settings
+from ..training.optim import build_optimizer, build_scheduler
+from .harness import set_up, timed
 
 ROUNDS, STEPS = 7, 50
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.bench.harness import Bench
-from app.distributed.topology import Topology
-from app.strategies.planner import bytes_of
-from app.strategies.traffic import ALL, BETWEEN, INSIDE, Collective
-from app.training.optim import build_optimizer, build_scheduler
+from ..distributed.topology import Topology
+from ..plan.memory import bytes_of
+from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
+from ..training.optim import build_optimizer, build_scheduler
+from .harness import Bench
 
 Counts = Counter[tuple[str, int, str]]  # how often a step calls a collective: (operation, bytes, among which ranks)
 

@@ -16,19 +16,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from app.data.sampler import BatchPlan, plan_batches
-from app.ddp_loop import train_step
-from app.distributed.collectives import raise_on_all_ranks, reduce_mean
-from app.distributed.world import World
-from app.errors import AgreedError
-from app.model.inputs import to_device
-from app.settings import STRATEGIES, WRAPPED_IN_DDP, Settings
-from app.strategies.base import Strategy
-from app.strategies.loss_scale import LossScale
-from app.strategies.optimization import Optimization
-from app.strategies.select import select_strategy
-from app.training.build import ReviewData, build_data, build_model
-from app.training.console import quiet_libraries
+from ..common.errors import AgreedError
+from ..data.sampler import BatchPlan, plan_batches
+from ..ddp_loop import train_step
+from ..distributed.collectives import raise_on_all_ranks, reduce_mean
+from ..distributed.world import World
+from ..model.inputs import to_device
+from ..settings import STRATEGIES, WRAPPED_IN_DDP, Settings
+from ..strategies.base import Strategy
+from ..strategies.loss_scale import LossScale
+from ..strategies.optimization import Optimization
+from ..strategies.select import select_strategy
+from ..training.build import ReviewData, build_data, build_model
+from ..training.console import quiet_libraries
 
 # Layers, hidden size, attention heads, intermediate size.
 SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}

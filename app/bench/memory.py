@@ -21,23 +21,23 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
-from app.bench.harness import SIZES, Bench, build_named, distribute, with_each_strategy
-from app.cli import OneLineParser, launch
-from app.distributed.collectives import all_gather_object, raise_on_all_ranks
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.markdown import markdown_table
-from app.model.inputs import to_device
-from app.model.precision import mixed_precision
-from app.settings import Settings
-from app.sizes import mib
-from app.strategies.planner import gathered_after_forward
-from app.strategies.shards import local_part
-from app.training.build import ReviewData, build_data
-from app.training.console import quiet_libraries
-from app.training.optim import build_optimizer, build_scheduler
-from app.training.plan import plan_step
-from app.training.profiling import hide_profiler_messages
+from ..cli import OneLineParser
+from ..common.formats import markdown_table, mib
+from ..distributed.collectives import all_gather_object, raise_on_all_ranks
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..model.inputs import to_device
+from ..model.precision import mixed_precision
+from ..plan.memory import gathered_after_forward
+from ..plan.step import plan_step
+from ..profiling.profiler import hide_profiler_messages
+from ..program import launch
+from ..settings import Settings
+from ..strategies.shards import local_part
+from ..training.build import ReviewData, build_data
+from ..training.console import quiet_libraries
+from ..training.optim import build_optimizer, build_scheduler
+from .harness import SIZES, Bench, build_named, distribute, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 

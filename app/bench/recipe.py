@@ -17,12 +17,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
-from app.bench.harness import Bench, set_up, timed
-from app.cli import launch
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.settings import Settings
-from app.training.optim import build_optimizer, build_scheduler
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..program import launch
+from ..settings import Settings
+from ..training.optim import build_optimizer, build_scheduler
+from .harness import Bench, set_up, timed
 
 ROUNDS, STEPS = 7, 30
 LEARNING_RATE = 1e-4

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import statistics
 
-from app.bench.laboratory.step_variants import Comparison, compare, models, plain_ddp, reduction_variants
-from app.cli import launch
-from app.distributed.process_group import join
-from app.settings import Settings
-from app.training.build import build_data
-from app.training.console import quiet_libraries
+from ..distributed.process_group import join
+from ..program import launch
+from ..settings import Settings
+from ..training.build import build_data
+from ..training.console import quiet_libraries
+from .communication.step_variants import Comparison, compare, models, plain_ddp, reduction_variants
 
 SECONDS = 12.0  # for each variant
 

@@ -13,19 +13,19 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from app.bench.count_collectives import STEPS, Counts, count_third_step
-from app.bench.harness import distribute, with_each_strategy
-from app.cli import launch
-from app.distributed.collectives import all_gather_object, raise_on_all_ranks
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.errors import RunError
-from app.markdown import markdown_table
-from app.settings import Settings
-from app.strategies.traffic import Collective
-from app.training.build import ReviewData, build_data, build_model
-from app.training.console import quiet_libraries
-from app.training.plan import plan_step
+from ..common.errors import RunError
+from ..common.formats import markdown_table
+from ..distributed.collectives import all_gather_object, raise_on_all_ranks
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..plan.step import plan_step
+from ..plan.traffic import Collective
+from ..program import launch
+from ..settings import Settings
+from ..training.build import ReviewData, build_data, build_model
+from ..training.console import quiet_libraries
+from .count_collectives import STEPS, Counts, count_third_step
+from .harness import distribute, with_each_strategy
 
 
 def main(settings: Settings) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, and how they are written so that an interruption loses nothing."""
+"""Checkpoints: write, find and load them, and resume from them."""

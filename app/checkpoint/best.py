@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from app.checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
-from app.checkpoint.state import read_weights, write_weights
-from app.distributed.collectives import first_failure
-from app.distributed.world import World
-from app.errors import RunError, UserError
-from app.files import commit
-from app.runs.schema import BEST_PREFIX, MODEL, RUN_STATE
-from app.strategies.base import Tensors
+from ..common.errors import RunError, UserError
+from ..common.files import commit
+from ..distributed.collectives import first_failure
+from ..distributed.world import World
+from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
+from ..strategies.base import Tensors
+from .manager import CheckpointManager, latest_first, problem_of, remove
+from .state import read_weights, write_weights
 
 
 @dataclass(frozen=True)

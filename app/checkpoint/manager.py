@@ -17,11 +17,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from app import files
-from app.distributed.collectives import first_failure
-from app.distributed.world import World
-from app.errors import RunError, escape_control_characters
-from app.files import flush
+from ..common import files
+from ..common.errors import RunError, escape_control_characters
+from ..common.files import flush
+from ..distributed.collectives import first_failure
+from ..distributed.world import World
 
 PREFIX = "checkpoint-"
 STAGING = ".writing"

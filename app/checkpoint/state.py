@@ -19,15 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
-from app.distributed.collectives import raise_on_all_ranks
-from app.distributed.world import World
-from app.errors import UserError
-from app.files import flush
-from app.runs.schema import MODEL, SCHEDULE, SHARDS
-from app.strategies.base import Strategy, Tensors
-from app.strategies.optimization import Optimization
-from app.strategies.shards import local_part, rows_of
+from ..common.errors import UserError
+from ..common.files import flush
+from ..distributed.collectives import raise_on_all_ranks
+from ..distributed.world import World
+from ..runs.schema import MODEL, SCHEDULE, SHARDS
+from ..strategies.base import Strategy, Tensors
+from ..strategies.optimization import Optimization
+from ..strategies.shards import local_part, rows_of
+from .manager import COMPLETION_MARKER, MANIFEST
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
 POWER_SGD = "power_sgd.{rank}."  # followed by the name of a tensor of the rank's `PowerSGD.state_dict()`

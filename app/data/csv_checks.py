@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import UserError, shorten
+from ..common.errors import UserError, shorten
 
 CHUNK_BYTES = 1 << 20
 

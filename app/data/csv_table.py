@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from app.data.csv_checks import check_csv, list_names, quote_name
-from app.errors import UserError
+from ..common.errors import UserError
+from .csv_checks import check_csv, list_names, quote_name
 
 # Every split fingerprint covers this text. Keep it word for word unless the rules themselves change.
 CLEANING_RULES = (

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from app.errors import OneLineError, UserError, escape_control_characters, escape_unencodable_output
-from app.files import staging_folder
-from app.interrupts import as_interrupt
-from app.progress import hides_progress
-from app.settings import DOWNLOADED_CSV
+from ..common.errors import OneLineError, UserError, escape_control_characters, escape_unencodable_output
+from ..common.files import staging_folder
+from ..common.interrupts import as_interrupt
+from ..common.paths import DOWNLOADED_CSV
+from ..common.progress import hides_progress
 
 URL = (
     "https://raw.githubusercontent.com/SophonPlus/ChineseNlpCorpus/master/"

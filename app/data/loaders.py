@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
-from app.data.sampler import BatchPlan, FullBatchSampler, LengthGroupedSampler
-from app.distributed.world import World
-from app.settings import Settings
+from ..distributed.world import World
+from ..settings import Settings
+from .sampler import BatchPlan, FullBatchSampler, LengthGroupedSampler
 
 
 class Collator(DataCollatorWithPadding):

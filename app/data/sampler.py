@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from app.errors import UserError
-from app.settings import Settings, resolve_train_batch_size
+from ..common.errors import UserError
+from ..settings import Settings, resolve_train_batch_size
 
 
 @dataclass(frozen=True)

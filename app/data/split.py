@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
-from app.data.csv_table import CLEANING_RULES, ReviewTable
-from app.errors import UserError
+from ..common.errors import UserError
+from .csv_table import CLEANING_RULES, ReviewTable
 
 Indices = NDArray[np.int64]
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from app.data.csv_table import CLEANING_RULES, ReviewTable
-from app.distributed.collectives import local_main_process_first
-from app.distributed.world import World
-from app.errors import UserError
-from app.files import staging_folder
-from app.progress import hides_progress
+from ..common.errors import UserError
+from ..common.files import staging_folder
+from ..common.progress import hides_progress
+from ..distributed.collectives import local_main_process_first
+from ..distributed.world import World
+from .csv_table import CLEANING_RULES, ReviewTable
 
 FILE_VERSION = 2  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from app.distributed.topology import RankGroup
-from app.distributed.world import World
-from app.errors import AgreedError, UserError
+from ..common.errors import AgreedError, UserError
+from .topology import RankGroup
+from .world import World
 
 T = TypeVar("T")
 # PyTorch 2.13 has renamed them.

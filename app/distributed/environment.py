@@ -8,9 +8,9 @@ import socket
 import psutil
 import torch
 
-from app.errors import UserError, shorten
-from app.hardware import usable_cores
-from app.settings import Settings
+from ..common.errors import UserError, shorten
+from ..common.machine import usable_cores
+from ..settings import Settings
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 LOWEST |= {"TORCHELASTIC_RESTART_COUNT": 0}

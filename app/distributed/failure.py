@@ -25,9 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from app.distributed.rendezvous import wait_for_keys
-from app.distributed.world import World
-from app.errors import (
+from ..common.errors import (
     AgreedError,
     AlreadyFinished,
     Preempted,
@@ -36,6 +34,8 @@ from app.errors import (
     escape_control_characters,
     raised_by_model,
 )
+from .rendezvous import wait_for_keys
+from .world import World
 
 ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
 STATUS_TIMEOUT_SECONDS = 3.0

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from app.distributed.processes import CPU_PROCESSES
-from app.interrupts import as_interrupt
-from app.settings import REPOSITORY
+from ..common.interrupts import as_interrupt
+from ..common.paths import REPOSITORY
+from .processes import CPU_PROCESSES
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
 JOB_VARIABLE = "SAMEBITS_JOB"

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from app.distributed.world import World
+from .world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun forwards it to them

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from app.distributed.collectives import barrier, raise_if_any_failed
-from app.distributed.environment import cores_of_node, rank_and_sizes
-from app.distributed.failure import (
+from ..common.errors import RunError
+from ..common.machine import unusable_accelerator, use_deterministic_algorithms
+from ..settings import Settings
+from .collectives import barrier, raise_if_any_failed
+from .environment import cores_of_node, rank_and_sizes
+from .failure import (
     ON_ALL_RANKS,
     ShortErrorHandler,
     exit_line,
@@ -28,13 +31,10 @@ from app.distributed.failure import (
     report_failure,
     report_failure_to_connect,
 )
-from app.distributed.network import use_reachable_interface
-from app.distributed.rendezvous import open_store, wait_for_keys
-from app.distributed.topology import Topology, common_ranks_per_node, create_node_groups
-from app.distributed.world import World
-from app.errors import RunError
-from app.hardware import unusable_accelerator, use_deterministic_algorithms
-from app.settings import Settings
+from .network import use_reachable_interface
+from .rendezvous import open_store, wait_for_keys
+from .topology import Topology, common_ranks_per_node, create_node_groups
+from .world import World
 
 NCCL_GRACE = timedelta(seconds=60)
 

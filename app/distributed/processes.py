@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from app.errors import UserError, shorten
-from app.hardware import unusable_accelerator
-from app.settings import Settings
+from ..common.errors import UserError, shorten
+from ..common.machine import unusable_accelerator
+from ..settings import Settings
 
 CPU_PROCESSES = 2
 

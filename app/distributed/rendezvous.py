@@ -20,8 +20,8 @@ from pathlib import Path
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from app.distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
-from app.errors import RunError
+from ..common.errors import RunError
+from .environment import become_single_process, rank_and_sizes, started_by_torchrun
 
 POLL_SECONDS = 0.005, 0.2  # from the first to the slowest poll: a waiting rank must neither delay others nor use a core
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from app.distributed.topology import RankGroup, Topology
+from .topology import RankGroup, Topology
 
 
 @dataclass(frozen=True)

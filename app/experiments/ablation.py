@@ -22,24 +22,24 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
-from app.data.csv_table import ReviewTable
-from app.data.loaders import Collator, build_train_sampler, loader_options
-from app.data.sampler import BatchPlan
-from app.data.split import Indices, Split, split_reviews
-from app.distributed.process_group import join
-from app.distributed.world import World
-from app.experiments.ablation_table import Outcome, measure_effect
-from app.experiments.ablation_variants import Variant, build_variants, plan_variant
-from app.model.hub import resolve_commit
-from app.model.load import load_classifier
-from app.model.precision import mixed_precision
-from app.progress import hides_progress
-from app.settings import Settings
-from app.strategies.ddp import DDP
-from app.training.build import ReviewData, build_data
-from app.training.console import quiet_libraries
-from app.training.dropout import seed_micro_batch
-from app.training.optim import build_optimizer, build_scheduler, default_learning_rate
+from ..common.progress import hides_progress
+from ..data.csv_table import ReviewTable
+from ..data.loaders import Collator, build_train_sampler, loader_options
+from ..data.sampler import BatchPlan
+from ..data.split import Indices, Split, split_reviews
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..model.hub import resolve_commit
+from ..model.load import load_classifier
+from ..model.precision import mixed_precision
+from ..settings import Settings
+from ..strategies.ddp import DDP
+from ..training.build import ReviewData, build_data
+from ..training.console import quiet_libraries
+from ..training.dropout import seed_micro_batch
+from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
+from .ablation_table import Outcome, measure_effect
+from .ablation_variants import Variant, build_variants, plan_variant
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.experiments.ablation_variants import Variant
-from app.report.formats import markdown_environment
-from app.report.statistics import paired_seeds
+from ..report.environments import markdown_environment
+from ..report.statistics import paired_seeds
+from .ablation_variants import Variant
 
 
 @dataclass(frozen=True)

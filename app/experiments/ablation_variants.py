@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.data.sampler import BatchPlan, plan_batches
-from app.errors import UserError
-from app.settings import Settings, resolve_train_batch_size
+from ..common.errors import UserError
+from ..data.sampler import BatchPlan, plan_batches
+from ..settings import Settings, resolve_train_batch_size
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 

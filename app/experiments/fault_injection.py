@@ -24,14 +24,14 @@ from pathlib import Path
 
 import psutil
 
-from app.cli import OneLineParser
-from app.distributed.launcher import TorchrunJob
-from app.errors import UserError
-from app.experiments.fault_moments import MOMENTS, Moment, RunFiles
-from app.experiments.fault_subjects import MODELS, RESTARTS, STRATEGIES, Subject, build_subjects
-from app.program import run_program
-from app.runs.hashes import DIGITS, hash_results
-from app.runs.schema import MODEL, MODEL_FOLDER
+from ..cli import OneLineParser
+from ..common.errors import UserError
+from ..distributed.launcher import TorchrunJob
+from ..program import run_program
+from ..runs.hashes import DIGITS, hash_results
+from ..runs.schema import MODEL, MODEL_FOLDER
+from .fault_moments import MOMENTS, Moment, RunFiles
+from .fault_subjects import MODELS, RESTARTS, STRATEGIES, Subject, build_subjects
 
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
 LINE = "{:>3}  {:<11}  {:<5}  {:<8}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from app.runs import schema
+from ..runs import schema
 
 # Steps 6 to 24 have an evaluation and no checkpoint, 5 to 25 a checkpoint and no evaluation, 30 and 36 have both.
 STEPS, SAVE_STEPS, EVAL_STEPS = 36, 5, 6

@@ -10,12 +10,13 @@ from typing import Any
 
 from transformers import BartConfig, GPT2Config, PretrainedConfig
 
-from app.data.csv_table import read_reviews
-from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.experiments.fault_moments import EVAL_STEPS, SAVE_STEPS, STEPS
-from app.experiments.train_pair import PATHS
-from app.model.tiny_bert import learn_tokenizer
-from app.settings import REPOSITORY, Settings
+from ..common.paths import REPOSITORY
+from ..data.csv_table import read_reviews
+from ..distributed.launcher import TorchrunJob, torchrun_command
+from ..model.tiny_bert import learn_tokenizer
+from ..settings import Settings
+from .fault_moments import EVAL_STEPS, SAVE_STEPS, STEPS
+from .train_pair import PATHS
 
 MODELS = ("bert", "gpt2", "bart")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

@@ -22,17 +22,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from app.cli import OneLineParser, settings_parser
-from app.distributed.processes import check_gpus
-from app.errors import UserError, shorten
-from app.experiments.train_pair import deterministic_on_gpus, train_pair
-from app.files import write_text
-from app.program import run_program
-from app.report.bitwise import first_difference
-from app.runs.folder import create_folder
-from app.runs.reader import Run
-from app.runs.schema import RUNS
-from app.settings import Settings
+from ..cli import OneLineParser, settings_parser
+from ..common.errors import UserError, shorten
+from ..common.files import write_text
+from ..distributed.processes import check_gpus
+from ..program import run_program
+from ..report.bitwise import first_difference
+from ..runs.folder import create_folder
+from ..runs.reader import Run
+from ..runs.schema import RUNS
+from ..settings import Settings
+from .train_pair import deterministic_on_gpus, train_pair
 
 RANKS, ACCUMULATION_STEPS = (1, 2, 3), (1, 2, 4)
 SAMPLING, PRECISION = ("random", "group_by_length"), ("fp32", "bf16")

@@ -23,19 +23,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from app.checkpoint.manager import latest_first, step_of, was_complete
-from app.cli import OneLineParser, as_flags, settings_parser
-from app.data.sampler import plan_batches
-from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.distributed.processes import check_gpus
-from app.errors import RunError, UserError
-from app.experiments.train_pair import PATHS, deterministic_on_gpus
-from app.files import write_text
-from app.program import run_program
-from app.runs.folder import create_folder
-from app.runs.hashes import DIGITS, hash_run
-from app.runs.schema import CHECKPOINTS, RUNS
-from app.settings import LARGEST_COUNT, STRATEGIES, Settings
+from ..checkpoint.manager import latest_first, step_of, was_complete
+from ..cli import OneLineParser, as_flags, settings_parser
+from ..common.errors import RunError, UserError
+from ..common.files import write_text
+from ..data.sampler import plan_batches
+from ..distributed.launcher import TorchrunJob, torchrun_command
+from ..distributed.processes import check_gpus
+from ..program import run_program
+from ..runs.folder import create_folder
+from ..runs.hashes import DIGITS, hash_run
+from ..runs.schema import CHECKPOINTS, RUNS
+from ..settings import LARGEST_COUNT, STRATEGIES, Settings
+from .train_pair import PATHS, deterministic_on_gpus
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("uninterrupted", "killed")

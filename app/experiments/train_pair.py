@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from app.errors import RunError
-from app.program import run_job
-from app.runs.folder import create_folder
-from app.runs.reader import Run, read_run
-from app.runs.schema import RUNS
-from app.settings import Settings
+from ..common.errors import RunError
+from ..program import run_job
+from ..runs.folder import create_folder
+from ..runs.reader import Run, read_run
+from ..runs.schema import RUNS
+from ..settings import Settings
 
 PATHS = ("ddp_loop", "trainer_run")
 
@@ -34,9 +34,9 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
         RunError: a path failed.
     """
     # Imported late: with two finished runs, `compare` needs none of these.
-    from app.model.hub import resolve_commit
-    from app.model.load import load_config
-    from app.training.build import read_and_split
+    from ..model.hub import resolve_commit
+    from ..model.load import load_config
+    from ..training.build import read_and_split
 
     read_and_split(settings, nproc_per_node)
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit

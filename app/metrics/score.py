@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.errors import RunError, UserError
+from ..common.errors import RunError, UserError
 
 
 @dataclass(frozen=True)

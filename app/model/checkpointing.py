@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from app.errors import UserError
+from ..common.errors import UserError
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from app.errors import UserError
-from app.settings import Settings
+from ..common.errors import UserError
+from ..settings import Settings
 
 
 def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

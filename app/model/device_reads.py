@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from app.distributed.collectives import wait_for_device
-from app.distributed.world import World
+from ..distributed.collectives import wait_for_device
+from ..distributed.world import World
 
 # Reads by the host: of values, and of the number of elements that a condition selects.
 READS = frozenset(

@@ -13,8 +13,8 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from app.errors import UserError
-from app.settings import TINY, ModelSettings
+from ..common.errors import UserError
+from ..settings import TINY, ModelSettings
 
 INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 JSON_FILES = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *INDEXES)

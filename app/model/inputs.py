@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from app.distributed.world import World
-from app.model.device_reads import WaitBeforeReads
+from ..distributed.world import World
+from .device_reads import WaitBeforeReads
 
 
 def _modules(*names: str) -> frozenset[str]:

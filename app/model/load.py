@@ -26,13 +26,13 @@ from transformers.utils import (
     logging,
 )
 
-from app.errors import UserError, raised_by_model
-from app.model.config_checks import check_config
-from app.model.hub import check_folder, fetch, first_line
-from app.model.identity import describe_config
-from app.model.precision import training_dtype
-from app.model.tiny_bert import learn_tokenizer, tiny_config
-from app.settings import TINY, ModelSettings, Settings
+from ..common.errors import UserError, raised_by_model
+from ..settings import TINY, ModelSettings, Settings
+from .config_checks import check_config
+from .hub import check_folder, fetch, first_line
+from .identity import describe_config
+from .precision import training_dtype
+from .tiny_bert import learn_tokenizer, tiny_config
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {

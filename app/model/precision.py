@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from app.hardware import DTYPES
-from app.settings import Settings
+from ..common.machine import DTYPES
+from ..settings import Settings
 
 
 def training_dtype(settings: Settings) -> torch.dtype:

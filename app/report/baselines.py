@@ -16,12 +16,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.pipeline import make_pipeline
 
-from app.data.csv_table import ReviewTable, read_reviews
-from app.data.split import Split, split_reviews
-from app.errors import UserError
-from app.files import write_json
-from app.report.statistics import Interval, wilson_interval
-from app.runs.reader import Run
+from ..common.errors import UserError
+from ..common.files import write_json
+from ..data.csv_table import ReviewTable, read_reviews
+from ..data.split import Split, split_reviews
+from ..runs.reader import Run
+from .statistics import Interval, wilson_interval
 
 RECIPE = "majority; tf-idf of characters 1-3, sublinear, min_df 2 from 1000 rows on; logistic regression, C 30"
 MANY_ROWS = 1_000

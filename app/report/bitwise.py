@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from app.errors import UserError
-from app.runs.reader import Run
-from app.runs.schema import MODEL, MODEL_FOLDER
+from ..common.errors import UserError
+from ..runs.reader import Run
+from ..runs.schema import MODEL, MODEL_FOLDER
 
 SPLIT_SETTINGS = ("seed", "test_size", "validation_size", "text_column", "label_column")
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}

@@ -1,4 +1,4 @@
-"""Compare two runs by their files. The result is plain data; render.py and plots.py present it."""
+"""Compare two runs by their files. The result is plain data; render.py and charts.py present it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.split import describe_duplicates
-from app.errors import UserError
-from app.report.baselines import measure_baselines
-from app.report.bitwise import bitwise_equal_numbers, check_same_rows, first_difference, first_differing_step
-from app.report.explanation import conclude, explain, on_gpus_without_deterministic
-from app.report.statistics import (
+from ..common.errors import UserError
+from ..data.split import describe_duplicates
+from ..runs.reader import Run
+from ..runs.schema import PREDICTIONS
+from .baselines import measure_baselines
+from .bitwise import bitwise_equal_numbers, check_same_rows, first_difference, first_differing_step
+from .explanation import conclude, explain, on_gpus_without_deterministic
+from .statistics import (
     accuracy_by_length,
     calibration_bins,
     expected_calibration_error,
@@ -23,8 +25,6 @@ from app.report.statistics import (
     paired_seeds,
     verdict,
 )
-from app.runs.reader import Run
-from app.runs.schema import PREDICTIONS
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu", "hash")

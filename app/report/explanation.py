@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from app.errors import shorten
-from app.hardware import KERNELS_FROM_ENVIRONMENT
-from app.model.identity import changed_keys
-from app.runs.reader import Run
-from app.runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
-from app.settings import TINY, DataSettings, ModelSettings, Settings
+from ..common.errors import shorten
+from ..common.machine import KERNELS_FROM_ENVIRONMENT
+from ..model.identity import changed_keys
+from ..runs.reader import Run
+from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
+from ..settings import TINY, DataSettings, ModelSettings, Settings
 
 # The keys of settings.json that do not describe the training.
 NO_SETTINGS = {"path", "launchers", *OUTPUT}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from app.files import write_json, write_text
-from app.report import plots
-from app.report.comparison import LISTED_ROWS
-from app.report.explanation import NO_SETTINGS, flatten
-from app.report.formats import html_environment, markdown_environment
-from app.sizes import MIB
+from ..common.files import write_json, write_text
+from ..common.formats import MIB
+from . import charts
+from .comparison import LISTED_ROWS
+from .environments import html_environment, markdown_environment
+from .explanation import NO_SETTINGS, flatten
 
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 
@@ -44,14 +44,14 @@ def as_html(comparison: dict[str, Any]) -> str:
     """Render a comparison as a self-contained page, without scripts and without requests."""
     names, losses = comparison["names"], comparison["losses"]
     svg = {
-        "losses": plots.loss_curves(losses, names),
-        "difference": plots.loss_difference(losses),
-        "accuracies": plots.accuracies(accuracy_rows(comparison)),
-        "reliability": plots.reliability(comparison["calibration"], names),
-        "by_length": plots.accuracy_by_length(comparison["accuracy_by_length"], names),
+        "losses": charts.loss_curves(losses, names),
+        "difference": charts.loss_difference(losses),
+        "accuracies": charts.accuracies(accuracy_rows(comparison)),
+        "reliability": charts.reliability(comparison["calibration"], names),
+        "by_length": charts.accuracy_by_length(comparison["accuracy_by_length"], names),
     }
     if "seeds" in comparison:
-        svg["over_seeds"] = plots.over_seeds(comparison["seeds"]["pairs"], names)
+        svg["over_seeds"] = charts.over_seeds(comparison["seeds"]["pairs"], names)
     return html_environment().get_template("page.html.j2").render(_context(comparison), plots=svg)
 
 

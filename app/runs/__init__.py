@@ -1,1 +1,1 @@
-"""The run folder: its format, its writer and its reader."""
+"""The format of a run folder: names, schemas, and the code that reads it. `record` writes it."""

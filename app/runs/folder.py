@@ -8,9 +8,9 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from app.errors import UserError
-from app.files import flush
-from app.runs.schema import LATEST, LOCK
+from ..common.errors import UserError
+from ..common.files import flush
+from .schema import LATEST, LOCK
 
 
 def create_folder(requested: str | None, parent: Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from app.runs.schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
+from .schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
 
 DIGITS = 16  # hexadecimal digits of a hash where a person reads it
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from app.errors import UserError
-from app.runs.schema import (
+from ..common.errors import UserError
+from .schema import (
     INTEGER,
     INTEGER_ROWS,
     INTEGERS_BY_NAME,

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from app.errors import UserError
-from app.runs.cells import escape, unescape
-from app.runs.parse import parse_object
-from app.runs.schema import (
+from ..common.errors import UserError
+from .csv_escape import escape, unescape
+from .parse import parse_object
+from .schema import (
     EVALUATIONS,
     METRICS,
     PREDICTIONS,

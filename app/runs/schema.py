@@ -154,5 +154,5 @@ def probability_column(class_name: str) -> str:
 
 
 def prediction_columns(classes: Sequence[str]) -> list[str]:
-    """Return the columns of predictions.csv in order, before `app.runs.cells.escape`."""
+    """Return the columns of predictions.csv in order, before `app.runs.csv_escape.escape`."""
     return ["row", "label", "predicted", *map(probability_column, classes), "review"]

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from app.errors import AgreedError
-from app.settings import Settings
-from app.strategies.compression import PowerSGD
+from ..common.errors import AgreedError
+from ..settings import Settings
+from .compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
-# Ranges in a trace of torch.profiler, by which app/training/step_breakdown.py tells the parts of a step apart.
+# Ranges in a trace of torch.profiler, by which app/profiling/breakdown.py tells the parts of a step apart.
 MICRO_BATCH = "micro-batch"  # the forward and backward passes of one micro-batch
 FORWARD = ("DistributedDataParallel.forward", "ShardedModel.forward")  # PyTorch records the first one itself
 CLIP = "clip_grad_norm"

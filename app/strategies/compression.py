@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     powerSGD_hook,
 )
 
-from app.distributed.world import World
-from app.strategies.reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
+from ..distributed.world import World
+from .reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from app.data.sampler import BatchPlan
-from app.distributed.world import World
-from app.settings import Settings
-from app.strategies.base import (
+from ..data.sampler import BatchPlan
+from ..distributed.world import World
+from ..settings import Settings
+from .base import (
     CLIP,
     MICRO_BATCH,
     GradientCheck,
@@ -23,10 +23,10 @@ from app.strategies.base import (
     clip_by_norm,
     sum_of_squares,
 )
-from app.strategies.blocks import add_gradients_per_block
-from app.strategies.compression import DTYPES, PowerSGD, RoundedAllReduce
-from app.strategies.loss_scale import loss_factor
-from app.strategies.reduction import FixedOrderAllReduce, TreeSum
+from .blocks import add_gradients_per_block
+from .compression import DTYPES, PowerSGD, RoundedAllReduce
+from .loss_scale import loss_factor
+from .reduction import FixedOrderAllReduce, TreeSum
 
 
 class DDP(PlainAdamW):

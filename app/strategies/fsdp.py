@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from app.data.sampler import BatchPlan
-from app.distributed.topology import RankGroup
-from app.distributed.world import World
-from app.settings import Settings
-from app.strategies.base import (
+from ..data.sampler import BatchPlan
+from ..distributed.topology import RankGroup
+from ..distributed.world import World
+from ..settings import Settings
+from .base import (
     CLIP,
     MICRO_BATCH,
     GradientCheck,
@@ -28,9 +28,9 @@ from app.strategies.base import (
     clip_by_norm,
     sum_of_squares,
 )
-from app.strategies.blocks import transformer_blocks
-from app.strategies.reduction import TreeSum, reduce_scatter_pairwise
-from app.strategies.shards import local_part
+from .blocks import transformer_blocks
+from .reduction import TreeSum, reduce_scatter_pairwise
+from .shards import local_part
 
 
 class ShardedModel(torch.nn.Module):

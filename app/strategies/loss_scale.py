@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from app.data.sampler import BatchPlan
-from app.distributed.world import World
-from app.settings import Settings
+from ..data.sampler import BatchPlan
+from ..distributed.world import World
+from ..settings import Settings
 
 INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # the defaults of torch.amp.GradScaler
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from app.strategies.loss_scale import LossScale
+from .loss_scale import LossScale
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from app.distributed.collectives import all_gather_in_place, all_gather_single
-from app.distributed.topology import RankGroup
-from app.distributed.world import World
+from ..distributed.collectives import all_gather_in_place, all_gather_single
+from ..distributed.topology import RankGroup
+from ..distributed.world import World
 
 Gradients = list[torch.Tensor]
 

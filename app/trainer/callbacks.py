@@ -9,16 +9,16 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from app.checkpoint.deepspeed_state import DeepSpeedState
-from app.checkpoint.state import TrainingState
-from app.distributed.preemption import StopRequest
-from app.distributed.world import World
-from app.strategies.optimization import Optimization
-from app.training.loss_guard import skip_step_if_nonfinite
-from app.training.prepare import Preparation
+from ..checkpoint.state import TrainingState
+from ..distributed.preemption import StopRequest
+from ..distributed.world import World
+from ..strategies.optimization import Optimization
+from ..training.loss_guard import skip_step_if_nonfinite
+from ..training.prepare import Preparation
+from .deepspeed_state import DeepSpeedState
 
 if TYPE_CHECKING:
-    from app.trainer.review_trainer import ReviewTrainer
+    from .review_trainer import ReviewTrainer
 
 
 class RecordCallback(TrainerCallback):

@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from app.data.loaders import EvalSet
-from app.distributed.collectives import broadcast_buffers, gather_rows
-from app.distributed.world import World
-from app.metrics.score import score
-from app.model.inputs import to_device
-from app.model.precision import mixed_precision
-from app.strategies.deepspeed_engine import DeepSpeed
-from app.strategies.loss_scale import LossScale
-from app.training.dropout import seed_micro_batch
-from app.training.optim import build_optimizer, build_scheduler
-from app.training.prepare import Preparation
+from ..data.loaders import EvalSet
+from ..distributed.collectives import broadcast_buffers, gather_rows
+from ..distributed.world import World
+from ..metrics.score import score
+from ..model.inputs import to_device
+from ..model.precision import mixed_precision
+from ..strategies.loss_scale import LossScale
+from ..training.dropout import seed_micro_batch
+from ..training.optim import build_optimizer, build_scheduler
+from ..training.prepare import Preparation
+from .deepspeed_engine import DeepSpeed
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

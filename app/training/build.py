@@ -15,25 +15,25 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from app.data.csv_table import ReviewTable, read_reviews
-from app.data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, loader_options
-from app.data.sampler import BatchPlan, FullBatchSampler, plan_batches
-from app.data.split import Indices, Split, count_duplicates, split_reviews
-from app.data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
-from app.distributed.collectives import (
+from ..common.errors import UserError
+from ..data.csv_table import ReviewTable, read_reviews
+from ..data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, loader_options
+from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
+from ..data.split import Indices, Split, count_duplicates, split_reviews
+from ..data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
+from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
     local_main_process_first,
     raise_on_all_ranks,
 )
-from app.distributed.world import World
-from app.errors import UserError
-from app.model.checkpointing import checkpoint_activations
-from app.model.hub import resolve_commit
-from app.model.inputs import wait_before_reads
-from app.model.load import Classifier, load_classifier, load_tokenizer
-from app.settings import Settings
-from app.training.row_checks import check_rows
+from ..distributed.world import World
+from ..model.checkpointing import checkpoint_activations
+from ..model.hub import resolve_commit
+from ..model.inputs import wait_before_reads
+from ..model.load import Classifier, load_classifier, load_tokenizer
+from ..settings import Settings
+from .row_checks import check_rows
 
 SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
 

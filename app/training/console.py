@@ -11,23 +11,25 @@ from dataclasses import replace
 import datasets
 import torch
 import transformers
+from transformers import PreTrainedModel
 
-from app.data.csv_table import describe_dropped
-from app.data.split import describe_duplicates
-from app.distributed.collectives import all_gather_object
-from app.distributed.processes import divides_batch
-from app.distributed.world import World
-from app.errors import escape_control_characters
-from app.metrics.score import Scores
-from app.model.load import Classifier
-from app.runs.arithmetic import Arithmetic, describe_mixed
-from app.runs.hashes import DIGITS
-from app.runs.record import RunRecord
-from app.runs.resume import Resume
-from app.runs.schema import LATEST, PREDICTIONS, RUNS
-from app.settings import SAMPLE_CSV, Settings
-from app.training.build import ReviewData
-from app.training.optim import warmup_steps
+from ..checkpoint.resume import Resume
+from ..common.errors import escape_control_characters
+from ..common.paths import SAMPLE_CSV
+from ..data.csv_table import describe_dropped
+from ..data.split import describe_duplicates
+from ..distributed.arithmetic import Arithmetic, describe_mixed
+from ..distributed.collectives import all_gather_object
+from ..distributed.processes import divides_batch
+from ..distributed.world import World
+from ..metrics.score import Scores
+from ..model.load import Classifier
+from ..record.run_record import RunRecord
+from ..runs.hashes import DIGITS
+from ..runs.schema import LATEST, PREDICTIONS, RUNS
+from ..settings import Settings
+from .build import ReviewData
+from .optim import warmup_steps
 
 
 def quiet_libraries(world: World) -> None:
@@ -148,3 +150,17 @@ def describe_result(scores: Scores, record: RunRecord) -> str:
 
 def _block(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
+
+
+def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
+    """Return at most one line: what keeps ZeRO-3 from saving memory, and what to do about it."""
+    is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
+    if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
+        return []
+    if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
+        return []
+    flag = "--fsdp" if settings.fsdp else "--strategy zero3"
+    return [
+        f"{flag} with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the "
+        "forward to the backward pass: --activation_checkpointing avoids it"
+    ]

@@ -9,9 +9,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from app.settings import Settings
-from app.strategies.base import Strategy
-from app.training.vector_tails import VectorTails
+from ..settings import Settings
+from ..strategies.base import Strategy
+from ..strategies.vector_tails import VectorTails
 
 FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # chosen by experiment for `tiny`

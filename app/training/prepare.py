@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from app.data.loaders import EvalSet
-from app.data.sampler import BatchPlan
-from app.distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
-from app.distributed.world import World
-from app.errors import UserError
-from app.hardware import measure_peak_flops
-from app.metrics.score import load_metrics
-from app.model.identity import ModelIdentity, hash_code
-from app.runs.compatibility import check_compatible
-from app.runs.contents import RunInfo
-from app.runs.folder import refuse_used
-from app.runs.open import open_run
-from app.runs.record import RunRecord
-from app.runs.resume import Resume, find_resume, restore_settings
-from app.settings import Settings
-from app.strategies.base import Strategy
-from app.strategies.planner import advise_checkpointing
-from app.strategies.select import select_strategy
-from app.training.build import ReviewData, build_data, build_model
-from app.training.console import describe_ranks, describe_run, quiet_libraries
-from app.training.deepspeed_config import Config, changes_of_config, check_engine, complete_config, read_config
-from app.training.optim import default_learning_rate
-from app.training.profiling import StepProfiler
+from ..checkpoint.compatibility import check_compatible
+from ..checkpoint.resume import Resume, find_resume, restore_settings
+from ..common.errors import UserError
+from ..common.machine import measure_peak_flops
+from ..data.loaders import EvalSet
+from ..data.sampler import BatchPlan
+from ..distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
+from ..distributed.environment import select_deepspeed_accelerator
+from ..distributed.world import World
+from ..metrics.score import load_metrics
+from ..model.identity import ModelIdentity, hash_code
+from ..profiling.profiler import StepProfiler
+from ..record.json_files import RunInfo
+from ..record.open_run import open_run
+from ..record.run_record import RunRecord
+from ..runs.folder import refuse_used
+from ..settings import TRAINER_ENGINES, Settings, refuse_flags
+from ..strategies.base import Strategy
+from ..strategies.select import select_strategy
+from .build import ReviewData, build_data, build_model
+from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
+from .optim import default_learning_rate
+
+
+class Engine(Protocol):
+    """DeepSpeed or FSDP2, which replaces the strategy in the Trainer path: `app.trainer.engine.TrainerEngine`.
+
+    Attributes:
+        config: the configuration of DeepSpeed, from `read_config` on; None without `--deepspeed`.
+    """
+
+    config: dict[str, Any] | None
+
+    def check(self, settings: Settings, world: World) -> None: ...
+    def read_config(self, settings: Settings, world: World) -> None: ...
+    def complete_config(self, settings: Settings, plan: BatchPlan, state: Mapping[str, Any]) -> tuple[str, ...]: ...
+    def select_strategy(self, settings: Settings, plan: BatchPlan, world: World) -> Strategy: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Preparation:
     record: RunRecord
     resume: Resume
     profiler: StepProfiler
-    deepspeed_config: Config | None = None
+    deepspeed_config: dict[str, Any] | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -67,29 +83,35 @@ class Preparation:
         return self.settings.learning_rate
 
 
-def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
+def prepare(path_name: str, settings: Settings, world: World, engine: Engine | None = None) -> Preparation:
     """Build the data, the model and the run folder, check that all ranks have the same, and print what will happen.
 
     Collective.
+
+    Args:
+        engine: replaces the strategy; None: the one that `--strategy` selects.
 
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
     given = settings
-    settings, resume = resolve_settings(path_name, settings, world)
-    deepspeed_config = read_config(given, world)
+    settings, resume = resolve_settings(path_name, settings, world, engine)
+    select_deepspeed_accelerator(world.device.type)  # also without an engine: accelerate imports an installed DeepSpeed
+    if engine is not None:
+        engine.read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     settings = complete_settings(settings, given, data.plan, classifier.pretrained)
     identity = ModelIdentity(data.commit, classifier.config, hash_code(settings), data.tokens_hash)
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, identity)
-        if deepspeed_config is not None:
-            deepspeed_config = complete_config(deepspeed_config, settings, data.plan)
-            resume = replace(resume, changes=(*resume.changes, *changes_of_config(resume.state, deepspeed_config)))
+        if engine is not None:
+            changes = engine.complete_config(settings, data.plan, resume.state)
+            resume = replace(resume, changes=(*resume.changes, *changes))
+    deepspeed_config = engine.config if engine else None
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
-    strategy = select_strategy(settings, data.plan, world)
+    strategy = (engine.select_strategy if engine else select_strategy)(settings, data.plan, world)
 
     def rows_of_step(step: int) -> list[int]:
         sampler = data.train_sampler(strategy.logical_ranks, settings)
@@ -133,7 +155,9 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     )
 
 
-def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
+def resolve_settings(
+    path_name: str, settings: Settings, world: World, engine: Engine | None = None
+) -> tuple[Settings, Resume]:
     """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
 
     Raises:
@@ -142,7 +166,10 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
     quiet_libraries(world)
     check_settings(settings, world)
     with raise_on_all_ranks(world):
-        check_engine(path_name, settings, world)
+        if engine is None:
+            refuse_flags(vars(settings), TRAINER_ENGINES)
+        else:
+            engine.check(settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing

@@ -7,11 +7,11 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from app.data.csv_table import ReviewTable, list_rows
-from app.data.tokenize import count_of_tokens, largest_token
-from app.errors import UserError
-from app.model.config_checks import end_of_sequence
-from app.settings import Settings
+from ..common.errors import UserError
+from ..data.csv_table import ReviewTable, list_rows
+from ..data.tokenize import count_of_tokens, largest_token
+from ..model.config_checks import end_of_sequence
+from ..settings import Settings
 
 
 def check_rows(

@@ -10,12 +10,12 @@ import pytest
 
 from app.bench import checkpoint_cost, memory, recipe, traffic
 from app.bench.harness import set_up, with_each_strategy
-from app.errors import RunError
+from app.common.errors import RunError
+from app.plan.step import Plan
+from app.plan.traffic import Collective
 from app.settings import STRATEGIES, Settings
-from app.strategies.traffic import Collective
 from app.training.build import build_data
 from app.training.optim import build_optimizer, build_scheduler
-from app.training.plan import Plan
 
 
 @pytest.fixture

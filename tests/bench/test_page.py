@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from html_page import Page
+from helpers.html_page import Page
 from markupsafe import Markup
 
 from app.bench.page import Chunk, Figure, Picture, Section, Table, as_html, as_text

@@ -6,7 +6,7 @@ import pytest
 
 from app.checkpoint.best import Best, copy_best, remove_unused_best
 from app.checkpoint.manager import commit_checkpoint, problem_of
-from app.errors import UserError
+from app.common.errors import UserError
 from app.runs.schema import CHECKPOINTS, RUN_STATE
 
 

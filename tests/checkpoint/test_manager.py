@@ -21,8 +21,8 @@ from app.checkpoint.manager import (
     problem_of,
     remove,
 )
+from app.common.errors import RunError
 from app.distributed.world import World
-from app.errors import RunError
 
 FILES = {"model.safetensors": b"weights" * 40, "run_state.json": b'{"step": 1}', "deeper/rng.bin": b"\x00\xff" * 30}
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds import batch_plan, fake_world, process_group_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedConfig, PreTrainedModel
-from worlds import batch_plan, fake_world, process_group_of
 
 from app.checkpoint import state
 from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
 from app.checkpoint.state import TrainingState, load_weights, write_weights
+from app.common.errors import UserError
 from app.distributed.world import World
-from app.errors import UserError
 from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDP

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.common.errors import UserError
 from app.data import csv_checks
 from app.data.csv_table import describe_dropped, read_reviews
-from app.errors import UserError
 
 GOOD = "label,review\n1,很好\n0,很差\n"
 

@@ -12,13 +12,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from jobs import PROJECT, unavailable
+from helpers.jobs import PROJECT, unavailable
 
+from app.common.files import staging_folder
+from app.common.interrupts import as_interrupt
+from app.common.paths import DOWNLOADED_CSV
 from app.data import download
 from app.data.csv_table import read_reviews
-from app.files import staging_folder
-from app.interrupts import as_interrupt
-from app.settings import DOWNLOADED_CSV
 
 CONTENT = ("label,review\n" + "1,很好，还会再来\n0,太吵了\n" * 10_000).encode()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.worlds import batch_plan, fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from worlds import batch_plan, fake_world
 
 from app.data.loaders import EvalSet, build_eval_set, build_train_sampler, loader_options
 from app.settings import Settings

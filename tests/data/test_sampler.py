@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from app.common.errors import UserError
 from app.data.sampler import BatchPlan, FullBatchSampler, LengthGroupedSampler, plan_batches
-from app.errors import UserError
 from app.settings import Settings
 
 STRATEGIES = ("random", "group_by_length")

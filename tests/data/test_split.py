@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.common.errors import UserError
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.split import Split, count_duplicates, describe_duplicates, split_reviews
-from app.errors import UserError
 
 
 def table_of(labels: list[int], sha256: str = "0") -> ReviewTable:

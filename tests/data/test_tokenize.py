@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
 from app.data.csv_table import read_reviews
 from app.data.tokenize import count_truncated, lengths_of, tokenize
-from app.errors import UserError
 from app.model.tiny_bert import learn_tokenizer
 
 

@@ -7,17 +7,17 @@ import subprocess
 import sys
 
 import pytest
+from helpers.jobs import PROJECT, SAMPLE_CSV
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import PROJECT, SAMPLE_CSV
 
+from app.common.errors import UserError
 from app.distributed.environment import (
     LOWEST,
     NEEDED_BY_RANK,
     check_accelerate_environment,
     check_environment,
 )
-from app.errors import UserError
 from app.settings import Settings
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

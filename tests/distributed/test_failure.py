@@ -12,19 +12,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 from transformers import BertConfig, BertModel, HeliumConfig, HeliumForSequenceClassification
-from worlds import fake_world
 
+from app.common.errors import raised_by_model
 from app.distributed import failure
 from app.distributed.collectives import wait_for_device
 from app.distributed.failure import is_lost_contact
 from app.distributed.world import World
-from app.errors import raised_by_model
 from app.model.device_reads import WaitBeforeReads
-from app.model.empty import SuppliedResults
+from app.plan.empty_model import SuppliedResults
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
 HINT = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"

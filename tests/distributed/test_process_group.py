@@ -12,15 +12,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import fake_world
 
-from app import hardware
+from app.common import machine
+from app.common.errors import Preempted
 from app.distributed import failure, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
-from app.errors import Preempted
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
@@ -207,7 +207,7 @@ def test_leaving_does_not_create_a_cuda_context(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_real_gpu_the_same_attention_step_has_the_same_bits():
-    hardware.use_deterministic_algorithms()
+    machine.use_deterministic_algorithms()
 
     def gradient() -> torch.Tensor:
         torch.manual_seed(0)

@@ -12,10 +12,10 @@ import torch
 from torch.distributed import HashStore
 
 from app import nproc_per_node
+from app.common.errors import UserError
 from app.distributed import process_group
 from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
 from app.distributed.world import World
-from app.errors import UserError
 from app.settings import Settings
 from app.training.console import hints_about_devices
 

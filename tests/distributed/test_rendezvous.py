@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from app.common.errors import RunError
 from app.distributed.rendezvous import per_attempt_store
-from app.errors import RunError
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from worlds import process_group_of
+from helpers.worlds import process_group_of
 
 from app.distributed.topology import Topology, common_ranks_per_node, powers_of_two
 

@@ -7,13 +7,13 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import fake_world
 
+from app.common.errors import UserError
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
-from app.errors import UserError
 from app.experiments.ablation import build_optimization, build_variant_data, repeat_padded_rows
 from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
 from app.experiments.ablation_variants import Variant, build_variants, plan_variant

@@ -10,7 +10,7 @@ import sys
 
 import psutil
 import pytest
-from run_folders import edit_step, write_run
+from helpers.run_folders import edit_step, write_run
 
 from app.distributed.launcher import TorchrunJob
 from app.experiments import fault_injection

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from run_folders import write_run
+from helpers.run_folders import write_run
 
 from app.experiments import train_pair
 from app.experiments.parity_table import main, parse

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.experiments import parity_table, same_bits
 from app.experiments.same_bits import Cell, as_markdown, build_cells, parse
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from run_folders import write_run
+from helpers.run_folders import write_run
 
 from app import compare
-from app.errors import RunError
+from app.common.errors import RunError
 from app.experiments import train_pair
 from app.runs.reader import read_run
 from app.settings import Settings

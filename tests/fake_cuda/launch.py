@@ -31,7 +31,7 @@ def main() -> None:
     is_script = options.program.endswith(".py")
     # The first entry is the folder of this file.
     sys.path[:1] = [str(TESTS), str(Path(options.program).resolve().parent if is_script else Path.cwd())]
-    from nodes import divide_among_nodes
+    from helpers.nodes import divide_among_nodes
 
     divide_among_nodes()  # before the number of fake GPUs is derived from it
     sys.argv = [options.program, *options.flags]

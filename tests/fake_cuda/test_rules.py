@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ON_FAKE_GPUS, PROJECT, Job, require_fake_gpus
+from helpers.jobs import ON_FAKE_GPUS, PROJECT, Job, require_fake_gpus
 
 pytestmark = pytest.mark.launched
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from app.bench.links.namespaces import INTERFACE
-from app.cli import launch
+from app.bench.scaling.links.namespaces import INTERFACE
 from app.distributed.collectives import barrier
 from app.distributed.process_group import join
 from app.distributed.world import World
+from app.program import launch
 from app.settings import Settings
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum, reduce_scatter_pairwise
 

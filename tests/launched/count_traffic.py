@@ -8,12 +8,12 @@ import os
 from itertools import product
 from pathlib import Path
 
-from nodes import divide_among_nodes
-from traffic import Step
+from helpers.nodes import divide_among_nodes
+from helpers.traffic import Step
 
-from app.cli import launch
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
+from app.program import launch
 from app.settings import STRATEGIES, Settings
 
 

@@ -1,8 +1,8 @@
 """Run many trainings in one torchrun job: starting a job takes longer than training a tiny model.
 
-As a script it reads RUNS, a JSON file that maps each run's name to the fields that `jobs.run_many` describes, trains
-them one after another in one process group, and writes outcomes.json beside it. With RANKS_PER_NODE, the ranks are
-divided among several nodes.
+As a script it reads RUNS, a JSON file that maps each run's name to the fields that `helpers.jobs.run_many` describes,
+trains them one after another in one process group, and writes outcomes.json beside it. With RANKS_PER_NODE, the ranks
+are divided among several nodes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import architectures  # noqa: F401  (registers its models with transformers)
+import helpers.architectures  # noqa: F401  (registers its models with transformers)
 from fake_cuda.report import REPORT
+from helpers.nodes import divide_among_nodes
 from mutations import MUTATIONS
-from nodes import divide_among_nodes
 from torch.nn.parallel import DistributedDataParallel
 
 import app.ddp_loop
 import app.trainer_run
 import app.training.build
-from app.cli import launch, parse_settings
+from app.cli import parse_settings
 from app.distributed.collectives import all_gather_object, barrier
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.runs.record import RunRecord
+from app.program import launch
+from app.record.run_record import RunRecord
 from app.settings import Settings
 
 PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
@@ -47,7 +48,7 @@ def run_all(settings: Settings) -> None:
 
 
 def train(run: dict[str, Any], world: World) -> dict[str, Any]:
-    """Train one run. Return its outcome: the fields of `jobs.Outcome`."""
+    """Train one run. Return its outcome: the fields of `helpers.jobs.Outcome`."""
     if world.is_main_process:
         for source, target in run["copies"]:
             shutil.copytree(source, target)

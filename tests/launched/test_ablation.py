@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 import torch
-from jobs import SAMPLE_CSV, read_steps
+from helpers.jobs import SAMPLE_CSV, read_steps
 
 from app.cli import parse_settings
 from app.compare import main

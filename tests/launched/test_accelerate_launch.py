@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Finished, Job
+from helpers.jobs import Finished, Job
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")

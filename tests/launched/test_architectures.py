@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from architectures import CONFIGS, write_hub_cache, write_model
-from jobs import Outcome, TrainingRun, require_success, run_many
+from helpers.architectures import CONFIGS, write_hub_cache, write_model
+from helpers.jobs import Outcome, TrainingRun, require_success, run_many
 
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run

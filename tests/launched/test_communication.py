@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from architectures import write_model
+from helpers.architectures import write_model
 
-from app.bench.laboratory.collectives import COLLECTIVES, VARIANTS
-from app.bench.laboratory.training_step import SECTIONS
+from app.bench.communication.collectives import COLLECTIVES, VARIANTS
+from app.bench.communication.training_step import SECTIONS
 
 pytestmark = pytest.mark.launched
 

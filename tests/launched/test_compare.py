@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success, run_many
+from helpers.jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success, run_many
 
 from app.compare import main
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import SAMPLE_CSV
+from helpers.jobs import SAMPLE_CSV
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import write_model
-from jobs import (
+from helpers.architectures import write_model
+from helpers.jobs import (
     ON_FAKE_GPUS,
     Job,
     Outcome,

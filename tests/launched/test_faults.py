@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
+from helpers.jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
 
 from app.runs.reader import read_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import SAMPLE_CSV, TrainingRun, require_success, run_many
+from helpers.jobs import SAMPLE_CSV, TrainingRun, require_success, run_many
 from safetensors.torch import load_file
 
 PATHS = ("ddp_loop", "trainer_run")

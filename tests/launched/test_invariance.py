@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import reference
-from jobs import TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers import reference
+from helpers.jobs import TrainingRun, read_steps, require_success, run_many, write_subset
 
 from app.settings import Settings
 

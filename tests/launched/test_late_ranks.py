@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import PROJECT, Job
+from helpers.jobs import PROJECT, Job
 
 pytestmark = pytest.mark.slow
 DELAY = 10.0

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import PROJECT, Job, TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import PROJECT, Job, TrainingRun, read_steps, require_success, run_many, write_subset
 
 pytestmark = pytest.mark.launched
 SAME = [

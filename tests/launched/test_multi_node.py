@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, read_steps, unavailable
+from helpers.jobs import Job, read_steps, unavailable
 
-from app.bench.links.namespaces import (
+from app.bench.scaling.links.namespaces import (
     ADDRESSES,
     SYSTEM_PATH,
     NamespacesUnavailable,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, run_many, write_subset
 
 from app.compare import main
 

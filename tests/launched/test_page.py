@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import unavailable
-from run_folders import edit_json, write_run
+from helpers.jobs import unavailable
+from helpers.run_folders import edit_json, write_run
 
 from app.bench.page import Section, Table, as_html
 from app.report.comparison import compare_seeds

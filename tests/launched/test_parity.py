@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, run_many, write_subset
 from sklearn.metrics import accuracy_score
 
 from app.report.bitwise import first_difference

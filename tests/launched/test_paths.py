@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from architectures import write_model
-from jobs import TrainingRun, run_many
+from helpers.architectures import write_model
+from helpers.jobs import TrainingRun, run_many
 from transformers import pipeline
 
 import app.ddp_loop

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, run_many, write_subset
 
+from app.profiling.breakdown import CATEGORIES
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
-from app.training.step_breakdown import CATEGORIES
 
 PATHS = ("ddp_loop", "trainer_run")
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--dropout=0.1", "--max_steps=9"]

@@ -12,7 +12,7 @@ import termios
 import time
 
 import pytest
-from jobs import LIMIT, PROJECT, SAMPLE_CSV
+from helpers.jobs import LIMIT, PROJECT, SAMPLE_CSV
 
 from app.distributed.launcher import torchrun_command
 

@@ -18,15 +18,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from jobs import SAMPLE_CSV, Job, Outcome, TrainingRun, read_steps, require_success, run_many
+from helpers.jobs import SAMPLE_CSV, Job, Outcome, TrainingRun, read_steps, require_success, run_many
 from safetensors.torch import load_file
 
 import app.ddp_loop
 import app.strategies.ddp
+import app.trainer.review_trainer
 import app.trainer_run
 from app.cli import parse_settings
+from app.common.errors import AgreedError, UserError
 from app.distributed.world import World
-from app.errors import AgreedError, UserError
 from app.metrics.score import Scores, score
 from app.training.prepare import Preparation, prepare
 
@@ -236,7 +237,7 @@ def test_a_resumed_run_that_fails_before_its_first_step_is_done_leaves_everythin
     broken = (
         patch.object(app.strategies.ddp.DDP, "clip_grad_norm", fail)
         if place == "the first step"
-        else patch.object(path, "score", score_once())
+        else patch.object({app.trainer_run: app.trainer.review_trainer}.get(path, path), "score", score_once())
     )
     # A rank that fails keeps its signal handlers, because its process ends next.
     with broken, patch.object(path, "StopRequest", NeverStopped), pytest.raises(RuntimeError, match="out of memory"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, read_steps, require_success, run_many, write_subset
 
 from app.runs.hashes import hash_run
 

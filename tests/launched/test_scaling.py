@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import Job, unavailable
+from helpers.jobs import Job, unavailable
 
-from app.bench.links.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
-from app.bench.links.shaped_link import Link, ShapedLink, shaped_link
+from app.bench.scaling.links.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
+from app.bench.scaling.links.shaped_link import Link, ShapedLink, shaped_link
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from jobs import PROJECT
+from helpers.jobs import PROJECT
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from architectures import write_model
-from jobs import TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
+from helpers.architectures import write_model
+from helpers.jobs import TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
 from safetensors.torch import load_file
 from transformers import pipeline
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from app.errors import RunError, UserError
+from app.common.errors import RunError, UserError
 from app.metrics import score as metrics_module
 from app.metrics.score import load_metrics, score
 

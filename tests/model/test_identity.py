@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from architectures import CONFIGS, write_model
+from helpers.architectures import CONFIGS, write_model
 from transformers import AutoConfig, BertConfig
 
 from app.model.identity import describe_config, differences_of_configs, hash_code

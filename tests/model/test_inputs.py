@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CONFIGS, PAIR, SMALL
+from helpers.architectures import CONFIGS, PAIR, SMALL
+from helpers.worlds import batch_plan, fake_world, process_group_of
 from torch.overrides import _is_torch_function_mode_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -24,7 +25,6 @@ from transformers import (
     XLMRobertaConfig,
     XLMRobertaXLConfig,
 )
-from worlds import batch_plan, fake_world, process_group_of
 
 from app.distributed import collectives
 from app.distributed.world import World

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from architectures import write_hub_cache
+from helpers.architectures import write_hub_cache
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file
@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.trainer_utils import align_special_tokens
 
+from app.common.errors import UserError
 from app.data.loaders import Collator
-from app.errors import UserError
 from app.model import hub as hub_module
 from app.model.hub import resolve_commit
 from app.model.load import align_with_trainer, load_classifier, load_tokenizer, max_input_length, override_dropout

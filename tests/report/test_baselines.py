@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from run_folders import edit_json, write_run
+from helpers.run_folders import edit_json, write_run
 
 from app import compare
-from app.errors import UserError
+from app.common.errors import UserError
 from app.report import baselines
 from app.report.baselines import measure_baselines, reread_rows
 from app.report.comparison import compare_seeds

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.run_folders import edit_json, edit_step, write_json, write_run
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import edit_json, edit_step, write_json, write_run
 from safetensors.numpy import load_file, save_file
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.report.bitwise import bitwise_equal_numbers, first_difference, first_differing_step, read_weights
 from app.runs.reader import read_run
 

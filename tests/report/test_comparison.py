@@ -6,10 +6,10 @@ import json
 import time
 
 import pytest
-from run_folders import edit_json, edit_step, write_run
+from helpers.run_folders import edit_json, edit_step, write_run
 from sklearn.metrics import confusion_matrix
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.report.comparison import compare_runs, compare_seeds, conclusion_of
 from app.report.render import write_comparison
 from app.runs.reader import read_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from html_page import Page
-from run_folders import edit_json, write_run
+from helpers.html_page import Page
+from helpers.run_folders import edit_json, write_run
 
 from app.report.comparison import compare_runs, compare_seeds, conclusion_of
 from app.report.explanation import explain

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from html_page import Page
-from run_folders import edit_json, write_run
+from helpers.html_page import Page
+from helpers.run_folders import edit_json, write_run
 
-from app.markdown import markdown_cell
+from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
 from app.report.render import as_html, as_markdown, settings_rows, write_comparison
 from app.runs.reader import read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.runs import folder as run_folder
 from app.runs.folder import claim_folder, create_folder
 from app.runs.schema import LATEST, METRICS

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from run_folders import edit_json, edit_step, write_run
+from helpers.run_folders import edit_json, edit_step, write_run
 from safetensors.numpy import load_file, save_file
 
 from app.runs.hashes import hash_results, hash_run

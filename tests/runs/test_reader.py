@@ -6,9 +6,9 @@ import json
 
 import pandas as pd
 import pytest
-from run_folders import edit_json, edit_step, write_run
+from helpers.run_folders import edit_json, edit_step, write_run
 
-from app.errors import UserError
+from app.common.errors import UserError
 from app.runs.reader import read_run
 from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, probability_column
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gradients import Bucket, add_neighbors, flat, flat_gradients
+from helpers.gradients import Bucket, add_neighbors, flat, flat_gradients
+from helpers.worlds import ThreadNetwork, batch_plan, process_group_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from worlds import ThreadNetwork, batch_plan, process_group_of
 
 from app.data.sampler import BatchPlan
 from app.distributed import collectives

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from architectures import CONFIGS
-from gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
+from helpers.architectures import CONFIGS
+from helpers.gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
+from helpers.worlds import batch_plan, fake_world, process_group_of
 from torch import nn
 from transformers import AutoModelForSequenceClassification
-from worlds import batch_plan, fake_world, process_group_of
 
+from app.common.errors import AgreedError
 from app.distributed.world import World
-from app.errors import AgreedError
 from app.settings import Settings
 from app.strategies.ddp import DDP, Zero1
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import CONFIGS
-from gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
+from helpers.architectures import CONFIGS
+from helpers.gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
+from helpers.worlds import ThreadNetwork, batch_plan, process_group_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from worlds import ThreadNetwork, batch_plan, process_group_of
 
 from app.checkpoint.state import read_weights, write_weights
-from app.errors import AgreedError
+from app.common.errors import AgreedError
 from app.settings import Settings
 from app.strategies import reduction
 from app.strategies.blocks import transformer_blocks

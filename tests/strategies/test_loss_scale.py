@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import fake_world
 
 from app.data.sampler import plan_batches
 from app.settings import Settings

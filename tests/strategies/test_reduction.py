@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from gradients import Bucket, add_neighbors, flat
+from helpers.gradients import Bucket, add_neighbors, flat
+from helpers.worlds import ThreadNetwork, batch_plan, fake_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import ThreadNetwork, batch_plan, fake_world
 
 from app.data.sampler import BatchPlan
 from app.distributed import collectives

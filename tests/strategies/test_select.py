@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CONFIGS
+from helpers.architectures import CONFIGS
+from helpers.worlds import batch_plan, fake_world
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from worlds import batch_plan, fake_world
 
 from app.ddp_loop import train_step
 from app.settings import Settings
@@ -133,7 +133,7 @@ def test_the_losses_are_those_of_the_micro_batches_of_each_logical_rank(world):
     assert len(set(two.losses[0].tolist())) == 4
 
 
-@pytest.mark.parametrize("flags", [{"strategy": "zero2"}, {"strategy": "zero3"}, {"fsdp": True}])
+@pytest.mark.parametrize("flags", [{"strategy": "zero2"}, {"strategy": "zero3"}])
 def test_a_sharded_model_is_never_placed_on_the_device_as_a_whole(world, monkeypatch, flags):
     """It may not fit there: `fully_shard` moves one block at a time."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.worlds import process_group_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from worlds import process_group_of
 
 from app.strategies.shards import local_part, rows_of
 

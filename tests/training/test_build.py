@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from architectures import write_model
+from helpers.architectures import write_model
 from transformers import BertConfig
 
+from app.common.errors import AgreedError
 from app.distributed.world import World
-from app.errors import AgreedError
-from app.runs.contents import split_content
+from app.record.json_files import split_content
 from app.settings import Settings
 from app.training import build as build_module
 from app.training.build import build_data, build_model

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import write_model
-from run_folders import edit_json
+from helpers.architectures import write_model
+from helpers.run_folders import edit_json
 
 from app import ddp_loop
+from app.common.errors import AgreedError
 from app.distributed.world import World
-from app.errors import AgreedError
+from app.plan.dry_run import print_plan
 from app.runs.schema import METRICS
 from app.settings import Settings
-from app.training.dry_run import print_plan
 from app.training.prepare import prepare
 
 
@@ -81,7 +81,7 @@ def plan(settings: Settings, world: World) -> None:
 @pytest.mark.parametrize("message", CHANGES)
 def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, begin, message):
     """The lock that a failed start leaves to the end of its process is no concern here."""
-    monkeypatch.setattr("app.runs.find_checkpoint.lock", lambda run: os.open(run, os.O_RDONLY))
+    monkeypatch.setattr("app.checkpoint.find.lock", lambda run: os.open(run, os.O_RDONLY))
     model = write_model(tmp_path / "model", "bert")
     begin(replace(trained, model=str(model)), world)  # the same content in another place
     CHANGES[message](model)
@@ -93,7 +93,7 @@ def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch
 
 
 def test_a_dry_run_compares_the_settings_with_the_checkpoint(trained, world, monkeypatch, capsys):
-    monkeypatch.setattr("app.runs.find_checkpoint.lock", lambda run: os.open(run, os.O_RDONLY))
+    monkeypatch.setattr("app.checkpoint.find.lock", lambda run: os.open(run, os.O_RDONLY))
     plan(replace(trained, threads=3, eval_batch_size=7), world)
     printed = capsys.readouterr().out
     assert "resumed from" in printed

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from helpers.worlds import batch_plan, fake_world
 from torch import nn
-from worlds import batch_plan, fake_world
 
 from app.settings import Settings
 from app.strategies.ddp import DDP

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.worlds import batch_plan, fake_world
 from transformers import BertConfig, BertForSequenceClassification
-from worlds import batch_plan, fake_world
 
 from app.settings import Settings
 from app.strategies.ddp import DDP

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from architectures import write_model
+from helpers.architectures import write_model
 from tokenizers import normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from app.common.errors import AgreedError
 from app.data.csv_table import read_reviews
 from app.data.tokenize import count_of_tokens, lengths_of, tokenize_in_memory
 from app.distributed.world import World
-from app.errors import AgreedError
+from app.plan.dry_run import print_plan
 from app.settings import Settings
 from app.training.build import build_data, build_model
-from app.training.dry_run import print_plan
 
 
 def write_rows(folder: Path, *reviews: str) -> Settings:

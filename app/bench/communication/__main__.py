@@ -1,0 +1,164 @@
+"""Communication laboratory: show, time and explain what the ranks of a training job exchange.
+
+    torchrun --standalone --nproc_per_node=2 -m app.bench.communication
+
+Writes communication.html, communication.json and communication.txt into `--output_dir` (default: a new folder in
+runs/communication/). docs/communication.md explains how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cli import OneLineParser, command_line, count, positive
+from ...common.errors import UserError, escape_control_characters, shorten
+from ...common.files import write_json, write_text
+from ...common.machine import describe_machine
+from ...distributed.collectives import all_gather_object, raise_on_all_ranks
+from ...distributed.process_group import join
+from ...distributed.world import World
+from ...program import launch
+from ...runs.folder import create_folder
+from ...runs.schema import RUNS
+from ...settings import Settings
+from ...training.build import build_data, build_model, read_and_split
+from ...training.console import quiet_libraries
+from ..page import Section, as_html, as_text
+from . import training_step
+from .collectives_section import check_largest, measure_collectives
+from .compression import settings_by_hook
+from .compression_section import measure_compression
+
+SECTIONS = ("collectives", *training_step.SECTIONS, "compression")
+TITLE = "Communication laboratory"
+STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
+ABOUT_SECONDS = (
+    "about how long to time each collective with each size; each variant of a training step takes "
+    f"{STEP_SECONDS} times as long"
+)
+SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"which of {', '.join(SECTIONS)}; default: all"
+    )
+    parser.add_argument(
+        "--largest_mib", type=size_in_mib, default=256.0, metavar="X", help="largest tensor to time, in MiB"
+    )
+    parser.add_argument("--seconds_per_point", type=positive, default=1.0, metavar="X", help=ABOUT_SECONDS)
+    parser.add_argument(
+        "--seeds", type=count, default=3, metavar="N", help="trainings with each kind of compressed gradients"
+    )
+
+
+def size_in_mib(text: str) -> float:
+    """Parse `--largest_mib`."""
+    value = positive(text)
+    if not SMALLEST_LIMIT <= value <= 2**20:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
+    return value
+
+
+def main(
+    settings: Settings, sections: list[str] | None, largest_mib: float, seconds_per_point: float, seeds: int
+) -> None:
+    with join(settings) as world:
+        names = [name for name in SECTIONS if sections is None or name in sections]
+        largest = int(largest_mib * 2**20)
+        folder = None
+        quiet_libraries(world)
+        with raise_on_all_ranks(world):
+            check(names, settings, largest, seeds, world)
+        if names != ["collectives"]:  # a model that can't be loaded would otherwise be noticed only after minutes
+            build_model(settings, build_data(settings, world), world)
+        with raise_on_all_ranks(world):
+            if world.is_main_process:
+                folder = create_folder(settings.output_dir, RUNS / "communication")
+        facts = describe(world)
+        world.print_main(headline(facts))
+        measured = []
+        for name in names:
+            section = measure(name, settings, world, largest, seconds_per_point, seeds)
+            world.print_main(as_text(section))
+            measured.append(section)
+            with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
+                if folder is not None:
+                    write(folder, facts, settings, measured)
+        world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .txt"))
+
+
+def check(names: Sequence[str], settings: Settings, largest: int, seeds: int, world: World) -> None:
+    """Check, before anything is measured, that every section can be.
+
+    Args:
+        names: of the sections.
+        largest: tensor in bytes.
+
+    Raises:
+        UserError: a setting or a flag that a section can't be measured with.
+    """
+    if "collectives" in names:
+        check_largest(largest, world.size)
+    training = [name for name in names if name != "collectives"]
+    if not training:
+        return
+    _, split, _ = read_and_split(settings, world.size)
+    for name in training:
+        try:
+            if name == "compression":
+                settings_by_hook(settings, seeds, len(split.train), world.size)
+            else:
+                training_step.variants_of(name, settings, len(split.train), world.topology)
+        except UserError as problem:
+            raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
+
+
+def write(folder: Path, facts: Mapping[str, str], settings: Settings, measured: Sequence[Section]) -> None:
+    """Write, or replace, the three files."""
+    content: dict[str, Any] = {
+        "machine": facts,
+        "settings": settings.as_dict(),
+        "sections": {one.name: one.data for one in measured},
+    }
+    write_json(folder / "communication.json", content)
+    write_text(folder / "communication.txt", "\n".join([headline(facts), *map(as_text, measured)]))
+    write_text(folder / "communication.html", as_html(TITLE, facts, measured))
+
+
+def headline(facts: Mapping[str, str]) -> str:
+    """Return what the printed report begins with."""
+    return escape_control_characters(f"{TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
+
+
+def measure(name: str, settings: Settings, world: World, largest: int, seconds_per_point: float, seeds: int) -> Section:
+    """Measure one section. Collective."""
+    if name == "collectives":
+        return measure_collectives(settings, world, largest, seconds_per_point)
+    if name == "compression":
+        return measure_compression(settings, seeds, STEP_SECONDS * seconds_per_point, world)
+    return training_step.measure_step(name, settings, STEP_SECONDS * seconds_per_point, world)
+
+
+def describe(world: World) -> dict[str, str]:
+    """Return facts about the machine and the job that every figure depends on, by name. Collective."""
+    nodes = len(set(all_gather_object(socket.gethostname(), world)))
+    return {
+        "ranks": f"{world.size} on {nodes} node(s)",
+        "backend": dist.get_backend(),
+        "threads": f"{torch.get_num_threads()} per rank",
+        **describe_machine(world.device),
+        "command": command_line(),
+    }
+
+
+if __name__ == "__main__":
+    launch(main, __doc__, add_arguments)

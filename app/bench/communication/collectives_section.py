@@ -1,0 +1,236 @@
+"""The section of the laboratory on collectives: pictures, times from 1 KiB up, bandwidths and α-β fits."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+import psutil
+import torch
+
+from ...common.errors import AgreedError, UserError
+from ...common.formats import format_bandwidth, format_size, gigabytes
+from ...distributed.collectives import all_gather_object
+from ...distributed.world import World
+from ...settings import Settings
+from ..alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
+from ..charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
+from ..page import Chunk, Figure, Part, Picture, Section, Table
+from .collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
+from .timing import time_calls
+
+SMALLEST, STEP = 2**10, 4  # bytes, and the ratio of one size to the next
+ELEMENT = 4  # bytes of an fp32 number
+# What a rank holds at once, in complete tensors: two of its own, and what gloo copies a gathered or reduced one into.
+TENSORS_PER_RANK = 3
+USABLE = 0.8  # share of the free memory
+
+ABOUT_PICTURES = (
+    "Each collective below really ran on small tensors: the numbers are what every rank held before and after it. "
+    "Chunk c of rank r starts as 10 (r + 1) + c + 1, so 23 is the third chunk of rank 1. A dot is a chunk for which "
+    "a rank has no memory. On the page, the color of a cell shows the rank that its data comes from, and a sum has "
+    "the colors of all ranks that it contains."
+)
+FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the other ranks take no part in these runs."
+ABOUT_TIMES = (
+    "The size is that of the complete tensor, as in nccl-tests: for an all-gather what each rank has at the end, for "
+    "a scatter what rank 0 has. A time is the median over rounds, on the slowest rank; the calls of a round start "
+    "one after another. The line is the α-β model, seconds = α + β x bytes, fitted to relative errors; the band is "
+    "the 95% prediction interval of the median time at another size. Algorithm bandwidth is size / time. Bus bandwidth "
+    "multiplies it by what each link has to carry at least, 2 (N - 1) / N for an all-reduce among N ranks, and is "
+    "comparable across collectives and numbers of ranks."
+)
+
+ABOUT_VARIANTS = (
+    "Two collectives are also timed as the strategies here call them. “all-gather, in place” is one broadcast per "
+    "rank on CPUs, because gloo's all-gather receives elsewhere and copies. “reduce-scatter, pairwise” is an "
+    "all-to-all and a sum in a fixed order; gloo's reduce-scatter is an all-reduce of which each rank keeps one "
+    "chunk."
+)
+
+Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seconds in each round)
+
+
+def measure_collectives(settings: Settings, world: World, largest: int, seconds_per_point: float) -> Section:
+    """Show and time all collectives. Collective.
+
+    Args:
+        largest: the largest tensor in bytes.
+        seconds_per_point: about how long to time each collective with each size.
+
+    Raises:
+        AgreedError: there are too few sizes for a fit.
+    """
+    sizes = sizes_up_to(largest, world.size)
+    limit = largest_that_fits(world)
+    fitting = [size for size in sizes if size <= limit]
+    if len(fitting) < FEWEST_POINTS:
+        raise AgreedError(f"the free memory is enough for {len(fitting)} sizes of tensors; a fit needs {FEWEST_POINTS}")
+    pictures = take_pictures(world)
+    points = time_collectives(fitting, seconds_per_point, settings, world)
+    lines = {name: fit_line(name, found) for name, found in points.items()}
+    limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
+    parts: list[Part] = []
+    for picture in pictures:
+        parts.append(picture)
+        if world.is_main_process:  # the other ranks do not write the page
+            # A variant is called like its collective up to a comma.
+            shown = [line for name, line in lines.items() if name.partition(",")[0] == picture.title]
+            parts.append(Figure(f"{picture.title}: time", time_by_size(shown, limits), describe_fits(shown)))
+    if world.is_main_process and world.size > 1:
+        parts.append(
+            Figure("Bus bandwidth", bandwidth_by_size({n: bus_bandwidths(x, world) for n, x in lines.items()}))
+        )
+    parts += [fit_table(lines, world), time_table(lines)]
+    paragraphs = [ABOUT_PICTURES, ABOUT_TIMES, ABOUT_VARIANTS]
+    if world.size > MOST_PICTURED:
+        paragraphs.insert(1, FIRST_RANKS)
+    if sizes[-1] > limit:
+        skipped = ", ".join(format_size(size) for size in sizes if size > limit)
+        paragraphs.append(
+            f"Skipped: {skipped}. A rank holds up to {TENSORS_PER_RANK} tensors of this size at once, for which the "
+            f"free memory is not enough."
+        )
+    if world.size == 1:
+        paragraphs.append("With one rank nothing is sent: the times are those of the calls and of local copies.")
+    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, world))
+
+
+def as_data(
+    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], world: World
+) -> dict[str, dict[str, object]]:
+    """Return all numbers for JSON."""
+    return {
+        "pictures": {one.title: {"before": values(one.before), "after": values(one.after)} for one in pictures},
+        "times": {
+            name: {
+                "fit": asdict(lines[name].fit),
+                "bus_bandwidth_factor": bus_factor(name, world),
+                "points": [{"bytes": size, "seconds": taken} for size, taken in found],
+            }
+            for name, found in points.items()
+        },
+    }
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def largest_that_fits(world: World) -> int:
+    """Return the largest tensor, in bytes, for which every rank has memory. Collective."""
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0]
+    else:
+        free = psutil.virtual_memory().available // world.local_size
+    return int(min(all_gather_object(free, world)) * USABLE / TENSORS_PER_RANK)
+
+
+def check_largest(largest: int, ranks: int) -> None:
+    """Check that there are enough sizes for a fit, which many ranks round up to the same number.
+
+    Raises:
+        UserError: there are not.
+    """
+    if len(sizes_up_to(largest, ranks)) < FEWEST_POINTS:
+        enough = math.ceil(100 * 16 * ranks * ELEMENT / 2**20) / 100  # three sizes, each 4 times the one before
+        raise UserError(
+            f"--largest_mib {largest / 2**20:g}: a fit needs {FEWEST_POINTS} sizes that can be divided among {ranks} "
+            f"ranks: use {enough:.2f} or more"
+        )
+
+
+def sizes_up_to(largest: int, ranks: int) -> list[int]:
+    """Return sizes in bytes, from `SMALLEST` to `largest`, each rounded up to the same number of elements per rank."""
+    sizes = [largest]
+    size = SMALLEST
+    while size < largest:
+        sizes.append(size)
+        size *= STEP
+    one_each = ranks * ELEMENT
+    return sorted({math.ceil(size / one_each) * one_each for size in sizes})
+
+
+def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, world: World) -> Points:
+    """Time every collective with every size. Collective."""
+    complete, other = (_allocate(sizes[-1], world) for _ in range(2))
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
+    for size in sizes:
+        rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
+        for name in (*(collective.name for collective in COLLECTIVES), *VARIANTS):
+            calls[name, size] = prepare(name, rows, received, world)
+    taken = time_calls(calls, seconds_per_point, world, settings.disable_tqdm)
+    points: Points = {}
+    for (name, size), seconds in taken.items():
+        points.setdefault(name, []).append((size, seconds))
+    return points
+
+
+def _allocate(size: int, world: World) -> torch.Tensor:
+    # Written to, because the system would map all pages of memory that has only been read to a single one. Zeros stay
+    # zeros however often they are summed.
+    return torch.empty(size // ELEMENT, device=world.device).fill_(0)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def fit_line(name: str, points: Sequence[tuple[int, list[float]]]) -> Line:
+    """Fit the medians over the rounds."""
+    sizes = [float(size) for size, _ in points]
+    medians = [statistics.median(taken) for _, taken in points]
+    return Line(name, sizes, medians, fit_alpha_beta(sizes, medians))
+
+
+def bus_factor(name: str, world: World) -> float:
+    """Return the factor of a collective, or of a variant, which is called like it up to a comma."""
+    return bus_bandwidth_factor(name.partition(",")[0], world.size)
+
+
+def bus_bandwidths(line: Line, world: World) -> list[tuple[float, float]]:
+    """Return (size, bytes per second) of each measured point."""
+    factor = bus_factor(line.name, world)
+    return [(size, factor * size / seconds) for size, seconds in zip(line.sizes, line.seconds, strict=True)]
+
+
+def describe_fits(lines: Sequence[Line]) -> str:
+    """Return α, β and the error of each line."""
+    texts = []
+    for line in lines:
+        fit = line.fit
+        name = f"{line.name}: " if len(lines) > 1 else ""
+        texts.append(
+            f"{name}α = {format_seconds(fit.alpha)}, 1/β = {format_bandwidth(fit.beta)}, median error "
+            f"{fit.relative_error:.0%}."
+        )
+    return " ".join(texts)
+
+
+def values(rows: Sequence[Sequence[Chunk | None]]) -> list[list[int | None]]:
+    """Return the numbers in a picture."""
+    return [[None if cell is None else int(cell.text) for cell in row] for row in rows]
+
+
+def fit_table(lines: Mapping[str, Line], world: World) -> Table:
+    """Return a table with the line that fits each collective, and its bandwidths with the largest tensor."""
+    rows = []
+    for name, line in lines.items():
+        fit, size, seconds = line.fit, line.sizes[-1], line.seconds[-1]
+        # The error of 1/β to first order.
+        inverse = f"{gigabytes(1 / fit.beta)} ± {gigabytes(fit.beta_error / fit.beta**2)}" if fit.beta else "–"
+        alpha = f"{1e6 * fit.alpha:.1f} ± {1e6 * fit.alpha_error:.1f}"
+        bus = gigabytes(bus_bandwidths(line, world)[-1][1])
+        rows.append((name, alpha, inverse, f"{fit.relative_error:.0%}", gigabytes(size / seconds), bus))
+    largest = format_size(next(iter(lines.values())).sizes[-1])
+    note = (
+        f"± is the standard error. The last two columns are algorithm and bus bandwidth with {largest} (1 GB = 1e9 B)."
+    )
+    return Table("α-β fits and bandwidths", ("", "α, µs", "1/β, GB/s", "median error", "GB/s", "bus GB/s"), rows, note)
+
+
+def time_table(lines: Mapping[str, Line]) -> Table:
+    """Return a table with one line per collective and one column per size."""
+    sizes = next(iter(lines.values())).sizes
+    rows = [(name, *(f"{1e3 * seconds:.3g}" for seconds in line.seconds)) for name, line in lines.items()]
+    return Table("Median times, ms", ("", *map(format_size, sizes)), rows)

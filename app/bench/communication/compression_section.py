@@ -1,0 +1,185 @@
+"""The section of the laboratory on compressed gradients: the time, the bytes and the accuracy of `--ddp_comm_hook`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+from matplotlib.figure import Figure as Canvas
+
+from ...common.formats import MIB, format_size
+from ...distributed.collectives import raise_on_all_ranks
+from ...distributed.world import World
+from ...report.charts import INK, NEUTRAL, SERIES_COLORS, render_svg
+from ...report.statistics import PairedSeeds, paired_seeds
+from ...settings import Settings
+from ...training.build import build_data
+from ...training.console import quiet_libraries
+from ..page import Figure, Part, Section, Table
+from .compression import Measured, measure_hooks, settings_by_hook
+
+PLAIN = "no"
+
+ABOUT = (
+    "Each training below is repeated with every value of --ddp_comm_hook: gradients are exchanged as they are (no), "
+    "rounded to 16 bits (fp16, bf16), or approximated by matrices of low rank (power_sgd), whose first steps are not "
+    "compressed and are not timed here."
+)
+ABOUT_BYTES = (
+    "Bytes are counted from the tensors of the collectives that one step calls, and converted to what each of N ranks "
+    "sends: 2 (N - 1) / N times the tensor for an all-reduce."
+)
+ABOUT_TIME = (
+    "Times are medians, on the slowest rank, over rounds in which the hooks alternate. If a hook takes longer in every "
+    "round, the last column is the speed of a link below which it would pay off nevertheless: the bytes that it saves, "
+    "divided by the time that it costs. This assumes that nothing of the exchange is hidden behind the backward pass, "
+    "so it is an upper limit."
+)
+ABOUT_ACCURACY = (
+    "Accuracies are of the test rows after {steps} steps, for {seeds} seed(s) of split, initial weights, order and "
+    "dropout, which all hooks share. The interval is that of Student's paired t test over the seeds. If it contains "
+    "zero, these seeds show no effect, which does not prove that there is none."
+)
+
+
+def measure_compression(settings: Settings, seeds: int, seconds: float, world: World) -> Section:
+    """Measure all hooks, and return the section of the page. Collective. Arguments as for `measure_hooks`.
+
+    Raises:
+        AgreedError: a user's mistake.
+    """
+    quiet_libraries(world)
+    data = build_data(settings, world)
+    with raise_on_all_ranks(world):
+        by_hook, refusal = settings_by_hook(settings, seeds, len(data.split.train), world.size)
+    measured, steps = measure_hooks(by_hook, data, seeds, seconds, world)
+    return as_section(measured, steps, world, refusal)
+
+
+def as_section(measured: Mapping[str, Measured], steps: int, world: World, refusal: str = "") -> Section:
+    """Return the section of the page.
+
+    Args:
+        refusal: why PowerSGD is left out, or "" if it is not.
+    """
+    effects = {hook: paired_seeds(one.accuracies, measured[PLAIN].accuracies) for hook, one in measured.items()}
+    seeds = len(measured[PLAIN].accuracies)
+    parts: list[Part] = [result_table(measured, effects)]
+    if world.is_main_process:  # only it writes the page
+        parts.append(Figure("Bytes that a rank sends per step", bytes_chart(measured)))
+        if seeds > 1:
+            note = "Each dot is one seed; the line is the mean with its 95% confidence interval over the seeds."
+            parts.append(Figure("Accuracy compared with no compression", accuracy_chart(measured, effects), note))
+    paragraphs = [ABOUT, ABOUT_BYTES, ABOUT_TIME, ABOUT_ACCURACY.format(steps=steps, seeds=seeds)]
+    if refusal:
+        paragraphs.append(f"power_sgd is left out: {refusal}.")
+    if world.size == 1:
+        paragraphs.append("With one rank nothing is sent, but gradients are compressed in the same way.")
+    data = {
+        hook: {
+            "seconds_per_step": one.seconds,
+            "bytes_sent_per_step": one.sent,
+            "accuracies": one.accuracies,
+            "accuracy_difference": effects[hook].mean_a - effects[hook].mean_b,
+            "interval": interval_of(effects[hook]),
+            "p_value": effects[hook].p_value,
+        }
+        for hook, one in measured.items()
+    }
+    return Section("compression", "Compressed gradients", paragraphs, parts, {"steps": steps, "hooks": data})
+
+
+def interval_of(effect: PairedSeeds) -> tuple[float, float] | None:
+    """Return the limits of the confidence interval of a difference, if there is one."""
+    return (effect.difference.low, effect.difference.high) if effect.difference else None
+
+
+def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Table:
+    """Return a table with one line per hook."""
+    plain = measured[PLAIN]
+    header = (
+        "hook",
+        "ms per step",
+        "relative time",
+        "sent per step",
+        "share",
+        "accuracy",
+        "difference, points",
+        "break-even link speed",
+    )
+    rows = []
+    for hook, one in measured.items():
+        ratios = [a / b - 1 for a, b in zip(one.seconds, plain.seconds, strict=False)]
+        compared = f"{statistics.median(ratios):+.1%} [{min(ratios):+.1%}, {max(ratios):+.1%}]"
+        rows.append(
+            (
+                hook,
+                f"{1000 * statistics.median(one.seconds):.1f}",
+                "" if hook == PLAIN else compared,
+                format_size(one.sent),
+                f"{one.sent / plain.sent:.1%}" if plain.sent else "–",
+                f"{effects[hook].mean_a:.2%}",
+                "" if hook == PLAIN else describe_difference(effects[hook]),
+                "" if hook == PLAIN else break_even(one, plain),
+            )
+        )
+    return Table(
+        "Time, bytes and accuracy", header, rows, "Relative time: median of the rounds' ratios [lowest, highest]."
+    )
+
+
+def describe_difference(effect: PairedSeeds) -> str:
+    """Return a difference in percentage points with its interval."""
+    difference = f"{100 * (effect.mean_a - effect.mean_b):+z.2f}"
+    limits = interval_of(effect)
+    return f"{difference} [{100 * limits[0]:+z.2f}, {100 * limits[1]:+z.2f}]" if limits else difference
+
+
+def break_even(one: Measured, plain: Measured) -> str:
+    """Return the speed of a link below which a hook makes a step faster, if nothing of the exchange is hidden."""
+    costs = [a - b for a, b in zip(one.seconds, plain.seconds, strict=False)]  # one may have fewer rounds
+    if one.sent >= plain.sent or min(costs) <= 0:
+        return "–"
+    return f"{8 * (plain.sent - one.sent) / statistics.median(costs) / 1e9:.2g} Gbit/s"
+
+
+def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
+    """Plot the bytes of each hook as bars, each with its number."""
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.add_subplot(xlabel="MiB")
+        sent = [one.sent / MIB for one in measured.values()]
+        bars = axes.barh(list(measured), sent, color=SERIES_COLORS[0], height=0.6)
+        axes.bar_label(bars, [f"{value:.3g}" for value in sent], padding=4, color=INK)
+        axes.set_xlim(0, 1.15 * max(*sent, 1e-9))
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+
+    return render_svg(190, "Bytes that a rank sends per step with each hook", draw)
+
+
+def accuracy_chart(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Markup:
+    """Plot the differences of the accuracy over seeds, in percentage points, with their intervals."""
+    hooks = [hook for hook in measured if hook != PLAIN]
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.add_subplot(xlabel="percentage points")
+        axes.axvline(0, color=NEUTRAL, linewidth=1)
+        for row, hook in enumerate(hooks):
+            differences = points(measured[hook].accuracies, measured[PLAIN].accuracies)
+            mean, limits = statistics.mean(differences), interval_of(effects[hook])
+            if limits:
+                axes.plot([100 * limit for limit in limits], [row, row], color=SERIES_COLORS[0], linewidth=2)
+            axes.plot(differences, [row] * len(differences), "o", color=SERIES_COLORS[1], markersize=6, alpha=0.7)
+            axes.plot([mean], [row], "|", color=SERIES_COLORS[0], markersize=18, markeredgewidth=2.5)
+        axes.set_yticks(range(len(hooks)), hooks)
+        axes.set_ylim(len(hooks) - 0.5, -0.5)
+        axes.grid(visible=False)
+
+    return render_svg(190, "Difference of the accuracy from that without compression", draw)
+
+
+def points(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return the differences between shares in percentage points."""
+    return [100 * (x - y) for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,150 @@
+"""Variants of a training step, timed in alternating rounds on the same micro-batches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from ...data.sampler import BatchPlan
+from ...distributed.topology import Topology
+from ...distributed.world import World
+from ...settings import TINY, Settings
+from ...strategies.base import Strategy
+from ...strategies.ddp import DDP
+from ...strategies.select import select_strategy
+from ...training.build import ReviewData
+from ...training.optim import build_optimizer, build_scheduler
+from ..harness import Bench, build_named, distribute
+from .timing import time_calls
+
+MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
+MICRO_BATCHES_OF_OTHERS = 2
+LEARNING_RATE = 1e-4
+TOTAL_STEPS = 10**6  # the schedule never ends
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of training step.
+
+    Attributes:
+        settings: what differs from the other variants.
+        make_strategy: or its strategy.
+    """
+
+    settings: Settings
+    make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The times of variants.
+
+    Attributes:
+        seconds: for each variant, the seconds per step in each round, on the slowest rank.
+    """
+
+    model: str
+    seconds: Mapping[str, Sequence[float]]
+
+    def median(self, name: str) -> float:
+        """Return the median time of a variant, in seconds per step."""
+        return statistics.median(self.seconds[name])
+
+    def ratios(self, name: str) -> list[float]:
+        """Return the time of a variant divided by that of the first one, in each round, in ascending order."""
+        first = next(iter(self.seconds.values()))
+        # A long call may have fewer rounds than others.
+        return sorted(ours / theirs for ours, theirs in zip(self.seconds[name], first, strict=False))
+
+
+class PlainDDP(DDP):
+    """DDP without logical ranks: its own all-reduce at any number of processes."""
+
+    def fix_order(self, wrapped: DistributedDataParallel) -> None:
+        """Keep DDP's all-reduce."""
+
+
+def models(settings: Settings) -> list[str]:
+    """Return the names of the models to measure: the one that `--model` names, or two sizes."""
+    return [TINY, "BERT 4 x 312"] if settings.model == TINY else [settings.model]
+
+
+def plain_ddp(settings: Settings) -> Settings:
+    """Return the settings with `--strategy ddp` and gradients that are not compressed."""
+    return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no")
+
+
+def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDP:
+    """Return DDP that sums gradients over all ranks at once, as if they were on one node."""
+    return DDP(settings, plan, replace(world, node_groups=()))
+
+
+def reduction_variants(settings: Settings, topology: Topology) -> dict[str, Variant]:
+    """Return plain all-reduce, and the fixed order with as many logical ranks as processes and with twice as many.
+
+    Where gradients are summed inside the nodes first, the sum over all ranks at once is a variant too.
+    """
+    ranks = topology.ranks
+    variants = {"plain all-reduce": Variant(replace(settings, logical_ranks=None), PlainDDP)}
+    if topology.two_levels:
+        variants["in one level"] = Variant(replace(settings, logical_ranks=ranks), in_one_level)
+    for n in (ranks, 2 * ranks):
+        if n == ranks or n & (n - 1) == 0:  # `plan_batches` accepts no others
+            variants[f"{n} logical ranks"] = Variant(replace(settings, logical_ranks=n))
+    return variants
+
+
+def compare(
+    model: str,
+    variants: Mapping[str, Variant],
+    data: ReviewData,
+    seconds: float,
+    world: World,
+    micro_batches: int | None = None,
+) -> Comparison:
+    """Time variants of a training step of a model. Collective.
+
+    Variants whose micro-batches have the same number of rows train on the same ones.
+
+    Args:
+        model: as for `build_named`.
+        data: the same for all variants.
+        seconds: about how long to time each variant.
+        micro_batches: of each logical rank, that a call trains on.
+    """
+    n = micro_batches or MICRO_BATCHES.get(model, MICRO_BATCHES_OF_OTHERS)
+    calls: dict[str, Callable[[], object]] = {}
+    steps: dict[str, int] = {}
+    batches: dict[int, list[Any]] = {}  # by their number of rows
+    for name, variant in variants.items():
+        network = build_named(model, variant.settings, data, world)
+        bench = distribute(variant.settings, data, network, world, variant.make_strategy)
+        plan = bench.data.plan
+        steps[name] = max(1, n // plan.accumulation_steps)
+        if plan.micro_size not in batches:
+            batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
+        calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
+    disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
+    taken = time_calls(calls, seconds, world, disable_tqdm)
+    return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
+
+
+def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], None]:
+    """Return a function that trains on the same micro-batches each time."""
+    optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, bench.strategy)
+    scheduler = build_scheduler(optimizer, bench.settings, TOTAL_STEPS)
+    return partial(bench.train_steps, batches, optimizer, scheduler, steps)
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, epoch after epoch."""
+    while True:
+        yield from loader

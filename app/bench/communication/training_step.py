@@ -1,0 +1,273 @@
+"""The sections of the laboratory on training steps: where their time goes, and what settings of DDP change.
+
+All of them time `app.ddp_loop.train_step`, on the model `tiny` and on a BERT of 4 layers x 312, or on the model that
+`--model` names. They follow section 5 of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training".
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tqdm import tqdm
+
+from ...common.progress import hides_progress
+from ...data.sampler import plan_batches
+from ...distributed.collectives import all_gather_object, raise_on_all_ranks
+from ...distributed.topology import Topology
+from ...distributed.world import World
+from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
+from ...profiling.profiler import FIRST, events_of, start_profiler
+from ...settings import Settings
+from ...training.build import ReviewData, build_data
+from ...training.console import quiet_libraries
+from ...training.optim import build_optimizer, build_scheduler
+from ..charts import format_seconds
+from ..harness import Bench, build_named, distribute, timed
+from ..page import Figure, Part, Section, Table
+from .step_charts import breakdown_chart, ratios_chart
+from .step_variants import (
+    LEARNING_RATE,
+    TOTAL_STEPS,
+    Comparison,
+    Variant,
+    compare,
+    endless,
+    models,
+    plain_ddp,
+    reduction_variants,
+)
+
+SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
+PROFILED_STEPS = 5
+ROUNDS = 3  # for the time without the profiler
+BUCKET_SIZES = (1, 5, 25, 100)  # MiB
+SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
+
+ABOUT_BREAKDOWN = (
+    "Where the time of a training step goes, as in section 5.1 of the DDP paper (Li et al. 2020), from a profile of "
+    f"{PROFILED_STEPS} steps. A collective is in flight from its call until it has completed. Communication is hidden "
+    "while the rank computes, and exposed while it only waits, which includes waiting for a slower rank. Forward, "
+    "backward and optimizer are without exposed communication, so the parts add up to the step. The profiler slows the "
+    "step down: the last line of the table has the time of the same steps without it."
+)
+ABOUT_BUCKETS = (
+    "DDP collects gradients in buckets and averages a bucket over the ranks as soon as it is full, while the backward "
+    "pass computes the next one. With small buckets communication begins early, but each collective costs its latency; "
+    "with one large bucket nothing overlaps. PyTorch's default is 25 MiB with a first bucket of 1 MiB, so that "
+    "communication begins early. Any explicit --ddp_bucket_cap_mb, even 25, applies to the first bucket as well."
+)
+ABOUT_NO_SYNC = (
+    "DDP's no_sync() leaves out the exchange of gradients (section 5.3 of the paper). This is gradient accumulation: "
+    "gradients of several micro-batches are added on each rank, and the last one averages the sum over the ranks. The "
+    "time is per micro-batch, and all lines train on the same micro-batches. A step with k of them also clips "
+    "and updates only once, so not all of the difference is communication. It is another training: the batch is k "
+    "times as large, with 1/k of the updates."
+)
+ABOUT_UNUSED = (
+    "With --ddp_find_unused_parameters, DDP walks through the graph of each forward pass to find parameters without a "
+    "gradient, and the ranks exchange which parameters they have used. All parameters of these models are used, so "
+    "the difference is pure overhead."
+)
+ABOUT_REDUCTION = (
+    "Plain all-reduce adds gradients in an order that depends on the number of ranks. The fixed tree always adds the "
+    "gradients of the logical ranks as the same binary tree, so that the result does not depend on the number of "
+    "ranks (docs/same_bits.md). With one or two ranks and one logical rank each, both are the same operation. With "
+    "twice as many logical ranks as ranks, each rank trains on two micro-batches of half the size."
+)
+
+
+def measure_step(name: str, settings: Settings, seconds: float, world: World) -> Section:
+    """Measure one of `SECTIONS`. Collective.
+
+    Args:
+        seconds: about how long to time each variant of a step.
+    """
+    quiet_libraries(world)
+    data = build_data(settings, world)
+    if name == "breakdown":
+        return measure_breakdown(settings, data, world)
+    with raise_on_all_ranks(world):
+        variants = variants_of(name, settings, len(data.split.train), world.topology)
+    if name == "no_sync":
+        return measure_no_sync(variants, data, seconds, world)
+    title, about = {
+        "buckets": ("Bucket size", ABOUT_BUCKETS),
+        "unused_parameters": ("Searching for unused parameters", ABOUT_UNUSED),
+        "reduction": ("Plain all-reduce and fixed tree", ABOUT_REDUCTION),
+    }[name]
+    comparisons = [compare(model, variants, data, seconds, world) for model in models(settings)]
+    return section_of(name, title, about, comparisons, "step", world)
+
+
+def variants_of(name: str, settings: Settings, n_train: int, topology: Topology) -> dict[str, Variant]:
+    """Return the variants that a section compares. All of them can be trained.
+
+    Args:
+        n_train: number of training rows.
+
+    Raises:
+        UserError: the batch can't be divided for one of them.
+    """
+    plain, ranks = plain_ddp(settings), topology.ranks
+    match name:
+        case "breakdown":
+            variants = {"": Variant(settings)}
+        case "buckets":
+            variants = bucket_variants(plain)
+        case "no_sync":
+            plan = plan_batches(plain, n_train, ranks)
+            rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
+            variants = no_sync_variants(plain, rows, n_train)
+        case "unused_parameters":
+            variants = unused_variants(plain)
+        case "reduction":
+            variants = reduction_variants(plain, topology)
+        case _:
+            raise ValueError(f"no section is called {name}")
+    for variant in variants.values():
+        plan_batches(variant.settings, n_train, ranks)
+    return variants
+
+
+def bucket_variants(settings: Settings) -> dict[str, Variant]:
+    """Return DDP's default buckets, and buckets of several sizes."""
+    sizes = {"default": None} | {f"{size} MiB": size for size in BUCKET_SIZES}
+    return {name: Variant(replace(settings, ddp_bucket_cap_mb=size)) for name, size in sizes.items()}
+
+
+def unused_variants(settings: Settings) -> dict[str, Variant]:
+    """Return steps without and with the search for unused parameters."""
+    return {
+        name: Variant(replace(settings, ddp_find_unused_parameters=on)) for name, on in (("off", False), ("on", True))
+    }
+
+
+def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:
+    """Return steps of 1, 2, 4 and 8 micro-batches, as far as there are enough training rows.
+
+    Args:
+        rows: the rows of a micro-batch on all ranks.
+    """
+    settings = replace(settings, per_device_train_batch_size=None)
+    return {
+        f"every {k}" if k > 1 else "every one": Variant(
+            replace(settings, train_batch_size=k * rows, gradient_accumulation_steps=k)
+        )
+        for k in SYNC_EVERY
+        if k * rows <= n_train
+    }
+
+
+def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: float, world: World) -> Section:
+    """Time micro-batches of which only every k-th exchanges gradients. Collective."""
+    comparisons = []
+    for model in models(next(iter(variants.values())).settings):
+        found = compare(model, variants, data, seconds, world, micro_batches=max(SYNC_EVERY))
+        per_micro_batch = {
+            name: [one / variants[name].settings.gradient_accumulation_steps for one in rounds]
+            for name, rounds in found.seconds.items()
+        }
+        comparisons.append(Comparison(model, per_micro_batch))
+    return section_of("no_sync", "Skipped synchronization", ABOUT_NO_SYNC, comparisons, "micro-batch", world)
+
+
+def section_of(
+    name: str, title: str, about: str, comparisons: Sequence[Comparison], unit: str, world: World
+) -> Section:
+    """Return the section that shows how variants compare: a chart, and a table for each model."""
+    parts: list[Part] = []
+    if world.is_main_process:
+        note = (
+            f"The median over rounds, and the range. Each line is compared with {next(iter(comparisons[0].seconds))}."
+        )
+        parts.append(Figure(title, ratios_chart(comparisons, title, unit), note))
+    header = ["", f"time per {unit}", "relative", "lowest", "highest"]
+    for comparison in comparisons:
+        rows = []
+        for variant in comparison.seconds:
+            ratios = comparison.ratios(variant)
+            numbers = (statistics.median(ratios), ratios[0], ratios[-1])
+            rows.append([variant, format_seconds(comparison.median(variant)), *(f"{one:.3f}" for one in numbers)])
+        parts.append(Table(comparison.model, header, rows))
+    data = {comparison.model: {"seconds": comparison.seconds} for comparison in comparisons}
+    return Section(name, title, [about], parts, data)
+
+
+# ---- the breakdown ---------------------------------------------------------------------------------------------------
+
+
+def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Section:
+    """Profile training steps with the strategy of the settings. Collective."""
+    by_model: dict[str, StepTimes] = {}
+    unprofiled = {}
+    names = models(settings)
+    hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
+    for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
+        bench = distribute(settings, data, build_named(model, settings, data, world), world)
+        optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
+        train = partial(
+            bench.train_steps, optimizer=optimizer, scheduler=build_scheduler(optimizer, settings, TOTAL_STEPS)
+        )
+        by_model[model] = mean([mean(steps) for steps in profile_steps(train, bench)])
+        unprofiled[model] = time_unprofiled(train, bench)
+    title = f"Where the time of a step goes: {settings.strategy}"
+    parts: list[Part] = []
+    if world.is_main_process:
+        parts.append(Figure(title, breakdown_chart(by_model, title), "The mean of all ranks."))
+    parts.append(breakdown_table(by_model, unprofiled))
+    content = {
+        model: {"milliseconds": step.parts, "communication": step.communication, "unprofiled": 1000 * unprofiled[model]}
+        for model, step in by_model.items()
+    }
+    return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy, "models": content})
+
+
+def profile_steps(train: Callable[..., None], bench: Bench) -> list[list[StepTimes]]:
+    """Return the times of some training steps on each rank. Collective.
+
+    Args:
+        train: `train(micro_batches, steps=n)` trains.
+    """
+    batches = endless(bench.loader)
+    profiler = start_profiler(PROFILED_STEPS, bench.world)
+    last = FIRST + PROFILED_STEPS - 1
+    for step in range(1, last + 1):
+        train(batches, steps=1)
+        if step < last:
+            profiler.step()
+    profiler.stop()
+    return all_gather_object(divide_steps(events_of(profiler)), bench.world)
+
+
+def time_unprofiled(train: Callable[..., None], bench: Bench) -> float:
+    """Return the seconds that one of the same steps takes without the profiler. Collective."""
+    taken = []
+    for _ in range(ROUNDS):
+        batches = endless(bench.loader)
+        train(batches, steps=FIRST - 1)
+        taken.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
+    return statistics.median(taken) / PROFILED_STEPS
+
+
+def breakdown_table(by_model: Mapping[str, StepTimes], unprofiled: Mapping[str, float]) -> Table:
+    """Return a table with one line per part of the step and two columns per model."""
+
+    def line(name: str, value: Callable[[StepTimes], float]) -> list[str]:
+        cells = [name]
+        for step in by_model.values():
+            cells += [f"{value(step):.2f}", f"{value(step) / step.total:.1%}"]
+        return cells
+
+    rows = [line(name, lambda step, name=name: step.parts[name]) for name in CATEGORIES]  # type: ignore[misc]
+    rows.append(line("step", lambda step: step.total))
+    rows.append(line("communication", lambda step: step.communication))
+    hidden, plain = ["of which hidden"], ["step without the profiler"]
+    for model, step in by_model.items():
+        hidden += [f"{step.hidden:.2f}", f"{step.hidden / step.communication:.0%}" if step.communication else "–"]
+        plain += [f"{1000 * unprofiled[model]:.2f}", ""]
+    header = [""] + [cell for model in by_model for cell in (f"{model}, ms", "share")]
+    return Table("Parts of a step", header, [*rows, hidden, plain])

@@ -1,1 +1,0 @@
-"""Predict the time of collectives and of training steps, for `app.bench.communication` and `app.bench.scaling`."""

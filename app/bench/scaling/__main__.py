@@ -1,0 +1,147 @@
+"""Strong and weak scaling: measured on this machine, predicted from two ranks, and extrapolated to a cluster.
+
+    python -m app.bench.scaling
+    python -m app.bench.scaling --ranks 1 2 --links 1:5 --rounds 3
+    python -m app.bench.scaling --links --link_gbit 100 --link_latency_us 10
+
+Starts torchrun jobs with 1, 2, 4 and 8 ranks on this machine's CPU, and one on two network namespaces with a shaped
+link between them (needs root; left out otherwise). Two ranks are timed without exchanging anything, and while they only
+exchange. From that, a model of the training step predicts all measured configurations, and clusters of up to 1,024
+ranks. Writes scaling.html and scaling.json into `--output_dir` (default: a new folder in runs/scaling/).
+docs/scaling.md explains the model and how to read the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ...cli import OneLineParser, count, positive
+from ...common.errors import UserError, escape_control_characters, shorten
+from ...common.files import write_json, write_text
+from ...common.machine import usable_cores
+from ...program import run_program
+from ...runs.folder import create_folder
+from ...runs.schema import RUNS
+from ..harness import SIZES
+from ..page import as_html, as_text
+from .cluster_report import ClusterFlags
+from .links.shaped_link import Link
+from .measure import ScalingPlan, measure, open_jobs
+from .predict import fit
+from .report import describe, raw_data, sections
+from .task_job import check_temporary_folder
+
+TITLE = "Scaling"
+DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")
+MOST_RANKS = 64  # on one machine
+
+
+def main() -> int:
+    return run_program(_main)
+
+
+def _main() -> int:
+    arguments = parse()
+    plan = ScalingPlan(
+        size=arguments.model,
+        ranks=sorted(set(arguments.ranks)),
+        links=list(dict.fromkeys(arguments.links)),
+        batch=arguments.train_batch_size,
+        rows=arguments.rows,
+        length=arguments.length,
+        steps=arguments.steps,
+        rounds=arguments.rounds,
+        threads=arguments.threads,
+    )
+    check(plan)
+    cluster = ClusterFlags(
+        ranks_per_node=arguments.ranks_per_node,
+        link=(arguments.link_gbit, arguments.link_latency_us),
+        node=(arguments.node_gbit, arguments.node_latency_us),
+        batch=arguments.cluster_batch_size,
+    )
+    folder = create_folder(arguments.output_dir, RUNS / "scaling")
+    with open_jobs(plan, folder) as jobs:
+        rounds = measure(plan, jobs)
+        method = jobs.link.method if jobs.link else None
+    n_cores = len(usable_cores())
+    fits = fit(rounds, n_cores, plan.threads)
+    facts = describe(plan, method)
+    report = sections(plan, rounds, fits, cluster, n_cores)
+    for section in report:
+        print(f"\n{as_text(section)}")
+    write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report)})
+    write_text(folder / "scaling.html", as_html(TITLE, facts, report, "scaling.json"))
+    print(escape_control_characters(f"written to {folder}/: scaling.html, scaling.json"))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        UserError: an unknown flag or an invalid value.
+    """
+    parser = OneLineParser(description=__doc__)
+    add = parser.add_argument
+    add("--model", choices=list(SIZES), default=next(iter(SIZES)), help="architecture (default: %(default)s)")
+    add("--ranks", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N", help="on this machine (default: 1 2 4 8)")
+    links = f"links between two nodes, as Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)})"
+    add("--links", type=link, nargs="*", default=[link(x) for x in DEFAULT_LINKS], metavar="RATE:DELAY", help=links)
+    add("--train_batch_size", type=count, default=32, metavar="N", help="rows of a step, strong scaling (default: 32)")
+    add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
+    add("--length", type=count, default=64, metavar="N", help="tokens of a row, at most 512 (default: 64)")
+    add("--threads", type=count, default=1, metavar="N", help="CPU threads per rank (default: 1)")
+    add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
+    add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
+    add("--ranks_per_node", type=count, default=8, metavar="N", help="of the predicted cluster (default: 8)")
+    add(
+        "--cluster_batch_size",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="rows of a step, strong scaling (default: 1024)",
+    )
+    add("--link_gbit", type=positive, metavar="X", help="rate between its nodes (default: measured, unshaped link)")
+    add("--link_latency_us", type=positive, metavar="X", help="latency between its nodes in microseconds")
+    add("--node_gbit", type=positive, metavar="X", help="rate between the ranks of a node (default: measured)")
+    add("--node_latency_us", type=positive, metavar="X", help="latency between the ranks of a node in microseconds")
+    add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/scaling/)")
+    arguments = parser.parse_args()
+    for kind in ("link", "node"):
+        if (getattr(arguments, f"{kind}_gbit") is None) != (getattr(arguments, f"{kind}_latency_us") is None):
+            raise UserError(f"--{kind}_gbit and --{kind}_latency_us: give both or neither")
+    return arguments
+
+
+def check(plan: ScalingPlan) -> None:
+    """Check what no single flag decides.
+
+    Raises:
+        UserError: a batch that can't be divided, rows that are too long, or a TMPDIR with a name that is too long.
+    """
+    check_temporary_folder()
+    for ranks in (*plan.ranks, *([2] if plan.links else [])):
+        if plan.batch % ranks:
+            raise UserError(f"--train_batch_size {plan.batch} can't be divided among {ranks} ranks")
+    if plan.ranks[-1] > MOST_RANKS:
+        raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
+    if plan.length > 512:
+        raise UserError(f"--length {plan.length}: must be at most 512, which is what BERT's position embedding has")
+
+
+def link(text: str) -> Link:
+    """Parse a link, such as 1:5 for 1 Gbit/s and 5 ms."""
+    rate, _, delay = text.partition(":")
+    try:
+        parsed = Link(positive(rate), float(delay))
+    except (ValueError, argparse.ArgumentTypeError):
+        parsed = None
+    if parsed is None or not 0 <= parsed.delay_ms <= 1000:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be Gbit/s:milliseconds, such as 1:5")
+    return parsed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""The ranks that `app.bench.scaling` starts with torchrun: they measure what it asks for, one task after another.
+
+Rank 0 is connected to `app.bench.scaling` by a Unix socket. Each line in either direction is one JSON object. Jobs with
+different numbers of ranks are open at the same time and take turns, so that all are affected if the machine slows down,
+and each has to start only once. A job that waits for its next task uses no CPU time.
+
+All rows have the same length and no padding, so every rank and every step does the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import time
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ...cli import OneLineParser
+from ...data.sampler import BatchPlan, plan_batches
+from ...ddp_loop import Batch, train_step
+from ...distributed.collectives import all_gather_object, barrier, broadcast_object
+from ...distributed.process_group import join
+from ...distributed.world import World
+from ...model.inputs import to_device
+from ...program import launch
+from ...settings import Settings
+from ...strategies.ddp import DDP
+from ...strategies.loss_scale import LossScale
+from ...strategies.optimization import Optimization
+from ...strategies.select import select_strategy
+from ...training.console import quiet_libraries
+from ...training.optim import build_optimizer, build_scheduler
+from ..harness import SIZES, build_bert
+
+LEARNING_RATE = 1e-5
+MANY_STEPS = 1_000_000  # for the schedule, which has to know how many steps there will be at most
+Task = dict[str, Any]
+
+
+class WithoutExchange(DDP):
+    """DDP that does not average gradients, and records when each bucket is ready. To measure computation alone.
+
+    Attributes:
+        ready: for each bucket of each step, its size in bytes and the time of the performance counter.
+    """
+
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
+        super().__init__(settings, plan, world)
+        self.ready: list[tuple[int, float]] = []
+
+    def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap the model in DDP with a hook that sends nothing."""
+        wrapped = super().wrap(model)
+        wrapped.register_comm_hook(self, lambda strategy, bucket: strategy.record(bucket))
+        return wrapped
+
+    def record(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Record that a bucket of gradients is ready, and leave it as it is."""
+        self.ready.append((bucket.buffer().nbytes, time.perf_counter()))
+        return noop_hook(None, bucket)
+
+    def fix_order(self, wrapped: DistributedDataParallel) -> None:
+        """Register no other hook: DDP accepts only one."""
+
+
+class Replica:
+    """A model with its optimizer, which trains on batches of any number of rows.
+
+    Args:
+        size: a key of `SIZES`.
+        exchange: whether the ranks average their gradients.
+    """
+
+    def __init__(self, size: str, exchange: bool, settings: Settings, world: World) -> None:
+        self.settings, self.world, self.steps = settings, world, 0
+        plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
+        self.strategy = (select_strategy if exchange else WithoutExchange)(settings, plan, world)
+        self.model = build_bert(SIZES[size], settings.seed)
+        self.vocabulary: int = self.model.config.vocab_size
+        self.wrapped = self.strategy.wrap(self.model)
+        optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, self.strategy)
+        scheduler = build_scheduler(optimizer, settings, MANY_STEPS)
+        self.optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
+
+    def train(self, batch: Batch, steps: int) -> list[float]:
+        """Train on a batch several times; return when each step began, by the performance counter. Collective."""
+        started = []
+        for _ in range(steps):
+            started.append(time.perf_counter())
+            train_step(
+                self.wrapped,
+                [to_device(batch, self.model, self.world)],
+                self.steps,
+                optimization=self.optimization,
+                strategy=self.strategy,
+                settings=self.settings,
+            )
+            self.steps += 1
+        return started
+
+    def random_batch(self, rows: int, length: int) -> Batch:
+        """Return rows of random tokens, which differ between ranks."""
+        generator = torch.Generator().manual_seed(self.world.rank)
+        tokens = torch.randint(self.vocabulary, (rows, length), generator=generator)
+        labels = torch.randint(2, (rows,), generator=generator)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument("--size", choices=list(SIZES), required=True, help="the model")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="Unix socket that rank 0 connects to")
+
+
+def main(settings: Settings, size: str, socket: str) -> None:
+    with join(settings) as world:
+        quiet_libraries(world)
+        serve(settings, size, connect(socket) if world.is_main_process else None, world)
+
+
+def connect(path: str) -> TextIO:
+    """Return a text file that is connected to `app.bench.scaling`."""
+    with socket.socket(socket.AF_UNIX) as connection:  # the file keeps it open
+        connection.connect(path)
+        return connection.makefile("rw")
+
+
+def serve(settings: Settings, size: str, connection: TextIO | None, world: World) -> None:
+    """Perform tasks until the connection is closed. Collective.
+
+    Args:
+        connection: of rank 0.
+    """
+    replicas: dict[bool, Replica] = {}
+    while (task := broadcast_object(connection.readline() if connection else "", world)) != "":
+        content = json.loads(task)
+        if "sizes" in content:
+            result: Any = time_all_reduce(content, world)
+        else:
+            exchange = content["exchange"]
+            if exchange not in replicas:
+                replicas[exchange] = Replica(size, exchange, settings, world)
+            result = time_steps(content, replicas[exchange], world)
+        if connection:
+            connection.write(f"{json.dumps(result)}\n")
+            connection.flush()
+
+
+def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
+    """Time training steps. Collective.
+
+    Args:
+        task: `rows` of each rank, `length` of a row, and the number of `steps`.
+
+    Returns:
+        `seconds` of a step, on the slowest rank; and `buckets`, if nothing was exchanged: for each bucket its bytes and
+        when it was ready, in seconds after the step began.
+    """
+    batch = replica.random_batch(task["rows"], task["length"])
+    # DDP rearranges its buckets after the first step, and TCP adapts to a link.
+    replica.train(batch, steps=1 if replica.steps else 3)
+    barrier(world)
+    recorded = getattr(replica.strategy, "ready", [])
+    recorded.clear()
+    began = replica.train(batch, task["steps"])
+    seconds = (time.perf_counter() - began[0]) / task["steps"]
+    per_step = len(recorded) // task["steps"]
+    ready = [(size, at - began[i // per_step]) for i, (size, at) in enumerate(recorded)]
+    ranks = all_gather_object((seconds, ready), world)
+    return {
+        "seconds": max(one[0] for one in ranks),
+        "buckets": [
+            (ready[i][0], statistics.mean(at for _, ready in ranks for _, at in ready[i::per_step]))
+            for i in range(per_step)
+        ],
+    }
+
+
+def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
+    """Time DDP's all-reduce. Collective.
+
+    Args:
+        task: `sizes` in bytes, and how often to `repeat` each.
+
+    Returns:
+        For each size: `bytes`, the median of the `seconds` on the slowest rank, and `cpu_seconds` averaged over ranks
+        and repetitions.
+    """
+    results = []
+    for size in task["sizes"]:
+        tensor = torch.zeros(size // 4, device=world.device)
+        dist.all_reduce(tensor)
+        barrier(world)
+        cpu_began = time.process_time()
+        seconds = []
+        for _ in range(task["repeat"]):
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            seconds.append(time.perf_counter() - began)
+        mine = statistics.median(seconds), (time.process_time() - cpu_began) / task["repeat"]
+        ranks = all_gather_object(mine, world)
+        slowest, mean_cpu = max(one[0] for one in ranks), statistics.mean(one[1] for one in ranks)
+        results.append({"bytes": tensor.nbytes, "seconds": slowest, "cpu_seconds": mean_cpu})
+    return results
+
+
+if __name__ == "__main__":
+    launch(main, __doc__, add_arguments)

@@ -1,0 +1,162 @@
+"""A torchrun job that performs tasks for this process: see `app.bench.scaling.job`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from ...common.errors import RunError, UserError, shorten
+from ...distributed.launcher import TorchrunJob, torchrun_command
+from .links.namespaces import ADDRESSES, INTERFACE, inside
+
+START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
+PORT = 29500  # free, because a namespace has ports of its own
+LONGEST_TMPDIR = 75  # bytes; the path of a Unix socket may have about 100
+
+
+class TaskJob:
+    """A running job.
+
+    Attributes:
+        ranks: on all nodes together.
+    """
+
+    def __init__(self, ranks: int, nodes: Sequence[TorchrunJob], listener: socket.socket) -> None:
+        self.ranks, self._nodes, self._listener = ranks, nodes, listener
+        self._connection: TextIO | None = None
+        self._processes: list[psutil.Process] = []
+
+    def connect(self) -> None:
+        """Wait until all ranks have joined the process group.
+
+        Raises:
+            RunError: the job ended, or took too long.
+        """
+        try:
+            connection = self._nodes[0].wait_until(self._accept, START_SECONDS)
+        except TimeoutError:
+            raise RunError(f"the job of {self.ranks} rank(s) did not start within {START_SECONDS:.0f} s") from None
+        if connection is None:
+            raise self._failure()
+        self._processes = [process for node in self._nodes for process in node.processes()]
+        with connection:  # the file keeps it open
+            connection.settimeout(TASK_SECONDS)
+            self._connection = connection.makefile("rw")
+
+    def perform(self, **task: Any) -> Any:
+        """Let all ranks perform a task, and return its result: see `app.bench.scaling.job`.
+
+        Raises:
+            RunError: the job ended, or took too long.
+        """
+        assert self._connection is not None, "connect() first"
+        try:
+            self._connection.write(f"{json.dumps(task)}\n")
+            self._connection.flush()
+            result = self._connection.readline()
+        except TimeoutError:
+            raise RunError(f"the job of {self.ranks} rank(s) took more than {TASK_SECONDS:.0f} s for {task}") from None
+        except OSError:
+            raise self._failure() from None
+        if not result:
+            raise self._failure()
+        return json.loads(result)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the job's processes have used so far."""
+        seconds = 0.0
+        for process in self._processes:
+            with suppress(psutil.Error):  # one of torchrun's helpers has ended
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
+
+    def close(self) -> None:
+        """Let the ranks leave. Does not wait for them."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def wait(self) -> None:
+        """Wait until the job has ended.
+
+        Raises:
+            RunError: it failed, or does not end.
+        """
+        try:
+            statuses = [node.wait(END_SECONDS) for node in self._nodes]
+        except TimeoutError:
+            raise RunError(f"the job of {self.ranks} rank(s) did not end within {END_SECONDS:.0f} s") from None
+        if any(statuses):
+            raise self._failure()
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            return self._listener.accept()[0]
+        except BlockingIOError:
+            return None
+
+    def _failure(self) -> RunError:
+        logs = " and ".join(str(node.stdout) for node in self._nodes)
+        return RunError(f"the job of {self.ranks} rank(s) failed: see {logs}")
+
+
+def check_temporary_folder() -> None:
+    """Check that jobs can be reached by a socket in the system's folder for temporary files.
+
+    Raises:
+        UserError: its name is too long.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
+        raise UserError(
+            f"TMPDIR {shorten(folder)}: its name is too long for a socket: set it to one of {LONGEST_TMPDIR} bytes or "
+            "fewer, such as /tmp"
+        )
+
+
+@contextmanager
+def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
+    """Start a job without waiting for it; end it at the end of the block.
+
+    Args:
+        size: the model, a key of `harness.SIZES`.
+        ranks: on each node.
+        threads: of each rank.
+        log: file for what the job prints; with two nodes, the first one's.
+        namespaces: of two nodes; none: one node, in this namespace.
+    """
+    world_size = ranks * max(1, len(namespaces))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samebits-")))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        listener.setblocking(False)
+        flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
+        flags += [f"--train_batch_size={world_size}", "--disable_tqdm"]
+        variables = {}
+        commands = [torchrun_command("app.bench.scaling.job", flags, ranks)]
+        if namespaces:
+            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+            commands = []
+            for node, name in enumerate(namespaces):
+                place = ["--nnodes=2", f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
+                commands.append(inside(name, torchrun_command("app.bench.scaling.job", flags, ranks, place)))
+        jobs = []
+        for node, command in enumerate(commands):
+            file = log if node == 0 else log.with_name(f"{log.stem}-{node}{log.suffix}")
+            job = TorchrunJob(command, environment=variables, stdout=file, grace_seconds=5)
+            jobs.append(stack.enter_context(job))
+        running = TaskJob(world_size, jobs, listener)
+        try:
+            yield running
+        finally:
+            running.close()

@@ -1,0 +1,212 @@
+"""Find the run folder and the checkpoint to resume from. Everything here runs on rank 0 only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from ..runs.folder import lock
+from ..runs.parse import parse_object
+from ..runs.schema import CHECKPOINTS, INTEGER, LATEST, METRICS, RUNS, SETTINGS, TEXT, TEXTS, JsonFormat
+from ..settings import Settings
+from .manager import PREFIX, latest_first, latest_valid_checkpoint, problem_of, was_complete
+
+# What tells a run's settings.json from another program's. `check_recorded_settings` checks the other values.
+OF_A_RUN = JsonFormat(
+    SETTINGS.name,
+    required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "train_batch_size": INTEGER},
+    optional={"launchers": TEXTS},
+)
+NO_CHECKPOINT = "{run} has no complete checkpoint, so training starts from the beginning"
+NOT_IN_A_RUN = "is not inside a run folder; copy the whole run folder, because its logs are needed to resume"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of `find_checkpoint`.
+
+    Attributes:
+        folder: the run's own folder, if it exists already; it is locked.
+        checkpoint: the checkpoint to resume from.
+        lock: the descriptor that keeps other jobs out of `folder`.
+        finished: `folder` holds this job's finished run.
+        recorded: the content of the settings.json in `folder`, {} without a folder.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    lock: int | None = None
+    finished: bool = False
+    recorded: dict[str, Any] = field(default_factory=dict)
+
+
+def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: Callable[[str], None]) -> Found:
+    """Choose the folder and the checkpoint to resume from.
+
+    Args:
+        path_name: the training path, `ddp_loop` or `trainer_run`.
+        own: the folder that this job created before torchrun restarted it.
+        warn: prints a line about each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or another job is writing to its folder.
+    """
+    requested = settings.resume_from_checkpoint
+    if own is not None:
+        return replace(_find_own(own, requested, warn), recorded=_recorded_settings(own))
+    if requested is None:
+        return Found()
+    if requested == "auto":
+        found = _find_latest(path_name, settings.output_dir, warn)
+        return replace(found, recorded=_recorded_settings(found.folder)) if found.folder else found
+    if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
+        return Found(None, _requested_checkpoint(requested, warn))
+    run = _locate(requested)[0]
+    if run is None:  # leave the folder unlocked, and report what is wrong
+        _requested_checkpoint(requested, warn)
+    assert run is not None
+    held = lock(run)
+    return Found(run, _requested_checkpoint(requested, warn), held)
+
+
+def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
+    """Return the run folder that earlier processes of this job wrote to; None if there is none.
+
+    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
+    Otherwise it belongs to another run, or to another program that happens to have a settings.json.
+
+    Args:
+        launchers: the torchrun processes of this job.
+    """
+    output_dir, requested = settings.output_dir, settings.resume_from_checkpoint
+    if output_dir is not None:
+        candidates = [Path(output_dir)]
+    elif requested not in (None, "auto"):  # the run is resumed in its own folder, wherever that is
+        candidates = [run] if (run := _locate(str(requested))[0]) is not None else []
+    else:
+        candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
+    for folder in candidates:
+        if set(launchers) & set(_recorded_settings(folder).get("launchers") or []):
+            return folder.resolve()
+    return None
+
+
+def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> Found:
+    """Resume a restarted job in its own folder, or from the requested checkpoint if it has not saved one yet."""
+    held = lock(own)
+    if (own / METRICS.name).is_file():
+        return Found(own, None, held, finished=True)
+    checkpoint = _latest_valid(own, warn)
+    if checkpoint is None and requested not in (None, "auto"):
+        checkpoint = _requested_checkpoint(str(requested), warn)
+    if checkpoint is None:
+        warn(NO_CHECKPOINT.format(run=own))
+    return Found(own, checkpoint, held)
+
+
+def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
+    """Find what `auto` resumes: the run in the requested folder, or the path's latest run if it has not finished."""
+    latest = RUNS / path_name / LATEST
+    if output_dir is None:
+        _refuse_dangling(latest, ": name the run to resume, or start a new one without --resume_from_checkpoint")
+    folder = Path(output_dir) if output_dir else latest.resolve()
+    recorded = _recorded_settings(folder)
+    if not recorded and latest_first(folder / CHECKPOINTS):
+        raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or can't be read")
+    if not recorded:  # any other folder that is not empty is refused later
+        warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
+        return Found()
+    if recorded["path"] != path_name:
+        raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
+    held = lock(folder)
+    finished = (folder / METRICS.name).is_file()
+    if finished and output_dir is None:
+        os.close(held)
+        return Found()
+    checkpoint = _latest_valid(folder, warn)
+    if finished and checkpoint is None:
+        raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
+    if checkpoint is None:
+        warn(NO_CHECKPOINT.format(run=folder))
+    return Found(folder.resolve(), checkpoint, held)
+
+
+def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the latest valid checkpoint of a run that is to be resumed in place.
+
+    Raises:
+        UserError: none is valid, and not because the run was killed before its first one was complete. Starting from
+            the beginning would remove them, although the cause may be temporary.
+    """
+    folder = run / CHECKPOINTS
+    _refuse_dangling(folder)
+    checkpoint = latest_valid_checkpoint(folder, warn)
+    if checkpoint is None:
+        damaged = latest_first(folder)
+        # A kill leaves at most one checkpoint without a marker, the latest: later ones are written only after it.
+        if len(damaged) > 1 or any(map(was_complete, damaged)):
+            raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
+    return checkpoint
+
+
+def _refuse_dangling(link: Path, advice: str = "") -> None:
+    """Refuse a link that points nowhere, for example to a disk that is not mounted: work would be repeated."""
+    if link.is_symlink() and not link.exists():
+        raise UserError(f"{link}: links to {os.readlink(link)}, which does not exist{advice}")
+
+
+def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
+    """Return the requested checkpoint, or the latest valid one of the requested run."""
+    if not Path(requested).is_dir():
+        raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
+    run, checkpoint = _locate(requested)
+    if checkpoint is not None:
+        problem = problem_of(checkpoint)
+    elif run is not None:
+        checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, warn)
+        problem = "has no complete checkpoint" if checkpoint is None else None
+    elif _is_checkpoint(Path(requested)):
+        problem = problem_of(Path(requested)) or NOT_IN_A_RUN
+    elif latest_first(Path(requested)):
+        problem = "is a folder of checkpoints: name one of them, or the run's folder"
+    else:
+        problem = NOT_IN_A_RUN if latest_first(Path(requested) / CHECKPOINTS) else "has no complete checkpoint"
+    if problem is not None:
+        raise UserError(f"--resume_from_checkpoint {requested}: {problem}")
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _locate(requested: str) -> tuple[Path | None, Path | None]:
+    """Return the run folder that a path names or that contains it, and the checkpoint if the path names one.
+
+    Neither has to exist any more. The run folder is None if there is none.
+    """
+    # A checkpoints folder may be a link to another disk, where its parent is no run folder. So look at the path as it
+    # is written first, and then at what it links to.
+    for path in (Path(os.path.abspath(requested)), Path(requested).resolve()):
+        is_checkpoint = _is_checkpoint(path)
+        if is_checkpoint and path.parent.name != CHECKPOINTS:
+            continue
+        run = (path.parent.parent if is_checkpoint else path).resolve()
+        if (run / SETTINGS.name).is_file():
+            return run, run / CHECKPOINTS / path.name if is_checkpoint else None
+    return None, None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path is named like a checkpoint. A run folder may have such a name, but has a settings.json."""
+    return path.name.startswith(PREFIX) and not (path / SETTINGS.name).is_file()
+
+
+def _recorded_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
+    path = folder / SETTINGS.name
+    try:
+        return parse_object(path.read_text(encoding="utf-8"), str(path), OF_A_RUN)
+    except (OSError, UnicodeDecodeError, UserError):
+        return {}

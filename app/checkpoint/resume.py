@@ -1,0 +1,191 @@
+"""Where a run resumes: its checkpoint, and what the checkpoint records about the run so far."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..common.errors import AlreadyFinished, UserError
+from ..common.machine import device_name
+from ..distributed.arithmetic import Arithmetic, changes_of_arithmetic, gather_arithmetic
+from ..distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from ..distributed.environment import launcher_id
+from ..distributed.world import World
+from ..runs.parse import parse_object
+from ..runs.schema import BEST_PREFIX, EVALUATIONS, SETTINGS, STEPS
+from ..settings import Settings, trainer_engine
+from .find import Found, find_checkpoint, folder_of_this_job
+from .run_state import check_recorded_settings, read_run_state
+
+FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run continues. With nothing set, it starts from the beginning in a new folder.
+
+    Attributes:
+        folder: the run's own folder, if it exists already.
+        checkpoint: a complete checkpoint, in `folder` or in another run's folder.
+        state: the content of the checkpoint's run_state.json.
+        recorded: the settings of the run so far, from the checkpoint or, without one, from `folder`.
+        lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
+        launchers: identify the torchrun processes of this job, so that it recognizes its folder after a restart.
+        changes: the differences from the processes that wrote the checkpoint which affect the results. If there are
+            none, the resumed run is bitwise identical to an uninterrupted one.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
+    lock: int | None = None
+    launchers: Collection[str] = ()
+    changes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The number of completed optimizer steps."""
+        return int(self.state.get("step", 0))
+
+    @property
+    def best(self) -> Path | None:
+        """The best weights before the checkpoint, if the run kept any."""
+        step = self.state.get("best", {}).get("step", 0)
+        return self.checkpoint.parent / f"{BEST_PREFIX}{step}" if self.checkpoint and step else None
+
+    def lines_of(self, log: str, before: int | None = None) -> list[str]:
+        """Return the lines of a log of the run up to the checkpoint's step; later steps are repeated.
+
+        Args:
+            log: the log's file name.
+            before: stop before this step: the checkpoint's own step, if its evaluation is repeated.
+
+        Raises:
+            UserError: the log is damaged, or a step or an evaluation is missing.
+        """
+        if self.checkpoint is None:
+            return []
+        path = self.checkpoint.parent.parent / log
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        kept: list[str] = []
+        steps: list[int] = []
+        for line in text.splitlines(keepends=True):
+            location = f"{path}, line {len(kept) + 1}"
+            try:
+                step = parse_object(line, location, FORMATS[log])["step"]
+            except UserError as problem:
+                if not line.endswith("\n"):
+                    break  # the last line, which a killed run had not completed
+                raise UserError(f"{problem}, so the run can't be resumed") from None
+            if step > self.step or step == before:
+                break
+            kept.append(line)
+            steps.append(step)
+        if log == STEPS.name and steps != list(range(1, self.step + 1)):
+            raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run can't be resumed from it")
+        # A checkpoint is written before the evaluation of its own step. Those of older versions record no number.
+        earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations")
+        if log == EVALUATIONS.name and earlier < (recorded or 0):
+            raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run can't be resumed from it")
+        return kept
+
+
+def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
+    """Find the checkpoint that `--resume_from_checkpoint` requests, or that this job wrote before it was restarted.
+
+    Collective. The run's own folder, if it exists, is locked before anything in it is looked up, so that no other job
+    can add or remove checkpoints after that. If a new run starts from another run's checkpoint, that run is not locked.
+
+    Args:
+        path_name: the training path, `ddp_loop` or `trainer_run`.
+
+    Raises:
+        AgreedError: there is no such checkpoint, it is damaged or not visible on every rank, or another job is writing
+            to its folder.
+        AlreadyFinished: torchrun has restarted a job whose run was complete.
+    """
+    launchers = sorted({launcher for launcher in all_gather_object(launcher_id(), world) if launcher is not None})
+    found = Found()
+    with raise_on_all_ranks(world):
+        if world.is_main_process:
+            # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
+            # joined or left.
+            own = folder_of_this_job(path_name, settings, launchers)
+            found = find_checkpoint(path_name, settings, own, world.print_main)
+    mine = (found.folder, found.checkpoint, found.finished, found.recorded)
+    folder, checkpoint, finished, recorded = broadcast_object(mine, world)
+    if finished:
+        raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
+    state: dict[str, Any] = {}
+    if checkpoint is not None:
+        with raise_on_all_ranks(world):
+            state = read_run_state(checkpoint)
+            recorded = state["settings"] | {"threads": state.get("threads")}
+    elif folder is not None:
+        with raise_on_all_ranks(world):
+            known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
+            check_recorded_settings(folder / SETTINGS.name, known)
+    changes = changes_since(state, settings, world, gather_arithmetic(world))
+    return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes)
+
+
+def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
+    """Fill in the settings that a resumed run takes over unless they are given. Collective.
+
+    Three affect the bits of the results: the number of logical ranks and the number of threads per rank, which
+    otherwise depend on the number of processes, and the global batch size, which `--per_device_train_batch_size` would
+    multiply by it. `ddp_find_unused_parameters` follows from the model.
+
+    Returns:
+        Settings with `logical_ranks`. The number of threads is set for this process.
+    """
+    recorded = resume.recorded
+    # The nodes may have different numbers of cores, but a micro-batch must not depend on the node that computes it.
+    default = min(all_gather_object(torch.get_num_threads(), world))
+    torch.set_num_threads(settings.threads or recorded.get("threads") or default)
+    per_device = settings.per_device_train_batch_size
+    if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
+        settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
+    # With power_sgd it is invalid, and a run that had it can't be resumed with power_sgd.
+    takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
+    logical_ranks = settings.logical_ranks or recorded.get("logical_ranks") or world.size
+    return replace(
+        settings,
+        logical_ranks=logical_ranks,
+        ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
+    )
+
+
+def changes_since(
+    state: Mapping[str, Any], settings: Settings, world: World, arithmetic: Arithmetic
+) -> tuple[str, ...]:
+    """List what makes a resumed run differ from an uninterrupted one, by rounding or by other dropout masks.
+
+    Args:
+        state: the content of run_state.json.
+        arithmetic: as returned by `gather_arithmetic`.
+    """
+    recorded = state.get("settings", {})
+    # Trainer's engines add gradients in an order that depends on the number of ranks.
+    engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
+    offload = {"cuda": settings.cpu_offload}.get(world.device.type)
+    before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
+    pairs = [
+        *(changes_of_arithmetic(before, arithmetic) if before else []),
+        *([] if before else [("device", state.get("device"), device_name(world.device))]),
+        ("torch", state.get("torch"), torch.__version__),
+        ("transformers", state.get("transformers"), transformers.__version__),
+        ("optimizer on the CPU", recorded.get("cpu_offload") if offload is not None else None, offload),
+        ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
+        ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
+        ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),
+        ("ranks", state.get("world_size") if any(engines) else None, world.size),
+        ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
+    ]
+    return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))

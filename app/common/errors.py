@@ -1,0 +1,80 @@
+"""Exceptions that end a program with one line of output, and helpers that make untrusted text safe to print."""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+import unicodedata
+
+HANDLERS_OF_OPERATIONS = ("__torch_function__", "__torch_dispatch__")
+
+
+def escape_control_characters(text: str) -> str:
+    """Replace control characters, line breaks and other unprintable characters with escapes such as `\\x1b`.
+
+    File names, column names and class names are untrusted: control sequences in them could manipulate the terminal.
+    """
+    if text.isprintable():
+        return text
+    # isprintable() also rejects harmless spaces, such as the ideographic space.
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else repr(c)[1:-1] for c in text)
+
+
+def escape_unencodable_output() -> None:
+    """Make `print` escape characters that the output encoding cannot represent, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def shorten(text: object, max_length: int = 60) -> str:
+    """Truncate text to `max_length` characters; the last one is … if something was cut off."""
+    text = str(text)
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+
+
+def raised_by_model(problem: BaseException) -> bool:
+    """Tell whether an exception was raised in the code of a model, from transformers or from its repository.
+
+    If the model has called this package, as it calls hooks, then an exception inside that call is our own defect.
+    """
+    answer = False
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("transformers.models.", "transformers_modules.")):
+            answer = True
+        # All operations of a model pass through these methods, also the one that has failed.
+        elif module.startswith(f"{__name__.partition('.')[0]}.") and frame.f_code.co_name not in HANDLERS_OF_OPERATIONS:
+            answer = False
+    return answer
+
+
+class OneLineError(Exception):
+    """An exception whose message is always one line without control characters."""
+
+    def __str__(self) -> str:
+        return escape_control_characters(super().__str__())
+
+
+class UserError(OneLineError, ValueError):
+    """Invalid input. The message names the file, row or flag and what is valid.
+
+    Entry points print it without a traceback and exit with status 2.
+    """
+
+
+class RunError(OneLineError, RuntimeError):
+    """A failure that every rank raises at the same place. The message names step and cause. Exit status 1."""
+
+
+class Preempted(OneLineError):
+    """The run was asked to stop and has saved a checkpoint to resume from. Exit status 75."""
+
+
+class AlreadyFinished(OneLineError):
+    """A restarted job found its run already finished. Exit status 0."""
+
+
+class AgreedError(UserError):
+    """A `UserError` that every rank raises at the same place, so that all ranks can exit in order."""

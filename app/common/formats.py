@@ -1,0 +1,96 @@
+"""Sizes, Markdown and templates. Reviews, class names and file names are untrusted text and have to be escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from .errors import UserError, shorten
+
+MAX_CELL_LENGTH = 160
+MIB = 2**20
+UNITS = {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
+    """Escape untrusted text for a cell of a Markdown table: one line, no HTML, no markup, no control characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    line = shorten(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # Characters that cannot be markup stay as they are, because the text is also read in terminals: the underscore of
+    # ddp_loop is not emphasis, and [0, 1] is not a link.
+    return re.sub(r"[\\`*|$~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a Markdown table.
+
+    Args:
+        text_columns: the number of columns on the left that are text. The others are numbers, aligned on the right.
+    """
+    lines = [header, [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def template_environment(templates: Path, autoescape: bool = False) -> Environment:
+    """Create a jinja2 environment with the filters `cell` and `shortened`.
+
+    Args:
+        templates: the folder of the templates.
+        autoescape: escape everything for HTML. Markdown templates escape with the filter `cell` instead.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(templates),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=autoescape,
+    )
+    environment.filters.update(cell=markdown_cell, shortened=shorten)
+    return environment
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Convert a size such as `24GiB` or `1.5 TB` to bytes.
+
+    Args:
+        flag: its name, for the error message.
+
+    Raises:
+        UserError: it is not a number with a unit.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(f"--{flag} {shorten(text)}: must be a number with a unit, such as 24GiB or 80GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def mib(size: float) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{size / MIB:,.1f}"
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes with three digits and a binary unit, such as 64 KiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 2**10:
+            return f"{three_digits(size):g} {unit}"
+        size /= 2**10
+    return f"{three_digits(size):g} GiB"
+
+
+def three_digits(value: float) -> float:
+    """Return a number rounded to three digits."""
+    return float(f"{value:.3g}")
+
+
+def gigabytes(value: float) -> str:
+    """Return bytes or bytes per second in 1e9."""
+    return f"{value / 1e9:.3g}"
+
+
+def format_bandwidth(beta: float) -> str:
+    """Return the bandwidth, from the seconds per byte, such as 1.25 GB/s; `–` if bytes take no time."""
+    return f"{gigabytes(1 / beta)} GB/s" if beta else "–"

@@ -1,0 +1,243 @@
+"""Facts about the machine and the code that runs on it. What is unknown is None, never a guess."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from .paths import REPOSITORY
+
+# Dense peak in FLOP/s: fp16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
+# default), by the exact name that the driver reports. From NVIDIA's data sheets, whose tensor core numbers "with
+# sparsity" are twice the dense ones:
+# - "HGX B200" (specification per GPU): 4,500 (with sparsity) and 75
+# - "H100 Tensor Core GPU": SXM 1,979 (with sparsity) and 67 TFLOPS, NVL 1,671 and 60; first edition, PCIe: 1,513 and 51
+# - "H200 Tensor Core GPU": SXM 1,979 and 67, NVL 1,671 and 60
+# - "A100 Tensor Core GPU": every form factor 624 and 19.5
+# - "A10 Tensor Core GPU": 250 (125 dense) and 31.2
+# - "L40S GPU": 733 (362.05 dense) and 91.6
+# - "L4 Tensor Core GPU": 242 and 30.3
+# - "T4 Tensor Core GPU": 65 (dense) and 8.1
+# - "V100 Tensor Core GPU": SXM2 125 (dense) and 15.7, PCIe 112 and 14, V100S PCIe 130 and 16.4
+# - "NVIDIA Ada GPU Architecture" (white paper), GeForce RTX 4090: 165.2 dense with fp32 accumulation, and 82.6
+DATA_SHEETS: dict[str, tuple[float, float]] = {
+    "NVIDIA B200": (2250e12, 75e12),
+    "NVIDIA H200": (989.5e12, 67e12),
+    "NVIDIA H200 NVL": (835.5e12, 60e12),
+    "NVIDIA H100 80GB HBM3": (989.5e12, 67e12),  # SXM
+    "NVIDIA H100 NVL": (835.5e12, 60e12),
+    "NVIDIA H100 PCIe": (756.5e12, 51e12),
+    "NVIDIA A100-SXM4-40GB": (312e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "NVIDIA A100-PCIE-40GB": (312e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": (312e12, 19.5e12),
+    "NVIDIA A10": (125e12, 31.2e12),
+    "NVIDIA L40S": (362.05e12, 91.6e12),
+    "NVIDIA L4": (121e12, 30.3e12),
+    "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
+    "Tesla T4": (65e12, 8.1e12),
+    "Tesla V100-SXM2-16GB": (125e12, 15.7e12),
+    "Tesla V100-SXM2-32GB": (125e12, 15.7e12),
+    "Tesla V100-PCIE-16GB": (112e12, 14e12),
+    "Tesla V100-PCIE-32GB": (112e12, 14e12),
+    "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
+}
+# Environment variables with which a user makes libraries compute with other instructions, and round differently.
+# NVIDIA's containers set those of TF32.
+KERNELS_FROM_ENVIRONMENT = (
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
+)
+WITHOUT_BF16 = "Tesla"  # how the names of these older GPUs begin
+UNSET = "unset"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+LARGEST_PRODUCT = 8192  # rows and columns
+
+
+def unusable_accelerator() -> str | None:
+    """Return one line about an accelerator of this machine that training can't use, or None.
+
+    Otherwise users would train on the CPU without noticing. Apple's MPS is no such accelerator: users of a Mac expect
+    that the CPU is used, and the output at the start says so.
+    """
+    if torch.cuda.is_available():
+        return None
+    # device_count() asks the driver by NVML, which also works with a driver that is too old for this PyTorch.
+    if gpus := torch.cuda.device_count():
+        return (
+            f"this machine has {gpus} GPU(s) that PyTorch {torch.__version__} can't use: update their driver, install "
+            "a PyTorch for the driver's version of CUDA, or add --use_cpu"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type != "mps":
+        return (
+            f"{accelerator.type.upper()} devices are not supported, only CUDA GPUs: add --use_cpu to train on the CPU"
+        )
+    return None
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Look up the dense peak of a device in FLOP/s.
+
+    Args:
+        device_name: As `device_name` returns it. Only exact names match: matching parts of names would give a MIG slice
+            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower variant (H20, H800, GH200) the peak of another device.
+        precision: `fp32`, `bf16` or `fp16`; other precisions are not listed.
+
+    Returns:
+        The peak, or None if the device or precision is not listed.
+    """
+    if device_name not in DATA_SHEETS:
+        return None
+    fp16, fp32 = DATA_SHEETS[device_name]
+    bf16 = None if device_name.startswith(WITHOUT_BF16) else fp16  # tensor cores are as fast in bf16 as in fp16
+    return {"bf16": bf16, "fp16": fp16, "fp32": fp32}.get(precision)
+
+
+@torch.no_grad()
+def measure_peak_flops(device: torch.device, precision: str) -> float:
+    """Measure the peak of this rank's device in FLOP/s with square matrix products, for devices without a data sheet.
+
+    Takes a few seconds. Call it before training, on all ranks of a node at once: they share the CPU's caches and
+    power budget then as they do in training. The global random number generators are not used. The peak memory
+    statistics of a GPU are reset.
+
+    Args:
+        device: The device of this rank.
+        precision: `fp32`, `bf16`, `fp16` or `fp64`.
+
+    Returns:
+        The speed of the fastest product. Two sizes alternate, so that a slow moment affects both.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random_matrix(n: int) -> torch.Tensor:
+        # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
+        return torch.rand(n, n, generator=generator).to(device, DTYPES[precision])
+
+    def seconds(matrix: torch.Tensor) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.matmul(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    small = large = random_matrix(256)
+    seconds(small)  # initializes the library
+    while len(large) < LARGEST_PRODUCT and seconds(large) < 0.05:  # on some CPUs, bf16 is very slow
+        small, large = large, random_matrix(2 * len(large))
+    best = max(2 * len(matrix) ** 3 / seconds(matrix) for _ in range(5) for matrix in (small, large))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
+
+
+def use_deterministic_algorithms() -> None:
+    """Make CUDA compute identical bits every time on the same hardware and library versions.
+
+    Call it before the CUDA context and the NCCL communicator are created, in both training paths.
+
+    Under strict determinism (warn_only=False), PyTorch raises for operations without a deterministic implementation,
+    uses the deterministic backward passes of flash and memory-efficient attention, disables cuDNN's attention, and
+    disables NCCL's NVLS all-reduce (NCCL_ALGO=^NVLS, unless the user has set NCCL_ALGO).
+    """
+    # Trainer's full_determinism would do the same for only one path, and add CUDA_LAUNCH_BLOCKING=1, which serializes
+    # every kernel and is not needed for any operation here. cuBLAS is deterministic with a workspace of fixed size.
+    # The size itself is fixed as well, because another one may select other algorithms.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # PyTorch would also fill every new tensor with NaN, to show reads of memory that nothing has written. No result
+    # depends on it, and each fill is a kernel.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def git_commit() -> str | None:
+    """Return the commit of the running code, with `+` if tracked files have changed; None outside a git checkout."""
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name as the driver reports it, or `cpu` with the machine's architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()})"
+
+
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """Return what decides how a device rounds, by name, besides the versions of the libraries and the threads."""
+    facts = {name: value or UNSET for name, value in kernels().items()}
+    if device.type == "cuda":
+        del facts["cpu"], facts["instructions"]
+    return {"device": device_name(device)} | facts
+
+
+def usable_cores(process: int = 0) -> set[int]:
+    """Return the numbers of the CPU cores that a process may use.
+
+    Args:
+        process: its id; 0 is this process.
+    """
+    return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as Linux reports it; elsewhere, or if there is none, the machine's architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.machine()
+
+
+def kernels() -> dict[str, str | None]:
+    """Return what the choice of kernels, and with it rounding, depends on: the CPU, and what limits or enables others.
+
+    The precision of matrix products in fp32 is `highest`, unless the environment or a container enables TF32.
+    """
+    chosen = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    chosen["fp32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return chosen | {name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT}
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Return facts about the machine and the code that a measured time depends on, by name."""
+    names = [device_name(device)] if device.type == "cuda" else []
+    commit = git_commit() or "unknown"
+    return {
+        "machine": ", ".join([*names, cpu_name(), f"{len(usable_cores())} CPU cores"]),
+        "PyTorch": torch.__version__,
+        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: allocated on the GPU, or resident in main memory for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

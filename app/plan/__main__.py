@@ -1,0 +1,104 @@
+"""Predict the memory and the traffic of a training step on each rank, without loading weights or starting ranks.
+
+    python -m app.plan --model bert-base-chinese --train_batch_size 32
+    python -m app.plan --ranks 16 --ranks_per_node 8
+    python -m app.plan --ranks 8 --strategy zero3 --precision bf16 --device_memory 24GiB
+
+Any training flag applies. Rows are assumed to be padded to `--max_length`, which is the most memory that a batch can
+need. With `--measure`, a few steps are trained under each strategy on this machine, and measured values are printed
+next to the predicted ones. docs/strategies.md explains the formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+
+from ..cli import OneLineParser, settings_parser
+from ..common.errors import RunError, UserError
+from ..common.files import write_text
+from ..common.formats import mib, parse_size
+from ..common.machine import usable_cores
+from ..distributed.processes import check_gpus, default_nproc_per_node
+from ..distributed.topology import Topology
+from ..program import run_job, run_program
+from ..runs.folder import create_folder
+from ..runs.schema import RUNS
+from ..settings import STRATEGIES, Settings
+from .charts import draw_memory, draw_traffic
+from .step import Plan, build_plan
+from .tables import describe_plan
+
+BENCHMARKS = ("app.bench.memory", "app.bench.traffic")
+
+
+def main() -> int:
+    return run_program(_main)
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the flags of this program."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
+    parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
+    parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
+    parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
+
+
+def _main() -> int:
+    parser = settings_parser(__doc__, add_arguments)
+    values = parser.values(sys.argv[1:])
+    names = ("ranks", "ranks_per_node", "device_memory", "measure")
+    ranks, ranks_per_node, device_memory, measure = (values.pop(name) for name in names)
+    budget = None if device_memory is None else parse_size("device_memory", device_memory)
+    settings = Settings(**values)
+    ranks = default_nproc_per_node(settings) if ranks is None else ranks
+    if ranks < 1:
+        raise UserError(f"--ranks {ranks}: must be 1 or more")
+    if ranks_per_node is not None and (ranks_per_node < 1 or ranks % min(ranks_per_node, ranks)):
+        raise UserError(f"--ranks_per_node {ranks_per_node}: must be 1 or more, and divide --ranks {ranks}")
+    plan = build_plan(settings, Topology(ranks, min(ranks_per_node or ranks, ranks)))
+    if measure:
+        check_machine(plan)
+    text = describe_plan(plan, budget)
+    folder = create_folder(settings.output_dir, RUNS / "plans")
+    draw_memory(plan).savefig(folder / "memory.png", dpi=150)
+    draw_traffic(plan).savefig(folder / "traffic.png", dpi=150)
+    write_text(folder / "plan.md", f"{text}\n![Memory](memory.png)\n![Traffic](traffic.png)\n")
+    print(f"{text}\nwritten to {folder}/: plan.md, memory.png, traffic.png", flush=True)
+    for benchmark in BENCHMARKS if measure else ():
+        print(f"\n# Measured: {benchmark}\n", flush=True)
+        status = run_job(benchmark, settings, ranks)
+        if status != 0:
+            raise RunError(f"{benchmark} failed with exit status {status}")
+    return 0
+
+
+def check_machine(plan: Plan) -> None:
+    """Check that this machine can train the plan's steps, before anything is written.
+
+    Raises:
+        UserError: it is one node only, there are fewer GPUs or cores than ranks, or too little main memory.
+    """
+    if plan.topology.nodes > 1:
+        raise UserError("--measure: trains on this machine, which is one node: leave out --ranks_per_node")
+    ranks, cores = plan.batches.ranks, len(usable_cores())
+    check_gpus(ranks, plan.settings.use_cpu)
+    if plan.device.type == "cuda":
+        return
+    if ranks > cores:
+        raise UserError(
+            f"--measure with --ranks {ranks}: this machine has {cores} core(s): use --ranks {cores} or fewer"
+        )
+    steps = [sum(memory.total + plan.activations.peak for memory in plan.memory(name)) for name in STRATEGIES]
+    needed = max(ranks * plan.start, *steps)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UserError(
+            f"--measure: {ranks} ranks need about {mib(needed)} MiB of main memory, and {mib(available)} MiB are "
+            "available: plan without it, or use a smaller batch"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

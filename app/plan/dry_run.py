@@ -1,0 +1,53 @@
+"""`--dry_run`: print what a run will need on each rank, instead of training."""
+
+from __future__ import annotations
+
+from ..checkpoint.compatibility import check_compatible
+from ..checkpoint.resume import Resume
+from ..data.tokenize import hash_tokens, lengths_of, tokenize_in_memory
+from ..distributed.collectives import raise_on_all_ranks
+from ..distributed.world import World
+from ..model.identity import ModelIdentity, describe_config, hash_code
+from ..model.load import is_pretrained
+from ..settings import Settings
+from ..training.console import describe_resume
+from ..training.prepare import complete_settings, resolve_settings
+from ..training.row_checks import check_rows
+from .step import Sources, device_of, plan_step, read_sources
+from .tables import describe_run_plan
+
+
+def print_plan(path_name: str, given: Settings, world: World) -> None:
+    """Print the plan of a run: memory and traffic with its strategy, ranks and batch. Collective.
+
+    The run's mistakes are reported, except for those that only its weights show. No weights are loaded, and nothing is
+    written.
+
+    Raises:
+        AgreedError: a user's mistake on any rank.
+    """
+    settings, resume = resolve_settings(path_name, given, world)
+    with raise_on_all_ranks(world):
+        if world.is_main_process:
+            sources = read_sources(settings, world.size)
+            completed = complete_settings(settings, given, sources.batches, is_pretrained(settings))
+            check_sources(path_name, completed, sources, resume)
+            plan = plan_step(settings, sources.config, sources.batches, device_of(settings), world.topology)
+            print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
+
+
+def check_sources(path_name: str, settings: Settings, sources: Sources, resume: Resume) -> None:
+    """Check the reviews' tokens, and that the checkpoint to resume from fits.
+
+    Args:
+        settings: as returned by `complete_settings`.
+
+    Raises:
+        UserError: what the run would report.
+    """
+    config = describe_config(sources.config)
+    rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
+    check_rows(settings, sources.config, sources.table, rows, lengths_of(rows))
+    identity = ModelIdentity(sources.commit, config, hash_code(settings), hash_tokens(rows, sources.tokenizer))
+    fingerprint, total_steps = sources.split.fingerprint, sources.batches.total_steps
+    check_compatible(resume, path_name, settings, fingerprint, total_steps, identity)

@@ -1,0 +1,129 @@
+"""Run a model on tensors that have a shape, a dtype and a device, but no data: in seconds, for a model of any size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..common.errors import UserError, raised_by_model
+from ..model.checkpointing import checkpoint_activations
+from ..model.hub import first_line
+from ..model.inputs import expand_mask
+from ..model.load import build_from_config
+from ..model.precision import mixed_precision, training_dtype
+from ..settings import Settings
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def without_data(device: torch.device) -> Iterator[None]:
+    """Create tensors without data in the block.
+
+    Args:
+        device: decides which kernels a model uses. It need not exist.
+
+    Raises:
+        UserError: the model's computation depends on the values of tensors, or its own code fails.
+    """
+    logger = logging.getLogger(fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # when an operation rejects its inputs, it would print a traceback
+    try:
+        with fake_tensor.FakeTensorMode(), torch.device(device), SuppliedResults():
+            yield
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as problem:
+        raise UserError(
+            f"this model can't be planned, because its computation depends on the values of tensors: {problem}"
+        ) from None
+    except Exception as problem:
+        if not raised_by_model(problem):
+            raise
+        raise UserError(f"this model can't be planned, because its own code fails: {first_line(problem)}") from None
+    finally:
+        logger.setLevel(level)
+
+
+class SuppliedResults(TorchDispatchMode):
+    """Supply results that PyTorch can't compute for tensors without data."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, or return what its result would be."""
+        # Encoder-decoders such as BART and T5 classify the end of a text: they select the hidden state of the
+        # end-of-sequence token in each row, and check that all rows have equally many. Here every row has one.
+        if operation is aten.unique_consecutive.default:
+            counts = args[0].new_empty(1)
+            return counts, counts, counts
+        if operation is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype is torch.bool:
+            rows = torch.zeros_like(args[1][0][:, 0], dtype=torch.int64)
+            return operation(args[0], [rows, rows], **(kwargs or {}))
+        # Mixtures of experts multiply groups of tokens. Without data, PyTorch accepts bf16 only.
+        if operation is aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
+        return operation(*args, **(kwargs or {}))
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return the empty result of `_grouped_mm`, whose rows begin at multiples of 16 bytes."""
+    groups = () if left.dim() + right.dim() == 5 else (len(offs),)  # otherwise one product per group
+    rows, columns = left.shape[-2], right.shape[-1]
+    in_16_bytes = 16 // left.element_size()
+    stride = -(-columns // in_16_bytes) * in_16_bytes
+    return left.new_empty((*groups, rows, stride))[..., :columns]
+
+
+def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel:
+    """Return a classifier whose parameters have no data. Call and use it inside `without_data`.
+
+    Raises:
+        UserError: the model cannot classify sequences, or does not support `--activation_checkpointing`.
+    """
+    dtype = training_dtype(settings)
+    with no_init_weights():
+        model = build_from_config(settings, config, dtype=dtype)
+    model.tie_weights()  # the initialization would do it
+    for module in model.modules():  # model.to(dtype) can't replace tensors without data
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    if settings.activation_checkpointing:
+        checkpoint_activations(model)
+    model.train()
+    return model
+
+
+def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of a model for a batch with padding, without data. Call it inside `without_data`.
+
+    Args:
+        length: the tokens of each row, with padding.
+    """
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
+    return expand_mask(batch, model)
+
+
+def gradient_order(
+    model: PreTrainedModel, settings: Settings, rows: int, device: torch.device
+) -> list[torch.nn.Parameter]:
+    """Return the parameters that take part in a training step, in the order in which backward() computes gradients.
+
+    Call it inside `without_data`, with a model from `empty_model`.
+    """
+    order: list[torch.nn.Parameter] = []
+    hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters() if p.requires_grad]
+    with mixed_precision(settings.precision, device):
+        loss = model(**empty_batch(model, rows, settings.max_length)).loss
+    loss.backward()
+    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    return order

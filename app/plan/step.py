@@ -1,0 +1,166 @@
+"""What a training step will need on each rank: predicted from the model's config, without weights and without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.formats import MIB
+from ..data.csv_table import ReviewTable
+from ..data.sampler import BatchPlan
+from ..data.split import Split
+from ..distributed.topology import Topology
+from ..model.hub import resolve_commit
+from ..model.load import classifier_config, load_tokenizer
+from ..settings import Settings
+from ..strategies.blocks import add_gradients_per_block
+from ..training.build import read_and_split
+from .activations import Activations, count_activations
+from .empty_model import empty_model, gradient_order, without_data
+from .memory import RankMemory, StepOptions, bytes_of, plan_memory
+from .traffic import Collective, plan_traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known about a training step before it is computed.
+
+    Attributes:
+        model: has shapes, but no data.
+        order: the parameters that get a gradient, in the order in which backward() computes them.
+        batches: how the rows of the step are divided.
+        device: where the ranks train.
+        topology: the nodes of the ranks.
+        count: returns the activations of a number of rows of `--max_length` tokens, with the run's precision and
+            activation checkpointing or with others.
+    """
+
+    settings: Settings
+    model: PreTrainedModel
+    order: list[torch.nn.Parameter]
+    batches: BatchPlan
+    device: torch.device
+    topology: Topology
+    count: Callable[..., Activations]
+
+    @property
+    def activations(self) -> Activations:
+        """The activations of a micro-batch."""
+        return self.count(self.batches.micro_size)
+
+    @property
+    def start(self) -> int:
+        """The complete model, which each rank loads into main memory before the strategy shards it."""
+        return sum(map(bytes_of, (*self.model.parameters(), *self.model.buffers())))
+
+    @property
+    def options(self) -> StepOptions:
+        """What the formulas for memory and traffic need of the settings and the batches."""
+        settings, cap = self.settings, self.settings.ddp_bucket_cap_mb
+        # Without the flag, the run would end in its first step and ask for it.
+        unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
+        return StepOptions(
+            logical_ranks_per_rank=self.batches.logical_ranks_per_rank,
+            accumulation_steps=self.batches.accumulation_steps,
+            bucket_cap=None if cap is None else cap * MIB,
+            comm_hook=settings.ddp_comm_hook,
+            find_unused_parameters=settings.ddp_find_unused_parameters or unused,
+            on_gpus=self.device.type == "cuda",
+        )
+
+    def at(self, ranks: int | None) -> Topology:
+        """Return the topology of another number of ranks, with as many on each node."""
+        if ranks is None:
+            return self.topology
+        inside = self.topology.inside
+        # On a single node, nothing is known about others.
+        return Topology(ranks, inside if self.topology.nodes > 1 and ranks % inside == 0 else None)
+
+    def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
+        """Return the memory of each rank."""
+        return plan_memory(self.model, strategy, self.at(ranks), self.options)
+
+    def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
+        """Return the memory of the rank that needs most."""
+        return max(self.memory(strategy, ranks), key=lambda memory: memory.total)
+
+    def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
+        """Return the collectives of a training step."""
+        return plan_traffic(self.model, self.order, strategy, self.at(ranks), self.options)
+
+
+def build_plan(settings: Settings, topology: Topology) -> Plan:
+    """Read the data and the model's config, and plan a training step.
+
+    Raises:
+        UserError: the data, the batch size or the model is invalid.
+    """
+    sources = read_sources(settings, topology.ranks)
+    return plan_step(settings, sources.config, sources.batches, device_of(settings), topology)
+
+
+def device_of(settings: Settings) -> torch.device:
+    """Return where the ranks of a run train."""
+    return torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run reads before it loads weights.
+
+    Attributes:
+        commit: the Hub commit of the model, None for any other model.
+        config: the model's config.
+    """
+
+    table: ReviewTable
+    split: Split
+    batches: BatchPlan
+    commit: str | None
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+
+
+def read_sources(settings: Settings, ranks: int) -> Sources:
+    """Read the data, the tokenizer and the model's config.
+
+    Raises:
+        UserError: the data, the batch size or the model is invalid.
+    """
+    table, split, batches = read_and_split(settings, ranks)
+    commit = resolve_commit(settings)
+    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
+    config = classifier_config(settings, table.class_names, tokenizer, commit)
+    return Sources(table, split, batches, commit, tokenizer, config)
+
+
+def plan_step(
+    settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device, topology: Topology
+) -> Plan:
+    """Plan a training step of a model.
+
+    Raises:
+        UserError: the model does not support `--activation_checkpointing`, or its computation depends on data.
+    """
+    with without_data(device):
+        model = empty_model(settings, config)
+        add_gradients_per_block(model)
+        order = gradient_order(model, settings, batches.micro_size, device)
+
+    @cache
+    def count(rows: int, precision: str | None = None, activation_checkpointing: bool | None = None) -> Activations:
+        variant = replace(
+            settings,
+            precision=precision or settings.precision,  # type: ignore[arg-type]
+            bf16=False,
+            activation_checkpointing=(
+                settings.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
+            ),
+        )
+        return count_activations(variant, config, rows, device)
+
+    return Plan(settings, model, order, batches, device, topology, count)

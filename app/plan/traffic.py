@@ -1,0 +1,223 @@
+"""Formulas for the bytes that a training step sends, collective by collective, from the shapes of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ..distributed.topology import Topology
+from ..strategies.blocks import sharded_groups
+from ..strategies.compression import DTYPES, MATRIX_RANK, is_compressed, matrix_shape
+from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, bytes_of
+
+FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
+BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
+NORM_BYTES = 8  # a sum of squares in fp64
+# The ranks that take part in a collective.
+ALL, INSIDE, BETWEEN = "all ranks", "the ranks of a node", "equal local ranks"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that every rank calls, with all other ranks or with some of them.
+
+    Attributes:
+        purpose: `gradients`, `parameters`, `buffers` or `norm`.
+        what: which of them, such as `bucket 1`.
+        operation: `all-reduce`, `all-gather`, `all-to-all` or `broadcast`.
+        size: bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result.
+        times: how often a training step calls it.
+        among: `ALL`; or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients.
+    """
+
+    purpose: str
+    what: str
+    operation: str
+    size: int
+    times: int = 1
+    among: str = ALL
+
+    def sent(self, topology: Topology) -> float:
+        """Return the bytes that a rank sends in a training step, averaged over the ranks.
+
+        Ranks receive as much as they send. An all-gather, an all-to-all and a broadcast deliver each byte to those
+        ranks that lack it, once. An all-reduce is a reduce-scatter and an all-gather, which is optimal (Patarasuk and
+        Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). For all but broadcasts these
+        are also the factors of the "bus bandwidth" of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+        """
+        passes = 2 if self.operation == "all-reduce" else 1
+        ranks = ranks_of(self.among, topology)
+        return passes * (ranks - 1) / ranks * self.size * self.times
+
+    def leaving(self, topology: Topology) -> float:
+        """Return the bytes that leave a node in a training step, averaged over the nodes.
+
+        Among all ranks, an all-gather and an all-reduce are assumed to be rings, which enter and leave each node once,
+        and a broadcast to enter each node once. An all-to-all sends from each rank to each rank of the other nodes.
+        """
+        if topology.nodes == 1 or self.among == INSIDE:
+            return 0.0
+        if self.among == BETWEEN:
+            return topology.inside * self.sent(topology)
+        if self.operation == "all-to-all":
+            return (topology.ranks - topology.inside) / topology.nodes * self.size * self.times
+        if self.operation == "broadcast":
+            return (topology.nodes - 1) / topology.nodes * self.size * self.times
+        return self.sent(topology)
+
+
+def ranks_of(among: str, topology: Topology) -> int:
+    """Return the number of ranks that take part in a collective."""
+    return {ALL: topology.ranks, INSIDE: topology.inside, BETWEEN: topology.nodes}[among]
+
+
+def plan_traffic(
+    model: PreTrainedModel,
+    order: Sequence[torch.Tensor],
+    strategy: str,
+    topology: Topology,
+    options: StepOptions = StepOptions(),  # noqa: B008  # it is immutable
+) -> list[Collective]:
+    """Return the collectives of a training step, except for the first one, in which DDP has a single bucket.
+
+    Args:
+        model: only its shapes are used: the parameters may be on the meta device.
+        order: the parameters that get a gradient, in the order in which backward() computes them.
+        options: PowerSGD is planned for the steps in which it compresses.
+    """
+    if strategy in ("zero2", "zero3"):
+        return _sharded(model, order, strategy, topology, options)
+    comm_hook, collectives = options.comm_hook, _buffers(model)
+    buckets = gradient_buckets(model, order, options.bucket_cap, options.find_unused_parameters)
+    if comm_hook == "power_sgd":
+        collectives += _low_rank(list(order))
+    else:
+        for number, bucket in enumerate(buckets, start=1):
+            element = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else bucket[0].element_size()
+            elements = sum(parameter.numel() for parameter in bucket)
+            collectives += _average(f"bucket {number}", elements, element, topology, options.on_gpus)
+    if options.find_unused_parameters:
+        n_parameters = sum(map(len, buckets))
+        collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
+    if strategy == "zero1":
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for rank, share in enumerate(assign_to_ranks(trainable, topology.ranks)):
+            # ZeroRedundancyOptimizer broadcasts one fp32 number for a rank without parameters.
+            size = sum(map(bytes_of, share)) or 4
+            collectives.append(Collective("parameters", f"those of rank {rank}", "broadcast", size))
+    return collectives
+
+
+def gradient_buckets(
+    model: PreTrainedModel, order: Sequence[torch.Tensor], bucket_cap: int | None, find_unused_parameters: bool
+) -> list[list[torch.Tensor]]:
+    """Return the parameters of DDP's buckets, in the order in which they are averaged.
+
+    DDP fills a bucket until it reaches the limit, in the order in which the first backward pass computed the gradients.
+    If it searches for unused parameters, it keeps its first buckets, which are in the reverse order of the model.
+    (`Reducer::rebuild_buckets` and `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.)
+    """
+    cap = bucket_cap or BUCKET_CAP
+    first_cap = bucket_cap or FIRST_BUCKET_CAP
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ordered: list[torch.Tensor] = list(parameters if find_unused_parameters else order)
+    buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        ordered, [first_cap, cap], [False] * len(ordered), list(range(len(ordered)))
+    )
+    in_order = [[ordered[i] for i in bucket] for bucket in buckets]
+    return in_order[::-1] if find_unused_parameters else in_order
+
+
+def _average(what: str, elements: int, element: int, topology: Topology, on_gpus: bool) -> list[Collective]:
+    """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce).
+
+    Args:
+        element: bytes of an element.
+    """
+    ranks = topology.ranks
+    if ranks <= 2:
+        return [Collective("gradients", what, "all-reduce", elements * element)]
+    rest = elements % ranks * element
+    divided = elements * element - rest
+    collectives = _summed(what, divided, topology)
+    if rest:
+        collectives.append(Collective("gradients", f"{what}, rest", "all-gather", ranks * rest))
+    for one in _summed(what, divided, topology)[::-1]:
+        if on_gpus:
+            collectives.append(replace(one, operation="all-gather"))
+        else:
+            n = ranks_of(one.among, topology)
+            collectives.append(replace(one, operation="broadcast", size=one.size // n, times=n))
+    return collectives
+
+
+def _summed(what: str, size: int, topology: Topology, times: int = 1) -> list[Collective]:
+    """Return the all-to-alls of gradients, in one level or in two."""
+    if not size:
+        return []
+    whole = Collective("gradients", what, "all-to-all", size, times)
+    if not topology.two_levels:
+        return [whole]
+    return [replace(whole, among=INSIDE), replace(whole, among=BETWEEN, size=size // topology.inside)]
+
+
+def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
+    """Return PowerSGD's collectives: gradients that it does not compress, and the factors P and Q of the others."""
+    complete = rows = columns = 0
+    for parameter in parameters:
+        n, m = matrix_shape(parameter)
+        rank = min(n, m, MATRIX_RANK)
+        if is_compressed(n, m):
+            rows, columns = rows + n * rank, columns + m * rank
+        else:
+            complete += n * m
+    element = parameters[0].element_size()
+    sizes = {"not compressed": complete, "factors P": rows, "factors Q": columns}
+    return [Collective("gradients", what, "all-reduce", size * element) for what, size in sizes.items()]
+
+
+def _buffers(model: PreTrainedModel) -> list[Collective]:
+    """Return DDP's broadcasts of rank 0's buffers, before the first forward pass of a training step."""
+    buffers = list(model.buffers())
+    if not buffers:
+        return []
+    pieces, _ = dist._compute_bucket_assignment_by_size(buffers, [BUFFERS_CAP])  # type: ignore[attr-defined]
+    sizes = [sum(bytes_of(buffers[i]) for i in piece) for piece in pieces]
+    return [Collective("buffers", str(number), "broadcast", size) for number, size in enumerate(sizes, start=1)]
+
+
+def _sharded(
+    model: PreTrainedModel,
+    order: Sequence[torch.Tensor],
+    strategy: str,
+    topology: Topology,
+    options: StepOptions,
+) -> list[Collective]:
+    """Return FSDP2's collectives, with the rows that it adds to make shards equal, and that of the gradient norm.
+
+    A group of parameters is gathered once in each forward pass, under ZeRO-3 also in each backward pass. Its gradients
+    are exchanged once per logical rank.
+    """
+    ranks = topology.ranks
+    gathers = options.logical_ranks_per_rank * options.accumulation_steps * (2 if strategy == "zero3" else 1)
+    with_gradient = set(order)
+    gathered: list[Collective] = []
+    exchanged: list[Collective] = []
+    *blocks, rest = sharded_groups(model)
+    named = [(f"block {number}", block) for number, block in enumerate(reversed(blocks), start=1)]
+    for what, group in [*named, ("the rest", rest)] if ranks > 1 else []:
+        size = sum(_padded(parameter, ranks) for parameter in group)
+        gradients = sum(_padded(parameter, ranks) for parameter in group if parameter in with_gradient)
+        if size:
+            gathered.append(Collective("parameters", what, "all-gather", size, gathers))
+        exchanged += _summed(what, gradients, topology, options.logical_ranks_per_rank)
+    return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]
+
+
+def _padded(parameter: torch.Tensor, ranks: int) -> int:
+    rows = parameter.shape[0]
+    return bytes_of(parameter) // rows * (-(-rows // ranks) * ranks)

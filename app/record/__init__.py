@@ -1,0 +1,1 @@
+"""The writer of a run folder. Its format is in `runs`."""

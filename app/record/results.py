@@ -1,0 +1,144 @@
+"""The files of a finished run: the model with its card, predictions.csv and metrics.json. Rank 0 writes them."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.files import commit, write_json
+from ..data.csv_table import ReviewTable
+from ..data.split import Split
+from ..metrics.score import Scores
+from ..runs.csv_escape import escape
+from ..runs.hashes import hash_run
+from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
+from ..strategies.base import Tensors
+from .json_files import RunInfo, metrics_content
+from .model_card import model_card
+from .steps import Totals
+
+MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
+
+
+def write_results(
+    folder: Path,
+    info: RunInfo,
+    model: PreTrainedModel,
+    state: Tensors,
+    tokenizer: PreTrainedTokenizerBase,
+    logits: NDArray[np.floating[Any]],
+    scores: Scores,
+    totals: Totals,
+    peak_memory: Sequence[int],
+) -> str:
+    """Write predictions.csv, the model and, last, metrics.json.
+
+    Args:
+        state: the model's complete state dict.
+        logits: float (n_test, classes), of the test rows in file order.
+        peak_memory: the peak memory of each rank, in bytes.
+
+    Returns:
+        The hash of the run's results. The logs, which are part of it, must be complete.
+
+    Raises:
+        OSError: a file can't be written, or the folder is gone.
+    """
+    write_predictions(folder / PREDICTIONS, info.table, info.split, logits)
+    try:
+        staging = stage_model(folder, model, state, tokenizer)
+        results_hash = hash_run(folder, staging)
+        metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops))
+        metrics |= {"hash": results_hash}
+        (staging / MODEL_CARD).write_text(model_card(info, metrics), encoding="utf-8")
+        commit(staging, folder / MODEL_FOLDER)
+    except BaseException:
+        shutil.rmtree(folder / MODEL_STAGING, ignore_errors=True)
+        raise
+    write_json(folder / METRICS.name, metrics)
+    return results_hash
+
+
+def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> float | None:
+    """Return the model FLOPs utilization, or None if the devices' peak is unknown.
+
+    6 FLOPs per parameter and token (Chowdhery et al. 2022, appendix B, without the attention term). Padding does not
+    count as tokens, nor do embeddings as parameters.
+    """
+    if peak_flops is None:
+        return None
+    parameters = model.num_parameters(exclude_embeddings=True)
+    return 6.0 * parameters * totals.tokens / totals.train_seconds / peak_flops
+
+
+def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
+
+    Args:
+        folder: the run's folder, which must exist.
+        state: the model's complete state dict. The model itself may be sharded.
+
+    Returns:
+        The staging directory, to be committed as model/.
+
+    Raises:
+        OSError: a file can't be written, or the folder is gone.
+    """
+    staging = folder / MODEL_STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()  # save_pretrained would also create a run folder that is gone
+    try:
+        model.save_pretrained(staging, state_dict=share_tied_tensors(model, state))
+        tokenizer.save_pretrained(staging)
+    except (OSError, SafetensorError) as problem:
+        raise OSError(f"{folder / MODEL_FOLDER} could not be written: {problem}") from None
+    if not (folder / SETTINGS.name).is_file():  # the folder was moved away, and save_pretrained created it again
+        shutil.rmtree(staging)
+        with suppress(OSError):
+            folder.rmdir()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    return staging
+
+
+def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
+    """Let tied parameters share a tensor in the state dict too, as they do in `model.state_dict()`.
+
+    `save_pretrained` recognizes tied weights by their shared memory, and omits all but one of them. In a state dict
+    that was gathered from shards, each name may have a copy.
+    """
+    own = model.state_dict(keep_vars=True)  # the parameters themselves; this gathers nothing
+    first_names: dict[int, str] = {}
+    for name, parameter in own.items():
+        first_names.setdefault(id(parameter), name)
+    return {name: state[first_names[id(own[name])]] if name in own else tensor for name, tensor in state.items()}
+
+
+def write_predictions(path: Path, table: ReviewTable, split: Split, logits: NDArray[np.floating[Any]]) -> None:
+    """Write predictions.csv.
+
+    Args:
+        logits: float (n_test, classes), of the test rows in file order.
+    """
+    probabilities = torch.from_numpy(logits).double().softmax(dim=1).numpy()
+    names = table.class_names
+    staging = path.with_name(f".{path.name}.tmp")
+    with staging.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(map(escape, prediction_columns(names)))
+        for position, row, best in zip(split.test, probabilities, logits.argmax(axis=1), strict=True):
+            label, review = names[table.labels[position]], table.texts.iloc[position]
+            cells = [escape(label), escape(names[best]), *row.tolist(), escape(review)]
+            writer.writerow([int(table.rows[position]), *cells])
+    commit(staging, path)

@@ -1,0 +1,294 @@
+"""The record of a run in progress: it writes the run's folder, the same files in both training paths.
+
+Only rank 0 writes. Every file except the two logs is written to a staging file and renamed, so a file that exists is
+complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoint.best import Best, remove_unused_best
+from ..checkpoint.manager import PREFIX, CheckpointManager, step_of
+from ..checkpoint.resume import Resume
+from ..common.errors import Preempted, RunError
+from ..common.files import flush, write_json
+from ..common.machine import peak_memory_bytes
+from ..common.progress import hides_progress
+from ..data.sampler import BatchPlan
+from ..distributed.collectives import all_gather_object
+from ..distributed.preemption import StopRequest
+from ..metrics.score import Scores
+from ..runs import schema
+from ..strategies.base import Strategy
+from ..strategies.fsdp import wrapper_name
+from .best_weights import BestWeights
+from .json_files import RunInfo, run_state_content
+from .log import MetricsLog
+from .reset import FolderReset
+from .results import write_results
+from .step_log import StepLog
+from .steps import Totals, console_line
+
+
+class RunRecord:
+    """The files of one run. `open_run` creates it.
+
+    Every rank holds one and calls the same methods in the same order, because most of them are collective.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        resume: Resume,
+        rows_of_step: Callable[[int], Sequence[int]],
+        folder: Path,
+        lock: int | None,
+    ) -> None:
+        """
+        Args:
+            rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
+            folder: the run's folder, which exists.
+            lock: on rank 0, the descriptor that keeps other jobs out of the folder until the run has finished.
+        """
+        self.info, self.settings, self.world = info, info.settings, info.world
+        self.resume, self.folder, self.lock = resume, folder, lock
+        self.model_folder = folder / schema.MODEL_FOLDER
+        self.checkpoints = CheckpointManager(
+            folder / schema.CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, self.world
+        )
+        self.checkpoints.latest_valid = resume.checkpoint
+        self.logs = {name: MetricsLog(folder / name) for name in schema.LOGS}
+        totals = Totals(**resume.state.get("totals", {}))
+        self.steps = StepLog(self.settings, self.world, rows_of_step, totals, resume.step)
+        self.reset = FolderReset(folder, info, resume)
+        best = Best(**resume.state.get("best", {}))
+        self.best = BestWeights(self.settings, self.checkpoints, self.reset, best)
+        self.results_hash: str | None = None  # known on rank 0 once the run has finished
+
+    # ---- start and end of a run -------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        plan: BatchPlan,
+        wrapped: torch.nn.Module,
+        *,
+        save: Callable[[Path], None],
+        stop: StopRequest,
+        profile_step: Callable[[], None],
+    ) -> bool:
+        """Start the record, after the training state has been loaded from the checkpoint. Collective.
+
+        Args:
+            wrapped: the model as returned by `strategy.wrap`, whose class is recorded.
+            save: `save(folder)`, called on every rank, writes the training state of a checkpoint.
+            profile_step: is called after each step.
+
+        Returns:
+            Whether the evaluation after the checkpoint's own step has to be repeated. A checkpoint is written before
+            the evaluation of the same step, so it never contains the result.
+
+        Raises:
+            AgreedError: the folder can't be written.
+        """
+        self.plan, self.save, self.stop, self.profile_step = plan, save, stop, profile_step
+        step = self.resume.step
+        self.bar = tqdm(
+            total=plan.total_steps,
+            initial=step,
+            unit=" steps",
+            disable=hides_progress(self.settings.disable_tqdm, self.world.is_main_process),
+        )
+        evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
+        self.reset.begin(wrapper_name(wrapped), step if evaluate else None)
+        self.steps.start_clock()
+        return evaluate
+
+    def finish(
+        self,
+        strategy: Strategy,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        logits: NDArray[np.floating[Any]],
+        scores: Scores,
+    ) -> None:
+        """Write the model, predictions.csv and, last, metrics.json, whose existence marks the run as finished.
+
+        Collective.
+
+        Args:
+            logits: float (n_test, classes), of the test rows in file order.
+
+        Raises:
+            OSError: on rank 0, a file can't be written.
+        """
+        self.reset.run()  # if the checkpoint was that of the last step
+        peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
+        state = strategy.gather_model_state(model)
+        if not self.world.is_main_process:
+            return
+        for log in self.logs.values():
+            log.flush()  # a run is finished only if its logs are complete
+        self.results_hash = write_results(
+            self.folder, self.info, model, state, tokenizer, logits, scores, self.steps.totals, peak_memory
+        )
+        assert self.lock is not None
+        os.close(self.lock)
+        self.lock = None
+
+    @contextmanager
+    def locate_failures(self) -> Iterator[None]:
+        """Add the last step and the latest valid checkpoint to an exception, for its error line."""
+        try:
+            yield
+        except Exception as failure:
+            checkpoint = self.checkpoints.find_latest_valid() or "none"
+            failure.add_note(f"after step {self.steps.last_step}; latest valid checkpoint: {checkpoint}")
+            raise
+
+    # ---- steps and evaluations --------------------------------------------------------------------------------------
+
+    def after_step(
+        self,
+        step: int,
+        losses: torch.Tensor,
+        grad_norm: torch.Tensor,
+        *,
+        learning_rate: float,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+    ) -> bool:
+        """Record an optimizer step, and do what is due after it: log, save a checkpoint, stop. Collective.
+
+        Args:
+            step: the optimizer step, counted from 1.
+            losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
+            grad_norm: the global gradient norm before clipping, scalar.
+            learning_rate: the one of this step.
+            batches: this rank's micro-batches of the step, on the CPU.
+
+        Returns:
+            Whether an evaluation is due.
+
+        Raises:
+            Preempted: a rank was asked to stop, and a checkpoint has been saved.
+            RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
+        """
+        settings, plan = self.settings, self.plan
+        self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches, plan=plan)
+        evaluation_is_due = plan.due(settings.eval_strategy, settings.eval_steps, step)
+        if step % settings.logging_steps == 0 or step == plan.total_steps:
+            self.write_steps()
+            self.bar.set_postfix(loss=f"{self.steps.last_loss:.4f}", refresh=False)
+        self.bar.update()
+        self.profile_step()
+        # All ranks learn of a request after the same step. Save before an evaluation, which may take longer than the
+        # process has left.
+        stop_requested = self.stop.requested()
+        if stop_requested or plan.due(settings.save_strategy, settings.save_steps, step):
+            self.save_checkpoint(step, self.save)
+        if stop_requested and step < plan.total_steps:
+            raise self.preempted(step)
+        if evaluation_is_due:
+            self.write_steps()
+        if step == plan.total_steps:
+            self.bar.close()
+        return evaluation_is_due
+
+    def preempted(self, step: int) -> Exception:
+        """Return the exception that ends a run after a stop request."""
+        when = f"after step {step} of {self.plan.total_steps}, on request"
+        saved = self.checkpoints.latest_valid
+        if saved is None or step_of(saved) != step:
+            return RunError(f"stopped {when}, but its checkpoint could not be written")
+        return Preempted(f"{when}; resume with --resume_from_checkpoint {self.folder}")
+
+    def write_steps(self) -> None:
+        """Append the pending steps to steps.jsonl, and print the last one if it ends a logging interval. Collective.
+
+        Raises:
+            RunError: a gradient norm is not finite, other than by an overflow in fp16. The steps before it are written.
+        """
+        if not self.steps.pending:
+            return
+        lines, failure = self.steps.reduce()
+        if lines:  # the first step has succeeded on all ranks
+            if not self.reset.is_done:
+                self.reset.run()
+                self.steps.start_clock()  # removing checkpoints is not training
+            self._append(schema.STEPS.name, lines)
+        if failure is not None:
+            raise failure
+        # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
+        if self.steps.last_step % self.settings.logging_steps == 0 or self.steps.last_step == self.plan.total_steps:
+            self._print(console_line(lines, self.plan.total_steps))
+
+    def after_evaluation(
+        self, step: int, rows: str, metrics: Mapping[str, float], *, strategy: Strategy, model: torch.nn.Module
+    ) -> None:
+        """Record an evaluation, and keep the weights if they are the best so far. Collective.
+
+        Args:
+            rows: the name of the eval set, `validation` or `test`.
+            metrics: at least the number of rows `n`, accuracy, f1 and loss.
+        """
+        self.write_evaluation(step, rows, metrics)
+        self.best.keep(step, strategy, model, metrics)
+        self.steps.start_clock()  # an evaluation does not count as training time
+
+    def write_evaluation(self, step: int, rows: str, metrics: Mapping[str, float]) -> None:
+        """Append a line to evaluations.jsonl, and print it. Arguments as for `after_evaluation`."""
+        epoch = step / self.plan.steps_per_epoch
+        line = {"step": step, "epoch": epoch, "rows": rows}
+        line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
+        self.reset.write_after(lambda: self._append(schema.EVALUATIONS.name, [line]))
+        self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
+
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append to a log. If that fails, `--on_save_failure` decides whether the run continues."""
+        if not self.world.is_main_process:
+            return
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        if self.settings.on_save_failure == "stop":
+            self.logs[name].append(text)
+        else:
+            self.logs[name].append_or_keep(text, self.world.print_main)
+
+    def _print(self, line: str) -> None:
+        if self.world.is_main_process:
+            tqdm.write(line)  # above the progress bar, if there is one
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int, fill: Callable[[Path], None]) -> None:
+        """Write the checkpoint of a step. Collective.
+
+        Args:
+            fill: `fill(staging)`, called on every rank, writes the training state.
+        """
+        self.write_steps()
+
+        def fill_with_run_state(staging: Path) -> None:
+            fill(staging)
+            if self.world.is_main_process:
+                for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
+                    log.flush()
+                evaluations = self.logs[schema.EVALUATIONS.name].count_lines()
+                state = run_state_content(self.info, step, self.plan, self.steps.totals, self.best.best, evaluations)
+                write_json(staging / schema.RUN_STATE, state)
+                flush(self.folder)
+
+        saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.checkpoint_files(self.world.size))
+        if saved and self.world.is_main_process:
+            remove_unused_best(self.checkpoints.folder, self.best.best)
+        self.steps.start_clock()

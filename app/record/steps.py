@@ -1,0 +1,182 @@
+"""The steps of a run: what each rank measures in a step, and the reduction over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..common.errors import RunError
+from ..distributed.collectives import all_gather, all_gather_object
+from ..distributed.world import World
+
+# With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
+MAX_SKIPPED = 24
+
+
+@dataclass
+class Step:
+    """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced.
+
+    Attributes:
+        losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
+        grad_norm: the norm of the averaged gradients before clipping, scalar, equal on every rank.
+        examples: this rank's rows.
+        tokens: this rank's tokens without padding, scalar int64 tensor on the CPU.
+        padded_tokens: this rank's tokens with padding.
+        seconds: the duration of the step.
+    """
+
+    step: int
+    epoch: float
+    losses: torch.Tensor
+    grad_norm: torch.Tensor
+    learning_rate: float
+    examples: int
+    tokens: torch.Tensor
+    padded_tokens: int
+    seconds: float
+
+
+@dataclass
+class Totals:
+    """Sums over all steps so far and all ranks.
+
+    `padded_tokens` counts tokens and padding; `skipped` counts steps that were skipped because of an overflow in fp16,
+    and `skipped_in_a_row` those since the last step that was not.
+    """
+
+    train_seconds: float = 0.0
+    examples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.train_seconds
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of steps.jsonl."""
+        self.train_seconds += line["seconds"]
+        self.examples += line["examples"]
+        self.tokens += line["tokens"]
+        self.padded_tokens += line["padded_tokens"]
+        self.skipped += line["grad_norm"] is None
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["grad_norm"] is None else 0
+
+    def add_all(self, lines: Sequence[dict[str, Any]], precision: str | None) -> int | None:
+        """Add lines of steps.jsonl, up to the first one whose gradient norm is not finite.
+
+        The norm of an overflow in fp16 becomes None: the loss scale was too large, and has been halved.
+
+        Returns:
+            The index of the line at which the run fails, or None.
+        """
+        for i, line in enumerate(lines):
+            if not math.isfinite(line["grad_norm"]):
+                is_overflow = precision == "fp16" and math.isfinite(line["loss"])
+                if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
+                    return i
+                line["grad_norm"] = None
+            self.add(line)
+        return None
+
+
+def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
+    """Return the numbers of rows, of tokens without padding (scalar tensor), and of tokens with padding."""
+    # A model that takes no mask reads padding as text, so all positions count as tokens.
+    masks = [
+        batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+        for batch in batches
+    ]
+    tokens = torch.stack([mask.sum() for mask in masks]).sum()
+    return sum(len(mask) for mask in masks), tokens, sum(mask.numel() for mask in masks)
+
+
+def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
+    """Reduce any number of steps over the ranks in one collective. Collective.
+
+    Returns:
+        The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
+    """
+    # fp64 holds these whole numbers exactly. The copy of pinned memory does not make the host wait.
+    counts = torch.tensor([[step.examples, step.padded_tokens] for step in steps], dtype=torch.float64)
+    counts = torch.cat([torch.stack([step.tokens for step in steps]).unsqueeze(1), counts], dim=1)
+    if world.device.type == "cuda":
+        counts = counts.pin_memory()
+    norms = torch.stack([step.grad_norm.double() for step in steps]).unsqueeze(1)
+    losses = torch.stack([step.losses.double() for step in steps])
+    measured = [tensor.to(world.device, non_blocking=True) for tensor in (counts, norms, losses)]
+    # Only here does the host wait for the device: once for all steps of the interval.
+    by_rank = all_gather(torch.cat(measured, dim=1), world).cpu()
+    counts = by_rank[:, :, :3].sum(dim=0)
+    mine = by_rank[world.rank, :, 3].tolist()  # the norms, which are equal on every rank
+    means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]
+    return [
+        {
+            "step": step.step,
+            "epoch": step.epoch,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": step.learning_rate,
+            "examples": examples,
+            "tokens": n_tokens,
+            "padded_tokens": padded_tokens,
+            "seconds": step.seconds,
+        }
+        for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(
+            steps, means, mine, counts.long().tolist(), strict=True
+        )
+    ]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, rounded once, so that it does not depend on the order. NaN and infinity are returned as such."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):  # infinities of both signs
+        return math.nan
+
+
+def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
+    """Describe the last of these lines of steps.jsonl. The speed is the mean over all of them."""
+    last = lines[-1]
+    examples_per_second = sum(line["examples"] for line in lines) / sum(line["seconds"] for line in lines)
+    norm = "overflow (step skipped)" if last["grad_norm"] is None else f"{last['grad_norm']:.3g}"
+    return (
+        f"step {last['step']}/{total_steps} (epoch {last['epoch']:.2f}): loss {last['loss']:.4f}, "
+        f"grad norm {norm}, learning rate {last['learning_rate']:.3g}, "
+        f"{examples_per_second:.0f} reviews/s"
+    )
+
+
+def nonfinite_error(
+    step: Step, rows: Sequence[int], skipped_in_a_row: int, world: World, comm_hook: str = "no"
+) -> RunError:
+    """Describe a step whose gradient norm is not finite. Collective.
+
+    Args:
+        rows: this rank's data rows of that step.
+        skipped_in_a_row: how many steps right before it were skipped because of an overflow in fp16.
+        comm_hook: `--ddp_comm_hook`.
+
+    Returns:
+        The error to raise; it names the ranks whose loss is not finite, and their rows.
+    """
+    reports = all_gather_object((bool(torch.isfinite(step.losses).all()), ", ".join(map(str, rows))), world)
+    ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
+    norm = float(step.grad_norm)
+    cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"
+    if comm_hook == "fp16" and not ranks:
+        cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
+    if skipped_in_a_row and not ranks:
+        return RunError(
+            f"step {step.step}: the gradients overflowed in fp16 in {skipped_in_a_row + 1} steps in a row, although "
+            "each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or fp32"
+        )
+    return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")

@@ -1,0 +1,295 @@
+"""The plots of a comparison: SVG to embed in the page, in the page's colors for light and dark mode.
+
+Text stays text, because the browser's fonts include Chinese, and is escaped by matplotlib. The same data gives the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from numpy.typing import NDArray
+
+from ..common.errors import shorten
+
+# matplotlib needs real colors: each of these is a placeholder for a variable of the page's style sheet.
+INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "#050505"
+RUN_COLORS = ("#0a0a0a", "#0b0b0b")
+VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card", NEUTRAL: "neutral"}
+VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
+SERIES_COLORS = tuple(f"#0c0c{i:02x}" for i in range(8))  # of pages with more than two series
+VARIABLES |= {color: f"s{i}" for i, color in enumerate(SERIES_COLORS)}
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names may contain dollar signs
+    "font.family": "sans-serif",
+    "font.size": 12.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": RULE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.unicode_minus": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "xtick.color": RULE,
+    "ytick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "path.simplify_threshold": 0.5,
+}
+WIDTH = 480  # of a plot, in CSS pixels; the text stays readable on a phone, 350 pixels wide
+MAX_POINTS = 1_500
+MAX_NAME_LENGTH = 40
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # matplotlib would write powers of ten as mathtext
+
+
+def render_svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
+    """Let `draw` draw on a figure of WIDTH x height, and return the figure as an `<svg>` element."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": label})
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    # Only inside tags: the text between them contains names, which may look like colors or ids.
+    svg = re.sub(r"<[^>]*>", _adapt_tag, svg)
+    root = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
+    svg = root + svg[svg.index(">") + 1 :]
+    return Markup(svg)
+
+
+def _adapt_tag(tag: re.Match[str]) -> str:
+    """Insert the page's color variables and remove the id, which all plots share and nothing refers to."""
+    text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", tag[0])
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var(--{variable})")
+    return text
+
+
+def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Markup:
+    """Plot the loss of each step (faint) and its running mean; the second run is dashed and drawn over the first."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss (nats)")
+        for values, color, dashes in zip(losses, RUN_COLORS, ("-", (0, (5, 4))), strict=True):
+            steps, raw = _thin_out(np.asarray(values, dtype=float), np.mean)
+            axes.plot(steps, raw, color=color, alpha=0.22, linewidth=0.8)
+            steps, smooth = _thin_out(running_mean(values), np.mean)
+            axes.plot(steps, smooth, color=color, linewidth=3.2 if color == RUN_COLORS[0] else 1.9, linestyle=dashes)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.margins(x=0.01)
+        axes.set_ylim(bottom=0 if all(np.nanmin([0.0, *values]) >= 0 for values in losses) else None)
+
+    return render_svg(320, f"Training loss of {_join(names)} at each step", draw)
+
+
+def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
+    """Plot |loss A - loss B| at each common step on a logarithmic axis, and identical steps in a band below."""
+    a, b = (np.asarray(values, dtype=float)[: min(map(len, losses))] for values in losses)
+    identical = a.view(np.uint64) == b.view(np.uint64)
+    difference = np.where(identical, 0.0, np.abs(a - b))
+
+    def draw(figure: Figure) -> None:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
+        above.set_yscale("log")
+        if (difference > 0).any():
+            steps, largest = _thin_out(np.where(difference > 0, difference, np.nan), _maximum)
+            above.plot(steps, largest, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
+        else:
+            above.set_ylim(1e-16, 1)
+            above.text(0.5, 0.5, "no step differs", transform=above.transAxes, ha="center", va="center", color=MUTED)
+        above.yaxis.set_major_locator(LogLocator(numticks=6))
+        above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power_of_ten(value)))
+        above.yaxis.set_minor_formatter(NullFormatter())
+        above.set_ylabel("|difference in loss|")
+        above.tick_params(axis="x", which="both", length=0)
+        above.spines["bottom"].set_visible(False)
+        _draw_identical_band(below, identical)
+
+    return render_svg(330, "Absolute difference in loss at each step", draw)
+
+
+def _draw_identical_band(axes: Axes, identical: NDArray[np.bool_]) -> None:
+    """Draw a band in both colors over the ranges of steps whose losses are bitwise identical."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], identical, [False]]).astype(np.int8)))
+    ranges = [(start + 0.5, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    axes.broken_barh(ranges, (0.5, 0.5), facecolor=RUN_COLORS[0])
+    axes.broken_barh(ranges, (0, 0.5), facecolor=RUN_COLORS[1])
+    axes.set(xlabel="optimizer step", yticks=[], ylim=(-0.2, 1.1), xlim=(0.5, len(identical) + 0.5))
+    axes.grid(False)
+    count = f"all {len(identical)}" if identical.all() else f"{identical.sum()} of {len(identical)}"
+    axes.set_title(f"bitwise identical: {count} steps", loc="left", fontsize=12.5, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def _power_of_ten(value: float) -> str:
+    return f"10{str(round(np.log10(value))).translate(SUPERSCRIPTS)}"
+
+
+def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
+    """Plot accuracies with their intervals.
+
+    Args:
+        rows: `name`, `estimate`, `low` and `high`; the two runs first, then the baselines.
+    """
+    colors = [*RUN_COLORS, *[NEUTRAL] * (len(rows) - 2)]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="test accuracy, 95% confidence interval")
+        for position, (row, color) in enumerate(zip(rows, colors, strict=True)):
+            axes.plot([row["low"], row["high"]], [position, position], color=color, linewidth=2.4)
+            axes.plot(
+                row["estimate"], position, "o", color=color, markersize=10, markeredgecolor=PAPER, markeredgewidth=2
+            )
+            axes.annotate(
+                f"{row['estimate']:.1%}",
+                (row["estimate"], position),
+                (0, 11),
+                textcoords="offset points",
+                ha="center",
+                fontweight="bold",
+            )
+        axes.set_yticks(range(len(rows)), [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
+        for label, color in zip(axes.get_yticklabels(), colors, strict=True):
+            label.set_color(color if color in RUN_COLORS else MUTED)
+        axes.set_ylim(len(rows) - 0.5, -0.75)
+        axes.grid(True, axis="x")
+        axes.grid(False, axis="y")
+        axes.spines["bottom"].set_visible(False)
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+    return render_svg(72 * len(rows) + 60, "Test accuracies with 95% confidence intervals", draw)
+
+
+def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
+    """Plot the reliability diagram: accuracy over confidence in each bin, with its interval.
+
+    The area of a dot grows with the number of rows in its bin.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="confidence", ylabel="accuracy")
+        axes.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)))
+        lowest = np.ones(2)
+        for calibration, color, marker in zip(calibrations, RUN_COLORS, ("o", "D"), strict=True):
+            bins = [row for row in calibration["bins"] if row["n"]]
+            share = np.array([row["n"] for row in bins]) / sum(row["n"] for row in bins)
+            x, y = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
+            axes.plot(x, y, color=color, linewidth=1.4, alpha=0.7)
+            low, high = ([row["interval"][end] for row in bins] for end in ("low", "high"))
+            axes.vlines(x, low, high, color=color, linewidth=1.4)
+            size = (36 + 260 * share) * (1 if marker == "o" else 0.5)
+            axes.scatter(x, y, size, color=color, marker=marker, edgecolor=PAPER, linewidth=1.2, zorder=3)
+            lowest = np.minimum(lowest, [min(x), min(low)])
+        left, bottom = np.maximum(np.floor(lowest * 10 - 0.2) / 10, -0.04)
+        axes.set(xlim=(left, 1.03), ylim=(bottom, 1.05))
+        axes.grid(True, axis="both")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1, decimals=0))
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+
+    return render_svg(340, f"Reliability diagram of {_join(names)}", draw)
+
+
+def accuracy_by_length(groups: Sequence[Sequence[dict[str, Any]]], names: Sequence[str]) -> Markup:
+    """Plot the accuracy of short to long reviews with its interval, the two runs side by side."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="characters in the review", ylabel="test accuracy, 95% confidence interval")
+        for side, (run, color, marker) in enumerate(zip(groups, RUN_COLORS, ("o", "D"), strict=True)):
+            x = np.arange(len(run)) + (side - 0.5) * 0.24
+            low, middle, high = ([group["accuracy"][key] for group in run] for key in ("low", "estimate", "high"))
+            axes.vlines(x, low, high, color=color, linewidth=2.4)
+            axes.plot(x, middle, marker, color=color, markersize=8, markeredgecolor=PAPER, markeredgewidth=1.6)
+        labels = [f"{group['shortest']:g}–{group['longest']:g}\nn = {group['n']}" for group in groups[0]]
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.tick_params(axis="x", length=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    return render_svg(340, f"Test accuracy of {_join(names)} by review length", draw)
+
+
+def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
+    """Plot the accuracy of both runs with each seed, and a line at the mean over seeds."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="seed", ylabel="test accuracy")
+        values = np.array([[run["accuracy"] for run in pair["runs"]] for pair in pairs])
+        axes.vlines(range(len(pairs)), values.min(axis=1), values.max(axis=1), color=NEUTRAL, linewidth=1.4)
+        for side, (color, marker, size) in enumerate(zip(RUN_COLORS, ("o", "D"), (11, 5.5), strict=True)):
+            axes.axhline(
+                values[:, side].mean(), color=color, linewidth=1.2, linestyle="-" if side == 0 else (0, (4, 3))
+            )
+            axes.plot(values[:, side], marker, color=color, markersize=size, markeredgecolor=PAPER, markeredgewidth=1)
+        axes.set_xticks(range(len(pairs)), [_shorten(pair["seed"]) for pair in pairs])
+        axes.set_xlim(-0.6, len(pairs) - 0.4)
+        axes.margins(y=0.2)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+
+    return render_svg(300, f"Test accuracy of {_join(names)} with each seed", draw)
+
+
+def running_mean(values: Sequence[float], share: float = 0.03) -> NDArray[np.float64]:
+    """Return the exponential moving average over about the last `share` of all steps.
+
+    It is corrected for its bias towards the initial zero, as in Adam (Kingma and Ba, 2015, section 3).
+    """
+    decay = 1 - 1 / max(1.0, share * len(values))
+    mean, smooth = 0.0, []
+    for count, value in enumerate(values, start=1):
+        mean = decay * mean + (1 - decay) * value
+        smooth.append(mean / (1 - decay**count))
+    return np.array(smooth)
+
+
+def _thin_out(
+    values: NDArray[np.float64], summary: Callable[[NDArray[np.float64]], Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return steps and values, at most MAX_POINTS of each, with neighbors combined by `summary`."""
+    steps = np.arange(1.0, len(values) + 1)
+    if len(values) <= MAX_POINTS:
+        return steps, values
+    parts = np.array_split(np.arange(len(values)), MAX_POINTS)
+    return np.array([steps[part].mean() for part in parts]), np.array([summary(values[part]) for part in parts])
+
+
+def _maximum(values: NDArray[np.float64]) -> float:
+    """Return the maximum, ignoring NaN; NaN if there is nothing else."""
+    return float(np.fmax.reduce(values))
+
+
+def _shorten(name: object) -> str:
+    return shorten(name, MAX_NAME_LENGTH)
+
+
+def _join(names: Sequence[str]) -> str:
+    return " and ".join(map(_shorten, names))

@@ -1,0 +1,128 @@
+"""DeepSpeed's ZeRO (Rajbhandari et al. 2020) as the engine of the Trainer path.
+
+Trainer creates the engine itself, through accelerate. The engine averages and clips the gradients and runs the
+optimizer as part of the last backward pass of a step, so there is little to do here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..data.sampler import BatchPlan
+from ..distributed.world import World
+from ..settings import Settings
+from ..strategies.base import GradientCheck, PlainAdamW, Tensors
+
+
+class DeepSpeed(PlainAdamW):
+    """A `deepspeed.DeepSpeedEngine`. Implements `Strategy`.
+
+    DeepSpeed flattens the parameters of a group into one tensor and gives each rank an equal part of it, so gradients
+    are added in another order than with the other strategies, and results differ by rounding.
+    """
+
+    name: str = "deepspeed"
+    shards_optimizer = False  # checkpoints are gathered, because no other strategy could read flattened parts
+
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
+        self.world = world
+        self.check_gradients = GradientCheck(settings)
+        self.reached: set[str] = set()  # the parameters that have had a gradient
+        self.hooks: list[RemovableHandle] = []
+        self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model itself: Trainer creates the engine when training begins, after `place`."""
+        self.model = model
+        return model
+
+    def place(self, config: Mapping[str, Any]) -> None:
+        """Place the model on the device, or with stage 3 only this rank's shards of its parameters. Collective.
+
+        The engine would place all of it there before it shards it with stage 3, too. Call this right before the engine
+        is created: a complete model is needed to load weights and to group parameters by shape.
+
+        Args:
+            config: the configuration with which the engine will be created.
+        """
+        import deepspeed.ops
+
+        warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+        # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
+        deepspeed.ops.__compatible_ops__ = {}
+        if config["zero_optimization"]["stage"] == 3:
+            # The configuration is checked against the number of ranks, which is that of DeepSpeed's own backend.
+            deepspeed.init_distributed(deepspeed.accelerator.get_accelerator().communication_backend_name())
+            # The same call as the engine's, which leaves sharded models alone. It moves one parameter at a time, and no
+            # buffer. A parameter stays the same object, so tied ones stay tied, and the optimizer keeps it.
+            deepspeed.zero.Init(module=self.model, config_dict_or_path=config, dtype=torch.float32)
+            move_buffers(self.model, self.world.device)
+        else:
+            self.model.to(self.world.device)
+        if self.check_gradients.is_due:
+            # The engine moves gradients to buffers of its own as soon as they are computed.
+            self.hooks = [
+                p.register_post_accumulate_grad_hook(partial(self._note, name))
+                for name, p in self.model.named_parameters()
+                if p.requires_grad
+            ]
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        self.reached.add(name)
+
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
+        """Return an empty context: Trainer tells the engine which micro-batch is the last one of a step."""
+        return nullcontext()
+
+    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        """Return the norm by which the engine has clipped the gradients of this step.
+
+        It is infinite if it was not finite, and the engine has skipped the step in that case.
+        """
+        self.check_gradients(self.model, self.reached)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        norm = wrapped.get_global_grad_norm()  # type: ignore[operator]
+        # A tensor on the device, or after an overflow a Python float.
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.world.device)
+
+    def gather_model_state(self, model: torch.nn.Module) -> Tensors:
+        """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
+        state: Tensors = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            with complete([tensor]):
+                if self.world.is_main_process:
+                    state[name] = tensor.detach().to("cpu", copy=True)
+        return state
+
+
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to a device. A buffer that several modules share stays shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+
+
+def complete(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which parameters that ZeRO-3 has sharded are complete on every rank. Collective.
+
+    Args:
+        write: whether to keep what rank 0 has written into them.
+    """
+    sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    modifier_rank = 0 if write else None
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
+    return context

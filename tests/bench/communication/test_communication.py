@@ -1,0 +1,71 @@
+"""What the laboratory checks before it measures, and what it keeps if a later section fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from app.bench.communication import __main__ as communication
+from app.bench.communication.__main__ import SECTIONS, check
+from app.bench.page import Section
+from app.common.errors import RunError, UserError
+from app.settings import Settings
+
+
+@pytest.fixture
+def settings(review_csv, tmp_path, monkeypatch) -> Settings:
+    monkeypatch.chdir(tmp_path)
+    return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, output_dir="out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"strategy": "zero3"},
+        {"precision": "fp16"},
+        {"ddp_comm_hook": "power_sgd"},
+        {"gradient_accumulation_steps": 4},
+    ],
+)
+def test_every_section_can_be_measured_with_legal_settings(settings, world, change):
+    for name, value in change.items():
+        setattr(settings, name, value)
+    check(SECTIONS, settings, 2**20, 3, world)
+
+
+def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measured(settings, world):
+    settings.train_batch_size = 7
+    check(["collectives", "buckets", "compression"], settings, 2**20, 3, world)
+    problem = "^section reduction: --train_batch_size 7 can't be divided among --logical_ranks 2.*--sections"
+    with pytest.raises(UserError, match=problem):
+        check(SECTIONS, settings, 2**20, 3, world)
+
+
+def test_sections_are_written_one_after_another(settings, world, monkeypatch, tmp_path, capsys):
+    @contextmanager
+    def this_rank(settings):
+        yield world
+
+    def measure(name, *_):
+        if name == "no_sync":
+            raise RunError("out of memory")
+        return Section(name, f"About {name}", ["A paragraph."], [], {"number": 1})
+
+    monkeypatch.setattr(communication, "join", this_rank)
+    monkeypatch.setattr(communication, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["communication.py", "--sections", "a b"])
+    with pytest.raises(RunError, match="out of memory"):
+        communication.main(settings, ["buckets", "no_sync", "breakdown"], 1.0, 1.0, 3)
+    content = json.loads((tmp_path / "out" / "communication.json").read_text())
+    assert content["sections"] == {name: {"number": 1} for name in ("breakdown", "buckets")}
+    assert content["settings"]["train_batch_size"] == 8
+    assert content["machine"]["command"].endswith("--sections 'a b'")
+    printed = capsys.readouterr().out
+    text = (tmp_path / "out" / "communication.txt").read_text()
+    assert text.rstrip() in printed
+    assert text.startswith("Communication laboratory: ranks 1 on 1 node(s), ")
+    assert "About buckets" in (tmp_path / "out" / "communication.html").read_text()

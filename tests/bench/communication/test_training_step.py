@@ -1,0 +1,183 @@
+"""The laboratory's sections on training steps, shortened and with one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.worlds import batch_plan, fake_world
+
+from app.bench import recipe, reduction
+from app.bench.communication import step_variants, timing, training_step
+from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
+from app.bench.communication.training_step import (
+    SECTIONS,
+    bucket_variants,
+    measure_step,
+    no_sync_variants,
+    unused_variants,
+    variants_of,
+)
+from app.bench.harness import set_up
+from app.bench.page import Table, as_html, as_text
+from app.common.errors import AgreedError, UserError
+from app.distributed.topology import RankGroup, Topology
+from app.profiling.breakdown import CATEGORIES
+from app.settings import TINY, Settings
+from app.training.build import build_data
+
+NAMES = {
+    "buckets": ["default", "1 MiB", "5 MiB", "25 MiB", "100 MiB"],
+    "no_sync": ["every one", "every 2", "every 4", "every 8"],
+    "unused_parameters": ["off", "on"],
+    "reduction": ["plain all-reduce", "1 logical ranks", "2 logical ranks"],
+}
+
+
+@pytest.fixture
+def settings(review_csv, tmp_path, monkeypatch) -> Settings:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_step, "models", lambda settings: [TINY])
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
+    return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_section_compares_every_variant_with_the_first(settings, world, name):
+    section = measure_step(name, settings, 0.001, world)
+    seconds = section.data[TINY]["seconds"]
+    assert list(seconds) == NAMES[name]
+    assert all(one > 0 for rounds in seconds.values() for one in rounds)
+    figure, table = section.parts
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == NAMES[name]
+    assert table.rows[0][2:] == ["1.000"] * 3
+    for variant in NAMES[name]:
+        assert variant in figure.svg
+        assert variant in as_text(section)
+    assert figure.title in as_html("page", {}, [section])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
+    section = measure_step("breakdown", replace(settings, strategy=strategy), 0.001, world)
+    parts = section.data["models"][TINY]["milliseconds"]
+    figure, table = section.parts
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert [*parts] == [*rows][: len(CATEGORIES)] == [*CATEGORIES]
+    assert float(rows["step"][0]) == pytest.approx(sum(parts.values()), abs=0.01)
+    assert rows["step"][1] == "100.0%"
+    assert float(rows["communication"][0]) >= float(rows["exposed communication"][0]) - 0.01
+    assert strategy in section.title
+    assert all(name in figure.svg for name in CATEGORIES)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "breakdown"])
+@pytest.mark.parametrize("change", [{"strategy": "zero3", "cpu_offload": True}, {"ddp_comm_hook": "power_sgd"}])
+def test_a_section_has_variants_whatever_the_strategy_and_the_compression(name, change):
+    variants = variants_of(name, Settings(train_batch_size=8, **change), n_train=90, topology=Topology(1))
+    assert list(variants) == NAMES.get(name, [""])
+    kept = {(v.settings.strategy, v.settings.cpu_offload, v.settings.ddp_comm_hook) for v in variants.values()}
+    given = Settings(**change)
+    expected = (given.strategy, given.cpu_offload, given.ddp_comm_hook) if name == "breakdown" else ("ddp", False, "no")
+    assert kept == {expected}
+
+
+def test_every_section_can_be_measured():
+    assert {*SECTIONS} == {*NAMES, "breakdown"}
+
+
+def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(settings, world, monkeypatch):
+    found = {}
+
+    def record(model, variants, data, seconds, world, micro_batches):
+        found.update({name: variant.settings for name, variant in variants.items()})
+        return Comparison(model, {name: [float(i)] for i, name in enumerate(variants, start=1)})
+
+    monkeypatch.setattr(training_step, "compare", record)
+    section = measure_step("no_sync", replace(settings, per_device_train_batch_size=4), 1.0, world)
+    sizes = {name: (one.train_batch_size, one.gradient_accumulation_steps) for name, one in found.items()}
+    assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
+    assert section.data[TINY]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
+
+
+def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(settings, world):
+    section = measure_step("no_sync", replace(settings, train_batch_size=40), 0.001, world)
+    assert list(section.data[TINY]["seconds"]) == ["every one", "every 2"]
+
+
+@pytest.mark.parametrize("steps", [unused_variants, lambda settings: no_sync_variants(settings, 8, 80)])
+def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(settings, world, monkeypatch, steps):
+    data = build_data(settings, world)
+    seen: list[torch.Tensor] = []
+    train = torch.nn.Module.__call__
+
+    def call(module, *arguments, **named):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            seen.append(named["input_ids"])
+        return train(module, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", call)
+    comparison = compare(TINY, steps(settings), data, 0.001, world, micro_batches=8)
+    calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
+    assert len(calls) > len(comparison.seconds)
+    for before, after in pairwise(calls):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_buckets_differ_in_their_size_only(settings):
+    variants = bucket_variants(settings)
+    assert [variant.settings.ddp_bucket_cap_mb for variant in variants.values()] == [None, 1, 5, 25, 100]
+    assert {replace(variant.settings, ddp_bucket_cap_mb=None) == settings for variant in variants.values()} == {True}
+
+
+@pytest.mark.parametrize(("ranks", "counts"), [(1, [1, 2]), (2, [2, 4]), (3, [3]), (4, [4, 8])])
+def test_only_possible_numbers_of_logical_ranks_are_compared(ranks, counts):
+    found = reduction_variants(Settings(logical_ranks=8), Topology(ranks))
+    assert [variant.settings.logical_ranks for variant in found.values()] == [None, *counts]
+
+
+def test_on_several_nodes_the_sum_in_one_level_is_compared(settings):
+    found = reduction_variants(settings, Topology(4, 2))
+    assert list(found) == ["plain all-reduce", "in one level", "4 logical ranks", "8 logical ranks"]
+    world = fake_world(3, 4, inside=2)
+    groups = tuple(RankGroup(None, 2, 1) for _ in range(2))
+    strategy = found["in one level"].make_strategy(settings, batch_plan(4), replace(world, node_groups=groups))
+    assert strategy.world.levels == (world.all_ranks,)
+
+
+def test_ratios_are_those_of_the_same_round():
+    comparison = Comparison("model", {"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0]})
+    assert comparison.ratios("b") == [2.0, 3.0]
+    assert comparison.ratios("a") == [1.0] * 3
+    assert comparison.median("a") == 2.0
+
+
+def test_a_model_that_is_named_is_the_only_one():
+    assert models(Settings(model="bert-base-chinese")) == ["bert-base-chinese"]
+    assert models(Settings()) == [TINY, "BERT 4 x 312"]
+
+
+def test_the_reduction_benchmark_prints_a_line_per_variant():
+    comparison = Comparison("model", {"plain all-reduce": [0.1, 0.1], "2 logical ranks": [0.11, 0.12]})
+    lines = reduction.describe(comparison, 2).splitlines()
+    assert lines[1] == (
+        "model, 2 rank(s),  2 logical ranks: median   115.0 ms per step, +15.0% (from +10.0% to +20.0% over 2 rounds)"
+    )
+
+
+def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
+    with pytest.raises(UserError, match="--train_batch_size 7 can't be divided among --logical_ranks 2"):
+        measure_step("reduction", replace(settings, train_batch_size=7), 0.001, world)
+
+
+def test_a_benchmark_with_too_few_rows_says_so(settings, world):
+    with pytest.raises(
+        AgreedError, match="81 training rows are enough for 10 steps of 8 rows, and this benchmark needs 30"
+    ):
+        recipe.benchmark(settings, world)
+    assert set_up(settings, world).data.plan.steps_per_epoch == 10

@@ -1,0 +1,136 @@
+"""What shapes a link: netem's arguments, and the process that forwards packets where there is no netem."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from app.bench.scaling.links import link_forwarder, namespaces, shaped_link
+from app.bench.scaling.links.link_forwarder import Direction
+from app.bench.scaling.links.namespaces import NamespacesUnavailable, network_namespaces
+from app.bench.scaling.links.shaped_link import Link, netem_options
+
+
+def test_netem_gets_the_rate_in_bits_and_the_delay_in_microseconds():
+    options = netem_options(Link(gbit=1, delay_ms=5))
+    assert options[:2] == ["netem", "limit"]
+    assert options[3:] == ["delay", "5000us", "rate", "1000000000bit"]
+
+
+def test_an_unshaped_link_has_no_rate():
+    assert "rate" not in netem_options(Link())
+    assert Link().bytes_per_second == math.inf
+    assert str(Link()) == "unshaped"
+
+
+def test_a_link_is_described_by_rate_and_delay():
+    assert str(Link(10, 0.1)) == "10 Gbit/s, 0.1 ms"
+    assert Link(8, 5).bytes_per_second == 1e9
+    assert Link(8, 5).delay == 0.005
+
+
+def test_without_iproute2_it_says_so(monkeypatch):
+    monkeypatch.setattr(namespaces, "SYSTEM_PATH", "/nowhere")
+    with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
+        pass
+
+
+def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
+    @contextmanager
+    def two_namespaces():
+        yield ["a", "b"]
+
+    def refuse(command):
+        raise subprocess.CalledProcessError(1, command, stderr="RTNETLINK answers:\nnot permitted\n")
+
+    monkeypatch.setattr(shaped_link, "network_namespaces", two_namespaces)
+    monkeypatch.setattr(namespaces, "run_command", refuse)
+    monkeypatch.setattr(shaped_link, "run_command", refuse)
+    monkeypatch.setattr(shaped_link, "_create_tun", lambda name: os.open(os.devnull, os.O_RDWR))
+    problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
+    with pytest.raises(NamespacesUnavailable, match=problem), shaped_link.shaped_link():
+        pass
+    monkeypatch.setattr(namespaces.shutil, "which", lambda *_, **__: "ip")
+    with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():
+        pass
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(link_forwarder, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def link():
+    """A direction between two sockets that keep packets apart, as TUN devices do: (sender, direction, receiver)."""
+    sender, source = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    target, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for one in (sender, source, target, receiver):
+        one.setblocking(False)
+    yield sender, Direction(source.fileno(), target.fileno()), receiver
+    for one in (sender, source, target, receiver):
+        one.close()
+
+
+def received(receiver: socket.socket) -> list[bytes]:
+    packets = []
+    while True:
+        try:
+            packets.append(os.read(receiver.fileno(), 65_535))
+        except BlockingIOError:
+            return packets
+
+
+def test_a_packet_arrives_after_its_transmission_and_the_delay(clock, link):
+    sender, direction, receiver = link
+    sender.send(b"x" * 1000)
+    direction.receive(bytes_per_second=1000.0, delay=5.0)
+    assert direction.seconds_to_next() == pytest.approx(6.0)
+    clock.now += 5.9
+    direction.deliver()
+    assert received(receiver) == []
+    clock.now += 0.2
+    direction.deliver()
+    assert received(receiver) == [b"x" * 1000]
+    assert direction.seconds_to_next() == math.inf
+
+
+def test_packets_are_transmitted_one_after_another_and_keep_their_order(clock, link):
+    sender, direction, receiver = link
+    for content in (b"a", b"b", b"c"):
+        sender.send(content * 1000)
+    direction.receive(bytes_per_second=1000.0, delay=5.0)
+    arrived = []
+    for _ in range(9):
+        clock.now += 1.0
+        direction.deliver()
+        arrived.append("".join(packet[:1].decode() for packet in received(receiver)))
+    assert arrived == ["", "", "", "", "", "a", "b", "c", ""], "delays overlap, transmissions do not"
+
+
+def test_an_idle_link_does_not_make_up_for_lost_time(clock, link):
+    sender, direction, _ = link
+    sender.send(b"x" * 1000)
+    direction.receive(1000.0, 0.0)
+    clock.now += 50.0
+    direction.deliver()
+    sender.send(b"x" * 1000)
+    direction.receive(1000.0, 0.0)
+    assert direction.seconds_to_next() == pytest.approx(1.0)

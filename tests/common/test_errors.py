@@ -1,0 +1,55 @@
+"""Error messages with untrusted text: one line that cannot control the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import compare
+from app.common.errors import Preempted, RunError, UserError, escape_control_characters, escape_unencodable_output
+from app.common.files import write_json
+from app.data.download import DownloadError
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError, Preempted, DownloadError])
+@given(text=st.text() | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp"])))
+def test_messages_are_one_line_without_control_characters(kind, text):
+    message = str(kind(f"--csv {text}: no such file"))
+    assert len(message.splitlines()) == 1
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in message)
+    message.encode()
+    assert str(kind(message)) == message, "a message that is raised again on the other ranks must not change"
+    assert str(pickle.loads(pickle.dumps(kind(text)))) == str(kind(text))
+
+
+def test_printable_characters_are_not_escaped():
+    assert escape_control_characters("好\u3000的 é\\n") == "好\u3000的 é\\n"
+    assert escape_control_characters("\x1b[31m\n\u202e\udcff") == "\\x1b[31m\\n\\u202e\\udcff"
+
+
+def test_a_path_that_is_not_utf8_survives_json(tmp_path):
+    write_json(tmp_path / "settings.json", {"csv": "a\udcffb"})
+    assert json.loads((tmp_path / "settings.json").read_text("utf-8")) == {"csv": "a\udcffb"}
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
+    escape_unencodable_output()
+    print("好")
+    assert written.getvalue() == b"\\u597d\n"
+
+
+def test_compare_prints_its_help_in_any_output_encoding(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
+    monkeypatch.setattr("sys.argv", ["compare", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        compare.main()
+    assert exit.value.code == 0
+    assert b"[--flag VALUE \\u2026]" in written.getvalue()

@@ -1,0 +1,41 @@
+"""Ranks that round differently are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.common.machine import arithmetic
+from app.distributed import arithmetic as arithmetic_module
+from app.distributed.arithmetic import describe_mixed, gather_arithmetic
+from app.training.console import describe_ranks
+
+
+@pytest.fixture
+def tf32(monkeypatch):
+    """TF32 is on, as in NVIDIA's containers."""
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_from_the_environment_is_recorded(world, monkeypatch, tf32):
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    facts = gather_arithmetic(world)
+    assert facts["fp32_matmul_precision"] == ["high"]
+    assert facts["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == ["1"]
+    assert facts["MKL_CBWR"] == ["unset"]
+
+
+def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
+    mine = arithmetic(world.device)
+    others = [mine | {"device": "NVIDIA H100"}, mine | {"device": "NVIDIA A10", "NVIDIA_TF32_OVERRIDE": "0"}]
+    equal = gather_arithmetic(world)
+    assert describe_mixed(equal) is None
+    assert "differ" not in describe_ranks(world, equal)
+    monkeypatch.setattr(arithmetic_module, "all_gather_object", lambda value, world: others)
+    mixed = gather_arithmetic(world)
+    line = describe_mixed(mixed)
+    assert "differ in device (NVIDIA A10, NVIDIA H100), NVIDIA_TF32_OVERRIDE (0, unset): results depend" in line
+    assert describe_ranks(world, mixed).count(line) == 1

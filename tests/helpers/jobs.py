@@ -1,0 +1,255 @@
+"""Jobs that tests start: their output, what they leave behind, and how to end all of their processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from fake_cuda import guard
+
+from app.distributed.launcher import TorchrunJob, torchrun_command
+
+PROJECT = Path(__file__).parents[2]
+SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
+MANY_RUNS = PROJECT / "tests" / "launched" / "many_runs.py"
+ON_FAKE_GPUS = PROJECT / "tests" / "fake_cuda" / "launch.py"
+LIMIT = 240  # seconds for a job: a limit only has to end what hangs, also on a machine three times as slow as a laptop
+
+
+def in_ci() -> bool:
+    """Whether continuous integration runs the tests: CI systems set CI."""
+    return bool(os.environ.get("CI"))
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip a test that this machine cannot run. In CI the test fails instead: CI must not pass without its proofs.
+
+    Args:
+        reason: what is missing, and how to get it.
+    """
+    if in_ci():
+        pytest.fail(f"{reason} (in CI a proof is never skipped)", pytrace=False)
+    pytest.skip(reason)
+
+
+def require_deepspeed() -> None:
+    """Skip a test that needs DeepSpeed if it is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        unavailable("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
+
+
+def require_fake_gpus() -> None:
+    """Skip a test on fake GPUs (see `tests/fake_cuda/README.md`) where there can't be any."""
+    if torch.backends.cuda.is_built():
+        pytest.skip("this build of PyTorch has CUDA: the tests marked gpu run on real GPUs")
+    if sys.platform != "linux":
+        pytest.skip("fake GPUs are built on Linux only")
+    if f"torch=={torch.__version__.partition('+')[0]}" not in (PROJECT / "constraints.txt").read_text().split():
+        pytest.skip("fake GPUs depend on internals of PyTorch: they are made for the version in constraints.txt")
+    if not guard.library_path().exists() and shutil.which("g++") is None:
+        unavailable("no g++, which builds tests/fake_cuda/guard.cpp: apt-get install g++")
+    guard.build()
+
+
+def find_real_csv() -> Path | None:
+    """The real hotel reviews, which are not part of the repository; None if this machine does not have them."""
+    for path in (os.environ.get("CHNSENTICORP_CSV"), PROJECT / "data" / "ChnSentiCorp_htl_all.csv"):
+        if path and Path(path).is_file():
+            return Path(path)
+    return None
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def write_subset(csv: Path, target: Path, rows: int) -> None:
+    """Write some rows of a CSV of reviews, the same ones each time, to another file."""
+    pd.read_csv(csv).dropna().sample(rows, random_state=0).to_csv(target, index=False)
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finished:
+    """A job that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The lines with which the program itself reports an error."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+class Job(TorchrunJob):
+    """A job whose output is kept. Leaving its context kills whatever is left of it.
+
+    Args:
+        program: `ddp_loop`, `trainer_run`, another module's full name, or the path of a script.
+        flags: its command line.
+        cwd: its working directory.
+        ranks: processes, or 0 for plain Python.
+        torchrun_flags: as for `torchrun_command`.
+        prefix: a command that replaces itself with the job, such as `unshare -m`.
+        environment: more variables.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *flags: Any,
+        cwd: Path,
+        ranks: int = 2,
+        torchrun_flags: Sequence[str] = ("--standalone",),
+        prefix: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        module = program if program.endswith(".py") or "." in program else f"app.{program}"
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(
+            [*prefix, *torchrun_command(module, flags, ranks, torchrun_flags)],
+            environment={"HF_HUB_OFFLINE": "1"} | environment,
+            cwd=cwd,
+            stdout=Path(self._folder.name, "out"),
+            stderr=Path(self._folder.name, "err"),
+            grace_seconds=0,
+        )
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank."""
+        process = self.find_rank(rank)
+        assert process is not None, f"no rank {rank}:\n{self.text}"
+        return process
+
+    def wait_for(self, holds: Callable[[], bool], limit: float = LIMIT) -> None:
+        """Wait until a condition holds while the job runs."""
+        try:
+            assert self.wait_until(holds, limit), f"ended too early:\n{self.text}"
+        except TimeoutError:
+            raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
+
+    def finish(self, limit: float = LIMIT) -> Finished:
+        """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
+        try:
+            status = self.wait(limit)
+        except TimeoutError as late:
+            raise AssertionError(f"{late}:\n{self.text}") from None
+        leftovers = self.kill_leftovers()
+        assert not leftovers, f"{self.command} left processes behind: {leftovers}"
+        return Finished(status, self.stdout.read_text(), self.stderr.read_text())
+
+    @property
+    def text(self) -> str:
+        """All that the job has printed so far."""
+        return f"{self.stdout.read_text()}\n{self.stderr.read_text()}"
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._folder.cleanup()
+
+
+# ---- many trainings in one job --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One of the runs that `run_many` trains.
+
+    Attributes:
+        path: `ddp_loop` or `trainer_run`.
+        flags: its command line; `{rank}` in a flag becomes the rank's number.
+        mutation: the change, of those in `launched/mutations.py`, that is made for this run only.
+        inspect: whether to look into DDP, config and tokenizer (`Outcome.inspection`).
+        copies: folders to copy before the run: (source, target) pairs.
+        moves: files and folders to rename before the run, after the copies: (source, target) pairs.
+    """
+
+    path: str
+    flags: Sequence[Any] = ()
+    mutation: str | None = None
+    inspect: bool = False
+    copies: Sequence[tuple[Any, Any]] = ()
+    moves: Sequence[tuple[Any, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 knows about a run that `run_many` trained.
+
+    Attributes:
+        problem: the exception's type and text; None if the run finished.
+        out: what rank 0 printed.
+        inspection: `ddp`, its plain attributes, and `changes` in config and tokenizer, each (before, after).
+        reports: on fake GPUs, what `fake_cuda.report.Report.as_dict` returned on each rank.
+    """
+
+    problem: str | None
+    out: str
+    inspection: dict[str, Any]
+    reports: list[dict[str, Any]]
+
+
+def run_many(
+    folder: Path,
+    runs: Mapping[str, TrainingRun],
+    ranks: int = 2,
+    limit: float = 600,
+    fake_gpus: bool = False,
+    job_flags: Sequence[str] = (),
+    **environment: str,
+) -> dict[str, Outcome]:
+    """Train many runs one after another in one job, on CPUs or on fake GPUs, with one thread per rank.
+
+    Args:
+        folder: the job's working directory. A run's own folder is `folder/name` unless its flags name another.
+        runs: the runs, by name.
+        ranks: processes, or 0 for plain Python.
+        limit: seconds for all of them together.
+        fake_gpus: use fake GPUs (see `tests/fake_cuda/README.md`) instead of CPUs.
+        job_flags: what all runs of a process share, such as `--deterministic`; each run needs it as well.
+        environment: variables of the job, such as RANKS_PER_NODE, which divides the ranks among several nodes.
+
+    Returns:
+        The outcome of each run, by name.
+    """
+    device = [] if fake_gpus else ["--use_cpu"]
+    common = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
+    content = {}
+    for name, run in runs.items():
+        flags = [*common, *map(str, run.flags)]
+        if not any(flag.startswith("--output_dir") for flag in flags):
+            flags.append(f"--output_dir={name}")
+        content[name] = vars(run) | {"flags": flags}
+    file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(content, default=str))
+    command: list[Any] = [MANY_RUNS, *device, *job_flags, "--threads=1", "--ddp_timeout=120"]
+    if fake_gpus:
+        command = [ON_FAKE_GPUS, *command]
+    variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
+    with Job(*map(str, command), cwd=folder, ranks=ranks, **variables, **environment) as job:
+        done = job.finish(limit)
+    assert done.status == 0, done.out + done.err
+    return {name: Outcome(**x) for name, x in json.loads(file.with_name("outcomes.json").read_text()).items()}
+
+
+def require_success(outcomes: Mapping[str, Outcome]) -> None:
+    """Assert that every run finished."""
+    assert {name: outcome.problem for name, outcome in outcomes.items()} == dict.fromkeys(outcomes)

@@ -1,0 +1,125 @@
+"""Folders of finished runs, written without training, for tests of the code that reads them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from app.data.csv_table import read_reviews
+from app.data.split import split_reviews
+from app.runs.csv_escape import escape
+from app.runs.schema import (
+    EVALUATIONS,
+    METRICS,
+    MODEL,
+    MODEL_FOLDER,
+    PREDICTIONS,
+    SETTINGS,
+    SPLIT,
+    STEPS,
+    prediction_columns,
+)
+
+
+def write_run(
+    folder: Path,
+    reviews: Path,
+    *,
+    path: str = "ddp_loop",
+    rng_seed: int = 0,
+    steps: int = 12,
+    escaped: bool = True,
+    **settings: Any,
+) -> Path:
+    """Write the folder of a run.
+
+    Args:
+        reviews: the CSV file.
+        rng_seed: the seed of losses, probabilities and weights; runs with the same seed are equal.
+        escaped: write predictions.csv like the current version; otherwise like the first version.
+    """
+    escape_cell = escape if escaped else first_escape
+    draw = np.random.default_rng(rng_seed)
+    settings = {
+        "csv": str(reviews),
+        "text_column": "review",
+        "label_column": "label",
+        "test_size": 0.25,
+        "validation_size": 0.0,
+        "cache_dir": str(folder.parent / "cache"),
+        "learning_rate": 1e-3,
+        "seed": 42,
+        "path": path,
+        "world_size": 2,
+        "devices": ["cpu", "cpu"],
+        "versions": {"python": "3.11"},
+    } | settings
+    table = read_reviews(reviews, settings["text_column"], settings["label_column"])
+    split = split_reviews(table, settings["test_size"], settings["validation_size"], settings["seed"])
+    names, labels = list(table.class_names), table.labels[split.test]
+    n = len(labels)
+    logits = draw.normal(size=(n, len(names))) + 1.5 * np.eye(len(names))[labels]
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    predicted = probabilities.argmax(axis=1)
+
+    (folder / MODEL_FOLDER).mkdir(parents=True)
+    write_json(folder / SETTINGS.name, settings)
+    write_json(
+        folder / SPLIT.name,
+        {
+            "csv": reviews.name,
+            "classes": names,
+            "n_test": n,
+            "seed": settings["seed"],
+            "fingerprint": split.fingerprint,
+        }
+        | ({"csv_escape": "'"} if escaped else {}),
+    )
+    losses, norms = 0.7 * draw.uniform(0.5, 1, steps), draw.uniform(1, 2, steps)
+    lines = [
+        {"step": step, "epoch": step / steps, "loss": loss, "grad_norm": norm, "learning_rate": 1e-3}
+        | {"examples": 32, "tokens": 900, "padded_tokens": 1000, "seconds": 0.1}
+        for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), start=1)
+    ]
+    (folder / STEPS.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = {"accuracy": float((predicted == labels).mean()), "f1": 0.5, "loss": 0.4}
+    evaluation = {"step": steps, "epoch": 1.0, "rows": "test", "n": n} | metrics
+    (folder / EVALUATIONS.name).write_text(json.dumps(evaluation) + "\n")
+    speed = {"train_seconds": 2.0, "train_examples_per_second": 160.0, "peak_memory_bytes": [2**28, 2**28]}
+    write_json(folder / METRICS.name, metrics | {"n_test": n} | speed)
+    with (folder / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([escape(name) if escaped else name for name in prediction_columns(names)])
+        for i, position in enumerate(split.test):
+            numbers = map(repr, probabilities[i].tolist())
+            words = [escape_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            writer.writerow([table.rows[position], *words[:2], *numbers, words[2]])
+    weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
+    save_file(weights, folder / MODEL_FOLDER / MODEL, {"format": "pt"})
+    return folder
+
+
+def first_escape(text: str) -> str:
+    """Escape like the first version."""
+    return "'" + text if text.lstrip()[:1] in tuple("=+-@") and not text.lstrip("-").isdecimal() else text
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    write_json(file, json.loads(file.read_text("utf-8")) | changes)
+
+
+def edit_step(folder: Path, number: int, **changes: Any) -> None:
+    """Change values in one line of steps.jsonl."""
+    file = folder / STEPS.name
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[number - 1] |= changes
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))

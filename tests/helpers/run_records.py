@@ -1,0 +1,75 @@
+"""Helpers for tests of `RunRecord`: steps without training, and a strategy that records how it is called."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.data.sampler import BatchPlan
+from app.distributed.preemption import StopRequest
+from app.metrics.score import Scores, score
+from app.record.run_record import RunRecord
+from app.runs.schema import EVALUATIONS, STEPS
+
+
+class NeverStop(StopRequest):
+    """A stop request that never comes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def requested(self) -> bool:
+        return False
+
+
+def begin(record: RunRecord, plan: BatchPlan) -> bool:
+    """Begin the run of a model whose wrapper is a `Linear`."""
+    wrapped, save, profile_step = torch.nn.Linear(2, 2), lambda folder: None, lambda: None
+    return record.begin(plan, wrapped, save=save, stop=NeverStop(), profile_step=profile_step)
+
+
+def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
+    """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
+    for step in steps:
+        batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
+        losses, norm = torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)
+        record.steps.add(step, losses, norm, learning_rate=1e-3, batches=[batch, batch], plan=record.plan)
+    record.write_steps()
+
+
+def steps_on_disk(record: RunRecord) -> list[int]:
+    """Return the steps in steps.jsonl."""
+    return [json.loads(line)["step"] for line in (record.folder / STEPS.name).read_text().splitlines()]
+
+
+def evaluations_on_disk(record: RunRecord) -> list[int]:
+    """Return the steps in evaluations.jsonl."""
+    return [json.loads(line)["step"] for line in (record.folder / EVALUATIONS.name).read_text().splitlines()]
+
+
+def correct_predictions(record: RunRecord) -> tuple[NDArray[np.float64], Scores]:
+    """Return logits that predict every test row correctly, and their scores."""
+    labels = record.info.table.labels[record.info.split.test]
+    logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
+    return logits, score(logits, labels)
+
+
+class Copies:
+    """A strategy whose gathered state has a separate tensor under each name, as if it was gathered from shards."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        self.gathered += 1
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+class References:
+    """A strategy whose gathered state is that of the model itself, as DDP's is."""
+
+    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return dict(model.state_dict())

@@ -1,0 +1,104 @@
+"""Count the collectives of training steps of tiny models, and predict them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    JambaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    RoFormerConfig,
+)
+
+from app.bench.count_collectives import Counts, count_third_step
+from app.bench.harness import Bench
+from app.bench.traffic import as_counts
+from app.distributed.topology import Topology
+from app.distributed.world import World
+from app.model.precision import training_dtype
+from app.plan.step import plan_step
+from app.settings import Settings
+from app.strategies.select import select_strategy
+from helpers.architectures import CONFIGS, SMALL
+from helpers.worlds import batch_plan
+
+LENGTH = 8
+MODELS: dict[str, PreTrainedConfig] = CONFIGS | {
+    # Dimensions that no number of ranks divides, and gradients of more than 1 MiB.
+    "uneven": BertConfig(hidden_size=33, num_hidden_layers=2, num_attention_heads=3, intermediate_size=3001),
+    "frozen": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True),
+    "roformer": RoFormerConfig(**SMALL, embedding_size=32),  # its position embeddings are not trained either
+    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
+    "jamba": JambaConfig(**SMALL, num_key_value_heads=1, num_experts=4, attn_layer_period=2, attn_layer_offset=1),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step whose collectives are counted.
+
+    Attributes:
+        name: a model of `MODELS`.
+        logical_ranks: by default the number of ranks.
+        changes: more settings.
+        inside: the number of ranks on each node; by default all ranks are on one node.
+    """
+
+    name: str
+    strategy: str
+    ranks: int
+    logical_ranks: int | None = None
+    accumulation: int = 1
+    changes: dict[str, Any] = field(default_factory=dict)
+    inside: int | None = None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's config, with a small vocabulary."""
+        config = copy.deepcopy(MODELS[self.name])
+        config.vocab_size, config.pad_token_id = 1_009, 0
+        config.eos_token_id = 3
+        return config
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the step."""
+        changes = {"ddp_find_unused_parameters": self.name == "xlnet"} | self.changes
+        return Settings(
+            strategy=self.strategy,
+            use_cpu=True,
+            max_length=LENGTH,
+            gradient_accumulation_steps=self.accumulation,
+            **changes,
+        )
+
+    def predict(self) -> Counts:
+        """The collectives that app.plan predicts."""
+        plan = batch_plan(self.ranks, self.logical_ranks, self.accumulation)
+        topology = Topology(self.ranks, self.inside)
+        step = plan_step(self.settings, self.config, plan, torch.device("cpu"), topology)
+        return as_counts(step.traffic(self.strategy))
+
+    def count(self, world: World) -> Counts:
+        """The collectives that this rank calls."""
+        plan, config = batch_plan(self.ranks, self.logical_ranks, self.accumulation), self.config
+        strategy = select_strategy(self.settings, plan, world)
+        model = AutoModelForSequenceClassification.from_config(config)
+        model.to(training_dtype(self.settings))
+        if self.settings.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.full((2, LENGTH), 7)
+        ids[:, -1] = 3  # BART and T5 classify the hidden state of the end-of-sequence token
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(2, dtype=torch.int64)}
+        batches = [batch] * (3 * plan.micro_batches_per_step)
+        data: Any = SimpleNamespace(plan=plan)
+        loader: Any = batches
+        return count_third_step(Bench(self.settings, world, data, strategy, model, strategy.wrap(model), loader))

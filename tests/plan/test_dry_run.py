@@ -1,0 +1,75 @@
+"""`--dry_run` prints the plan of a run, and does nothing else."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from app import compare, ddp_loop, trainer_run
+from app.checkpoint.resume import Resume
+from app.common.errors import AgreedError
+from app.experiments import parity_table, same_bits
+from app.plan import __main__ as plan
+from app.plan import dry_run
+from app.plan.dry_run import print_plan
+from app.settings import Settings
+from app.training import prepare
+
+TITLES = ("Memory of the rank that needs most", "Traffic: what a rank sends", "Collectives of a step")
+
+
+@pytest.fixture
+def settings(review_csv, tmp_path, monkeypatch) -> Settings:
+    monkeypatch.chdir(tmp_path)
+    return Settings(
+        csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=8, strategy="zero3", dry_run=True
+    )
+
+
+@pytest.mark.parametrize("path", [ddp_loop, trainer_run])
+def test_both_paths_print_the_plan_instead_of_training(path, settings, world, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(path, "join", lambda _: nullcontext(world))
+    monkeypatch.setattr(path, "fine_tune", lambda *_: pytest.fail("this run trains"))
+    monkeypatch.setattr(prepare, "build_model", lambda *_: pytest.fail("this run loads weights"))
+    path.main(settings)
+    text = capsys.readouterr().out
+    assert "8 rows per step = 1 rank x 8 rows x 1 micro-batch; 16 tokens per row, fp32" in text
+    for title in TITLES:
+        assert title in text
+    assert text.count("| zero3 |") > 2
+    assert "| ddp |" not in text, "only the strategy of the run"
+    assert [path.name for path in tmp_path.iterdir()] == ["reviews.csv"], "no folder is created"
+
+
+def test_a_mistake_is_reported_as_by_the_run(settings, world, tmp_path):
+    settings.output_dir = str(tmp_path / "used")
+    Path(settings.output_dir).mkdir()
+    Path(settings.output_dir, "file").touch()
+    with pytest.raises(AgreedError, match="--output_dir"):
+        print_plan("ddp_loop", settings, world)
+    settings.output_dir, settings.train_batch_size = None, 1_000
+    with pytest.raises(AgreedError, match="81 training rows don't fill one batch"):
+        print_plan("ddp_loop", settings, world)
+
+
+def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, monkeypatch, capsys):
+    def resolve(path_name, given, world):
+        return Settings(**(given.as_dict() | {"logical_ranks": 4})), Resume()
+
+    monkeypatch.setattr(dry_run, "resolve_settings", resolve)
+    print_plan("ddp_loop", settings, world)
+    assert "4 logical ranks (on 1 rank) x 2 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", [compare, plan, same_bits, parity_table])
+@pytest.mark.parametrize("flag", ["--dry_run", "--deepspeed=ds.json", "--fsdp"])
+def test_other_programs_refuse_the_flags_of_one_run(program, flag, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", flag, "--use_cpu"])
+    assert program.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {flag.partition('=')[0]}: only app.")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,290 @@
+"""The memory plan: what it accepts, and that its tables add up."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from app.cli import parse_settings
+from app.common.errors import UserError
+from app.common.formats import mib, parse_size
+from app.distributed.topology import Topology, powers_of_two
+from app.plan import __main__ as module
+from app.plan.activations import Activations
+from app.plan.fits import VARIANTS, label, largest_that_fits, memory_of_device, needed, traffic_of, verdict
+from app.plan.memory import bytes_of
+from app.plan.step import Plan, build_plan
+from app.plan.tables import describe_plan, describe_run_plan
+from app.settings import STRATEGIES, Settings
+from app.strategies.blocks import sharded_groups
+from app.training.console import advise_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("7 KB", 7_000)]
+)
+def test_a_size_has_a_number_and_a_unit(text, size):
+    assert parse_size("device_memory", text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "24", "GiB", "-1GiB", "0GiB", "1e3GiB", "24gib", "24GiB!", "9" * 30 + "GiB", "1.GiB"]
+)
+def test_any_other_text_is_one_line(text):
+    with pytest.raises(UserError, match=r"^--device_memory .*: must be a number with a unit, such as 24GiB or 80GB$"):
+        parse_size("device_memory", text)
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 0), (14, 0), (15, 1), (24, 1), (25, 2), (1_000, 99), (1_005, 100)])
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(free, rows):
+    assert largest_that_fits(free, lambda n: Activations(saved=0, peak=10 * n + 5)) == rows
+
+
+def run(monkeypatch, tmp_path, review_csv, *flags: str) -> int:
+    monkeypatch.chdir(tmp_path)
+    fixed = ["--csv", str(review_csv(90)), "--use_cpu", "--max_length=16", "--train_batch_size=8", "--ranks=2"]
+    monkeypatch.setattr(sys, "argv", ["plan", *fixed, *flags])
+    return module.main()
+
+
+def table(text: str, title: str) -> list[list[str]]:
+    """The cells of the table below a title, without its header."""
+    lines = text[text.index(title) :].split("\n\n")[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def numbers(cells: Sequence[str]) -> list[float]:
+    return [float(cell.replace(",", "")) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Plan:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "reviews.csv").write_text("label,review\n" + "".join(f"{i % 2},第{i}次好\n" for i in range(90)))
+    settings = Settings(csv=str(folder / "reviews.csv"), use_cpu=True, max_length=16, train_batch_size=8)
+    return build_plan(replace(settings, gradient_accumulation_steps=2), Topology(2))
+
+
+def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "build_plan", lambda *_: planned)
+    assert run(monkeypatch, tmp_path, review_csv, "--output_dir=plan", "--device_memory=16MiB") == 0
+    text = Path("plan/plan.md").read_text()
+    assert text.partition("![Memory]")[0].strip() in capsys.readouterr().out
+    for chart in ("memory.png", "traffic.png"):
+        assert Path("plan", chart).read_bytes().startswith(b"\x89PNG")
+        assert f"({chart})" in text
+    assert "8 rows per step = 2 ranks x 2 rows x 2 micro-batches; 16 tokens per row, fp32" in text
+    fits = [int(row[2]) for row in table(text, "## What fits into 16.0 MiB")]
+    assert min(fits) > 4, "more than the micro-batch of the plan"
+
+
+def test_the_memory_tables_agree(planned):
+    text = describe_plan(planned)
+    parts = {row[0]: numbers(row[1:]) for row in table(text, "## Memory of the rank that needs")}
+    assert list(parts) == [*STRATEGIES, "zero3 --cpu_offload"]
+    for *kinds, on_device, in_main_memory in parts.values():
+        assert sum(kinds) == pytest.approx(on_device + in_main_memory, abs=0.5), "rounded numbers"
+    assert parts["zero3"][-1] == 0
+    assert parts["zero3 --cpu_offload"][-1] == pytest.approx(sum(parts["zero3"][:3]), abs=0.2)
+    by_ranks = table(text, "## Memory of the device by the number of ranks")
+    assert len(by_ranks) == 4 * len(parts), "each precision, with and without checkpointing"
+    assert [len(row) for row in by_ranks] == [3 + len(powers_of_two(1, 1024))] * len(by_ranks)
+    assert {row[0]: float(row[4]) for row in by_ranks[:5]} == {name: row[-2] for name, row in parts.items()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_sharding_one_block_at_a_time_needs_less_than_a_step(planned, strategy, offload):
+    assert f"main memory: {mib(planned.start)} MiB for each rank" in describe_plan(planned)
+    complete = [sum(map(bytes_of, group)) for group in sharded_groups(planned.model)]
+    assert sum(complete) <= planned.start, "with buffers"
+    for ranks in powers_of_two(1, 1024):
+        memory = planned.largest_memory(strategy, ranks)
+        assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device(offload)
+
+
+def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
+    line = "Activations are those of CPU kernels"
+    assert line not in describe_plan(planned)
+    assert line in describe_plan(replace(planned, settings=replace(planned.settings, use_cpu=False)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "advised", "flags"),
+    [
+        (2, True, {"strategy": "zero3", "precision": "bf16"}),
+        (2, True, {"strategy": "zero3", "precision": "fp16"}),
+        (2, True, {"fsdp": True, "precision": "bf16"}),
+        (1, False, {"strategy": "zero3", "precision": "bf16"}),
+        (2, False, {"strategy": "zero3"}),
+        (2, False, {"strategy": "zero2", "precision": "bf16"}),
+        (2, False, {"strategy": "zero3", "precision": "bf16", "activation_checkpointing": True}),
+    ],
+)
+def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks, advised, flags):
+    lines = advise_checkpointing(Settings(**flags), planned.model, ranks)
+    flag = "--fsdp" if "fsdp" in flags else "--strategy zero3"
+    assert [line.partition(" with")[0] for line in lines] == [flag] * advised
+    plan = replace(planned, settings=replace(planned.settings, **flags), batches=replace(planned.batches, ranks=ranks))
+    assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_the_verdict_names_what_fits_and_what_of_it_sends_least(planned, ranks_per_node):
+    plan = replace(planned, topology=Topology(2, ranks_per_node))
+    sizes = {variant: needed(plan, variant) for variant in VARIANTS}
+    sent = {variant: traffic_of(plan, variant)[0 if ranks_per_node == 1 else 1] for variant in VARIANTS}
+    for budget in sizes.values():
+        text = describe_plan(plan, budget)
+        assert f"## What fits into {mib(budget)} MiB" in text
+        names, least = text.partition("## Verdict")[2].split("The least communication: ")
+        fitting = [variant for variant in VARIANTS if sizes[variant] <= budget]
+        if len(fitting) == len(VARIANTS):
+            assert f"every strategy fits into {mib(budget)} MiB" in names
+        else:
+            assert re.findall("`(.*?)`", names) == list(map(label, fitting))
+        (chosen,) = [variant for variant in VARIANTS if least.startswith(f"`{label(variant)}` ")]
+        assert chosen in fitting
+        assert sent[chosen] <= 1.01 * min(sent[variant] for variant in fitting)
+    assert len(set(sizes.values())) > 2
+
+
+def test_without_a_gpu_the_memory_of_the_device_is_unknown(planned):
+    smallest = min(VARIANTS, key=lambda variant: needed(planned, variant))
+    for text in (describe_plan(planned), describe_run_plan(planned)):
+        last = text.strip().splitlines()[-1]
+        assert "The memory of the device is unknown" in last
+        assert f"`{label(smallest)}` needs the least: {mib(needed(planned, smallest))} MiB." in last
+
+
+def test_the_memory_of_a_gpu_is_that_of_the_device(planned, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**20))
+    assert "into 16.0 MiB" in verdict(planned, memory_of_device(replace(planned, device=torch.device("cuda"))))
+
+
+def test_if_nothing_fits_the_flags_that_the_verdict_names_make_it_fit(planned):
+    fixed = ["--csv", planned.settings.csv, "--use_cpu", "--per_device_train_batch_size=16"]
+    plan = build_plan(parse_settings(arguments=fixed), Topology(2))
+    least = min(needed(plan, variant) for variant in VARIANTS)
+    advised = []
+    for share in (0.99, 0.6, 0.4):
+        budget = int(share * least)
+        found = re.search("no strategy fits .* With `(.*?)`, the least .* fits: `(.*?)` ", verdict(plan, budget))
+        assert found, verdict(plan, budget)
+        # The last value of a flag counts.
+        changed = build_plan(parse_settings(arguments=[*fixed, *shlex.split(found[1])]), Topology(2))
+        assert changed.batches.global_size == plan.batches.global_size
+        (variant,) = [variant for variant in VARIANTS if label(variant) == found[2]]
+        assert needed(changed, variant) <= budget
+        advised.append(found[1])
+    assert advised[0] == "--activation_checkpointing"
+    assert "--gradient_accumulation_steps" in advised[-1]
+
+
+def test_a_model_that_is_too_large_for_the_device_needs_another_device(planned):
+    assert "use a device with more memory" in verdict(planned, 1)
+
+
+def test_the_traffic_tables_agree(planned):
+    text = describe_plan(planned)
+    totals = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic: what a rank sends")}
+    by_ranks = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic by the number of ranks")}
+    collectives = table(text, "## Collectives of a step")
+    assert list(totals) == list(by_ranks) == list(STRATEGIES)
+    for strategy in STRATEGIES:
+        *purposes, together = totals[strategy]
+        assert sum(purposes) == pytest.approx(together, abs=0.2)
+        assert by_ranks[strategy][:2] == [0, together], "1 and 2 ranks"
+        sent = sum(numbers([row[-1] for row in collectives if row[0] == strategy]))
+        assert sent / 2**20 == pytest.approx(together, abs=0.1)
+
+
+def test_the_traffic_of_several_nodes_is_that_inside_and_that_between_them(planned):
+    text = describe_plan(planned)
+    assert "leaves a node" not in text
+    assert "among" not in text
+    nodes = replace(planned, topology=Topology(8, 4))
+    text = describe_plan(nodes)
+    leaving = {row[0]: float(row[-1]) for row in table(text, "## Traffic: what a rank sends")}
+    by_ranks = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic that leaves a node")}
+    collectives = table(text, "## Collectives of a step")
+    assert {row[4] for row in collectives} == {"all ranks", "the ranks of a node", "equal local ranks"}
+    for strategy in STRATEGIES:
+        assert by_ranks[strategy][:4] == [0, 0, 0, leaving[strategy]], "1, 2, 4 and 8 ranks"
+        together = sum(numbers([row[-1] for row in collectives if row[0] == strategy]))
+        assert together / 2**20 == pytest.approx(leaving[strategy], abs=0.1)
+    assert "equal local ranks" in describe_run_plan(nodes)
+
+
+def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, monkeypatch):
+    def plan(**changes: object) -> Plan:
+        settings = Settings(csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=16, **changes)
+        return build_plan(settings, Topology(2))
+
+    monkeypatch.chdir(tmp_path)
+    plain, shared = plan(), plan(logical_ranks=8, ddp_bucket_cap_mb=1)
+    assert (plain.batches.micro_size, shared.batches.micro_size) == (8, 2)
+    assert plain.largest_memory("ddp").partial_sums == 0
+    assert shared.largest_memory("ddp").partial_sums == 2 * shared.largest_memory("ddp").gradients
+    gathers = [sum(c.times for c in one.traffic("zero3") if c.purpose == "parameters") for one in (plain, shared)]
+    assert gathers[1] == 4 * gathers[0]
+
+
+def test_measuring_needs_a_core_per_rank(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "usable_cores", lambda: {0})
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: --measure with --ranks 2: this machine has 1 core(s): use --ranks 1 or fewer"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_measuring_needs_enough_memory(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: --measure: 2 ranks need about [\d.]+ MiB of main memory, and 1\.0 MiB are available", line)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
+    monkeypatch.setattr(module, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(module, "describe_plan", lambda *_: "the plan")
+    started = []
+    monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)
+    assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 0
+    assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"]
+    for _, settings, ranks in started:
+        assert (settings.threads, settings.max_length, ranks) == (1, 16, 2)
+    monkeypatch.setattr(module, "run_job", lambda *_: 1)
+    assert run(monkeypatch, tmp_path, review_csv, "--measure") == 1
+    assert "error: app.bench.memory failed with exit status 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ranks=0"], "error: --ranks 0: must be 1 or more"),
+        (["--ranks_per_node=0"], "error: --ranks_per_node 0: must be 1 or more, and divide --ranks 2"),
+        (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
+        (["--measure", "--ranks_per_node=1"], "error: --measure: "),
+        (["--ranks=3"], "error: --train_batch_size 8 can't be divided among 3 rank(s)"),
+        (["--deepspeed=ds.json"], "error: --deepspeed: only app.trainer_run has it: "),
+        (["--fsdp"], "error: --fsdp: only app.trainer_run has it: "),
+        (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
+        (["--model=missing"], "error: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_folder(monkeypatch, tmp_path, review_csv, capsys, flags, message):
+    assert run(monkeypatch, tmp_path, review_csv, *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+    assert not (tmp_path / "runs").exists()

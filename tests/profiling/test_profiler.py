@@ -1,0 +1,160 @@
+"""`--profile` in a run of one process: its files, and that it is all or nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.worlds import fake_world
+from torch.autograd import DeviceType
+
+import app.ddp_loop
+from app.cli import parse_settings
+from app.common.errors import RunError
+from app.profiling import profiler
+from app.profiling.breakdown import CATEGORIES, EXPOSED, Event
+from app.report.bitwise import first_difference
+from app.runs.reader import read_run
+
+FLAGS = ["--max_length=16", "--train_batch_size=8", "--eval_strategy=no", "--save_strategy=no", "--use_cpu"]
+
+
+@pytest.fixture
+def train(world, review_csv, tmp_path, monkeypatch):
+    """Train with app.ddp_loop in this process: `train("name", "--profile=2")` returns the run's folder."""
+    monkeypatch.chdir(tmp_path)
+    csv = review_csv(90)
+
+    def run(name, *flags):
+        arguments = [*FLAGS, f"--csv={csv}", f"--output_dir={name}", *flags]
+        app.ddp_loop.fine_tune(parse_settings(arguments=arguments), world)
+        return tmp_path / name
+
+    return run
+
+
+def fail_in_step(number):
+    """Make the training step of this number fail."""
+    train_step = app.ddp_loop.train_step
+
+    def failing(wrapped, batches, step, **arguments):
+        if step + 1 == number:
+            raise RuntimeError("the step fails")
+        return train_step(wrapped, batches, step, **arguments)
+
+    return patch.object(app.ddp_loop, "train_step", failing)
+
+
+def profiled_steps(folder):
+    return json.loads((folder / "profile" / "summary.json").read_text())["steps"]
+
+
+def test_a_profile_has_a_trace_and_a_summary_and_changes_no_result(train, capsys):
+    plain = train("plain", "--max_steps=7")
+    folder = train("profiled", "--max_steps=7", "--profile=2")
+    assert first_difference(read_run(plain), read_run(folder)) is None
+    assert not (plain / "profile").exists()
+    files = {path.name for path in (folder / "profile").iterdir()}
+    assert files == {"trace-rank0.json.gz", "summary.json", "summary.md"}
+    with gzip.open(folder / "profile" / "trace-rank0.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"micro-batch", "clip_grad_norm", "DistributedDataParallel.forward", "aten::addmm"} <= names
+    summary = json.loads((folder / "profile" / "summary.json").read_text())
+    assert summary["steps"] == [5, 6]
+    assert len(summary["ranks"]) == 1
+    for step in summary["ranks"][0]:
+        assert sum(step[name] for name in CATEGORIES) == pytest.approx(step["step"])
+        assert min(step[name] for name in CATEGORIES if name != EXPOSED) > 0
+    table = (folder / "profile" / "summary.md").read_text().removeprefix("```\n").removesuffix("\n```\n")
+    assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_every_strategy_marks_the_parts_of_its_steps(train, strategy):
+    folder = train(strategy, "--max_steps=5", "--profile=1", f"--strategy={strategy}")
+    (step,) = json.loads((folder / "profile" / "summary.json").read_text())["ranks"][0]
+    assert min(step[name] for name in CATEGORIES if name != EXPOSED) > 0
+
+
+def test_a_profile_that_would_outlast_the_run_ends_with_it(train, capsys):
+    assert profiled_steps(train("long", "--max_steps=6", "--profile=100")) == [5, 6]
+    assert not (train("short", "--max_steps=4", "--profile=1") / "profile").exists()
+    assert "--profile 1: not done, as the run ends before step 5" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train, tmp_path):
+    saving = ["--save_strategy=steps", "--save_steps=3", "--max_steps=9", "--profile=3"]
+    with fail_in_step(6), pytest.raises(RuntimeError, match="the step fails"):
+        train("run", *saving)
+    assert not [path for path in (tmp_path / "run").iterdir() if "profile" in path.name]
+    assert not torch.autograd._profiler_enabled()
+    shutil.copytree("run", "copy")  # this process still holds the lock of the other folder
+    assert profiled_steps(train("copy", *saving, "--resume_from_checkpoint=auto")) == [8, 9]
+
+
+def test_a_profile_of_an_earlier_attempt_stays_until_there_is_a_new_one(train):
+    saving = ["--save_strategy=steps", "--save_steps=6", "--max_steps=8", "--profile=1"]
+    with fail_in_step(8), pytest.raises(RuntimeError, match="the step fails"):
+        train("run", *saving)
+    shutil.copytree("run", "copy")  # this process still holds the lock of the other folder
+    assert profiled_steps(train("copy", *saving, "--resume_from_checkpoint=auto")) == [5]
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
+    full = patch.object(profiler.gzip, "open", side_effect=OSError(28, "No space left on device"))
+    with full:
+        folder = train("continues", "--max_steps=6", "--profile=1")
+    assert "No space left on device; training continues (--on_save_failure continue)" in capsys.readouterr().out
+    assert not [path for path in folder.iterdir() if "profile" in path.name]
+    with full, pytest.raises(RunError, match="No space left on device"):
+        train("stops", "--max_steps=6", "--profile=1", "--on_save_failure=stop")
+
+
+def test_a_kernel_is_launched_by_the_operator_that_it_is_linked_to():
+    class Recorded:
+        def __init__(self, name, start, device="CPU", correlation=0, linked=0, annotation=False):
+            values = {"name": name, "start_ns": start, "end_ns": start + 5, "start_thread_id": 1}
+            values |= {"device_type": getattr(DeviceType, device), "is_user_annotation": annotation}
+            values |= {"correlation_id": correlation, "linked_correlation_id": linked}
+            for method, value in values.items():
+                setattr(self, method, lambda value=value: value)
+
+    recorded = [
+        Recorded("ProfilerStep#4", 0, annotation=True),
+        Recorded("ProfilerStep#4", 3, "CUDA", annotation=True),
+        Recorded("aten::mm", 10, correlation=7),
+        Recorded("cudaLaunchKernel", 12, correlation=9, linked=7),
+        Recorded("aten::add", 20, correlation=9),
+        Recorded("gemm", 90, "CUDA", correlation=9, linked=7),
+    ]
+    results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: recorded)))
+    events = {event.name: (event.start, event.launched) for event in profiler.events_of(results)}
+    assert events == {"ProfilerStep#4": (0, None), "aten::mm": (10, None), "aten::add": (20, None), "gemm": (90, 10)}
+
+
+def test_a_gpu_without_kernels_is_reported(capsys):
+    operator, kernel = Event("aten::mm", 0, 5), Event("gemm", 0, 5, launched=0)
+    for events, device, expected in [
+        ([operator], "cuda", True),
+        ([operator, kernel], "cuda", False),
+        ([operator], "cpu", False),
+    ]:
+        profiler.warn_without_kernels(events, fake_world(device=device))
+        assert ("no kernels" in capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize("content", ['{"traceEvents": [{"name": "aten::', '{"traceEvents": [{"name": "aten::mm"}'])
+def test_a_trace_that_is_cut_off_is_not_kept(content, tmp_path):
+    class CutOff:
+        def export_chrome_trace(self, path):
+            with open(path, "w") as file:
+                file.write(content)
+
+    with pytest.raises(OSError, match="the trace is incomplete: the disk may be full"):
+        profiler.write_trace(CutOff(), tmp_path / "trace-rank0.json.gz")
+    assert not (tmp_path / "trace-rank0.json.gz").exists()

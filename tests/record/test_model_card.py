@@ -1,0 +1,98 @@
+"""The model card is valid for the Hub, and untrusted text in it stays text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from helpers.worlds import fake_world
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.common.paths import DOWNLOADED_CSV
+from app.model.identity import ModelIdentity
+from app.record.json_files import RunInfo
+from app.record.model_card import model_card
+from app.settings import Settings
+
+METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "loss": 0.4, "hash": "d" * 64}
+
+
+def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None = None, **settings) -> str:
+    texts = pd.Series([f"review {i}" for i in range(9)])
+    table = SimpleNamespace(
+        path=Path(csv), sha256="f" * 64, rows_read=9, dropped={}, class_names=tuple(classes), texts=texts
+    )
+    split = SimpleNamespace(train=np.arange(6), validation=np.arange(0), test=np.arange(6, 9), fingerprint="e" * 64)
+    info = RunInfo(
+        path_name="ddp_loop",
+        settings=Settings(learning_rate=1e-3, **settings),
+        table=table,
+        split=split,
+        duplicates={},
+        world=fake_world(),
+        devices=["cpu"],
+        model=ModelIdentity(commit),
+    )
+    return model_card(info, METRICS)
+
+
+def front_matter(text: str) -> dict:
+    begin, yaml_block, _ = text.split("---\n", maxsplit=2)
+    assert begin == ""
+    return yaml.safe_load(yaml_block)
+
+
+def test_the_front_matter_names_model_data_and_results():
+    text = card(DOWNLOADED_CSV.name, model="google-bert/bert-base-chinese", commit="a" * 40)
+    data = ModelCard(text).data
+    assert data.base_model == "google-bert/bert-base-chinese"
+    assert data.datasets == ["ChnSentiCorp_htl_all"]
+    assert (data.language, data.license) == ("zh", "unknown")
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
+    results = {result.metric_type: (result.metric_value, result.dataset_split) for result in data.eval_results}
+    assert results == {"accuracy": (0.875, "test"), "f1": (0.5, "test")}
+    assert f"at commit `{'a' * 40}`" in text
+    assert "| 0.8750 | 0.5000 | 0.2500 | 0.7500 | 0.4000 |" in text
+
+
+def test_what_is_unknown_is_left_out():
+    data = front_matter(card("my reviews.csv"))
+    assert not {"base_model", "language", "datasets"} & data.keys()
+
+
+def test_a_local_model_is_not_a_model_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "some-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for model in (str(tmp_path / "some-model"), "some-model"):
+        text = card(model=model)
+        assert "base_model" not in front_matter(text)
+        assert "# Text classifier fine-tuned from some-model\n" in text
+        assert str(tmp_path) not in text
+
+
+HOSTILE = ["---", "\n---\n", "a: [", "'", '"', "*", "&x", "<script>alert(1)</script>", "\x1b[2J", "| x |", "`", "…"]
+
+
+@given(st.lists(st.sampled_from(HOSTILE) | st.text(max_size=9), min_size=2, max_size=4))
+def test_the_front_matter_is_valid_for_any_class_name(classes):
+    text = card(classes=classes)
+    assert ModelCard(text).data.to_dict() == ModelCard(card()).data.to_dict()
+    (line,) = (line for line in text.split("\n") if line.startswith("Classes: "))
+    assert line.replace("\\", "").isprintable()
+    assert "<" not in line
+
+
+@pytest.mark.parametrize("name", [*(text.replace("/", "") for text in HOSTILE), "\udcff", "-x", "a--b"])
+def test_the_card_is_valid_for_any_file_name(name):
+    text = card(f"{name}.csv", model="models/" + name.replace("\udcff", ""))
+    text.encode()
+    data = ModelCard(text).data
+    assert data.eval_results[0].metric_value == 0.875
+    assert data.library_name == "transformers"
+    assert "<script>" not in text.split("---\n", maxsplit=2)[2]

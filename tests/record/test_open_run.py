@@ -1,0 +1,60 @@
+"""Opening a run: a folder that not all nodes see is refused, and the peak of the devices is known or None."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.common.errors import UserError
+from app.common.machine import DATA_SHEETS
+from app.distributed.collectives import all_gather_object
+from app.record import open_run as open_module
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_written(
+    new_record, monkeypatch, tmp_path, strategy
+):
+    def seen_by_one(value, world):
+        return [value, False] if isinstance(value, bool) else all_gather_object(value, world)
+
+    monkeypatch.setattr(open_module, "all_gather_object", seen_by_one)
+    if strategy == "no":
+        new_record(save_strategy="no")
+        return
+    with pytest.raises(UserError, match=r"--output_dir .*run: rank\(s\) 1 can't see it"):
+        new_record()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_best_weights_need_a_shared_folder_too(new_record, monkeypatch):
+    monkeypatch.setattr(open_module, "_refuse_unshared_folder", lambda *_, **__: pytest.fail("checked"))
+    new_record(save_strategy="no")
+    with pytest.raises(pytest.fail.Exception, match="checked"):
+        new_record(save_strategy="no", output_dir=None, load_best_model_at_end=True, validation_size=0.2)
+
+
+def test_the_peak_is_the_sum_over_the_devices_or_unknown(new_record, monkeypatch, tmp_path):
+    def peak_of(*names: str, **options) -> float | None:
+        def gather(value, world):
+            if not isinstance(value, tuple):
+                return [1]
+            return [(name, open_module.peak_flops(name, "fp32")) for name in names]
+
+        monkeypatch.setattr(open_module, "all_gather_object", gather)
+        monkeypatch.chdir(tmp_path)
+        record, _ = new_record(save_strategy="no", output_dir=None)
+        assert list(record.info.devices) == list(names)
+        return record.info.peak_flops
+
+    known = list(DATA_SHEETS)[:2]
+    assert peak_of(*known) == sum(DATA_SHEETS[name][1] for name in known)
+    assert peak_of(known[0], "Some Other GPU") is None
+
+
+def test_a_measured_peak_replaces_the_data_sheet(new_record, tmp_path):
+    record, _ = new_record()
+    info = record.info
+    info.settings.output_dir = str(tmp_path / "measured")
+    measured = open_module.open_run(info, record.resume, record.steps.rows_of_step, measured_peak_flops=2e11)
+    assert measured.info.peak_flops == 2e11
+    assert info.peak_flops is None, "there is no data sheet for this CPU"

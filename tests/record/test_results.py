@@ -1,0 +1,189 @@
+"""The files of a finished run: the model is bitwise what `save_pretrained` writes, and metrics.json comes last."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.run_records import Copies, add_steps, begin, correct_predictions
+from helpers.worlds import batch_plan
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedModel,
+)
+
+from app.common import files
+from app.model.load import load_classifier, load_tokenizer
+from app.model.tiny_bert import learn_tokenizer
+from app.record.results import mfu, stage_model
+from app.record.steps import Totals
+from app.runs.hashes import hash_run
+from app.runs.reader import read_run
+from app.runs.schema import (
+    EVALUATIONS,
+    LOCK,
+    METRICS,
+    MODEL,
+    MODEL_CARD,
+    MODEL_FOLDER,
+    PREDICTIONS,
+    SETTINGS,
+    SPLIT,
+    STEPS,
+    JsonFormat,
+)
+from app.settings import Settings
+from app.strategies.ddp import DDP
+from app.strategies.select import select_strategy
+from app.training.console import describe_result
+
+SIZES = {"vocab_size": 60, "num_labels": 3}
+LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+def bert() -> PreTrainedModel:
+    layers = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(**SIZES, **layers))
+
+
+def bart() -> PreTrainedModel:
+    config = BartConfig(**SIZES, **LAYERS, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    model = BartForSequenceClassification(config)
+    assert model.model.shared.weight is model.model.encoder.embed_tokens.weight, "this test needs tied weights"
+    return model
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2ForSequenceClassification(GPT2Config(**SIZES, n_embd=16, n_layer=1, n_head=2))
+
+
+@pytest.mark.parametrize("build", [bert, bart, gpt2])
+@pytest.mark.parametrize("strategy_name", ["ddp", "copies", "zero3"])
+def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
+    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9)
+    model.save_pretrained(tmp_path / "expected")
+    (tmp_path / SETTINGS.name).touch()
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    strategy = Copies()
+    if strategy_name != "copies":
+        strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
+        strategy.wrap(model)
+    written = stage_model(tmp_path, model, strategy.gather_model_state(model), tokenizer)
+    for file in (tmp_path / "expected").iterdir():
+        assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+    loaded = type(model).from_pretrained(written)
+    for (name, a), b in zip(state_dict.items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
+    """Not the model's own tensors, which may be shards."""
+    model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    (tmp_path / SETTINGS.name).touch()
+    written = load_file(stage_model(tmp_path, model, dict(state), tokenizer) / MODEL)
+    assert all(torch.equal(written[name], state[name]) for name in written)
+
+
+def finish(record, strategy) -> None:
+    tokenizer = load_tokenizer(record.settings, record.info.table.texts)
+    model = load_classifier(record.settings, record.info.table.class_names, tokenizer).model
+    record.finish(strategy, model, tokenizer, *correct_predictions(record))
+
+
+def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
+    record, plan = new_record(max_length=16, save_strategy="no", max_steps=2)
+    begin(record, plan)
+    add_steps(record, 1, 2)
+    record.write_evaluation(2, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    finish(record, DDP(record.settings, plan, world))
+    names = {path.name for path in record.folder.iterdir()}
+    assert names == {
+        *(file.name for file in (SETTINGS, SPLIT, STEPS, EVALUATIONS, METRICS)),
+        *(PREDICTIONS, MODEL_FOLDER, LOCK),
+    }
+
+    def keys_of(file: JsonFormat) -> set[str]:
+        text = (record.folder / file.name).read_text("utf-8")
+        objects = [json.loads(line) for line in text.splitlines()] if file.name.endswith("l") else [json.loads(text)]
+        return set(objects[0])
+
+    for file in (SPLIT, STEPS, EVALUATIONS, METRICS):
+        assert keys_of(file) == {*file.required, *file.optional}, file.name
+    assert keys_of(SETTINGS) == {*SETTINGS.required, *SETTINGS.optional, *record.settings.as_dict()}
+    run = read_run(record.folder)
+    assert run.metrics["accuracy"] == 1.0
+    assert run.metrics["hash"] == record.results_hash == hash_run(record.folder)
+    assert record.results_hash in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
+    assert record.results_hash[:16] in describe_result(correct_predictions(record)[1], record)
+
+
+def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):
+    record, plan = new_record(max_length=16)
+    begin(record, plan)
+    add_steps(record, 1)
+    done: list[tuple[str, str]] = []
+    flush, replace = files.flush, os.replace
+    monkeypatch.setattr(files, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
+    finish(record, DDP(record.settings, plan, world))
+    assert [name for what, name in done if what == "rename"] == [PREDICTIONS, MODEL_FOLDER, METRICS.name]
+    for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
+        position = done.index(("rename", name))
+        assert contents <= {flushed for what, flushed in done[:position] if what == "flush"}
+        assert done[position + 1] == ("flush", "run")
+    assert ("flush", STEPS.name) in done[: done.index(("rename", MODEL_FOLDER))]
+    assert done[-1] == ("flush", "run")
+
+
+def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(new_record):
+    class Model(nn.Linear):
+        def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+            (folder / "half").touch()
+            raise SafetensorError("I/O error: No space left on device")
+
+    record, plan = new_record()
+    begin(record, plan)
+    add_steps(record, 1)
+    with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
+        record.finish(Copies(), Model(2, 2), None, *correct_predictions(record))
+    assert not (record.folder / ".model.tmp").exists()
+
+
+def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record, world):
+    record, plan = new_record(max_length=16)
+    begin(record, plan)
+    add_steps(record, 1)
+    (record.folder / STEPS.name).unlink()
+    with pytest.raises(FileNotFoundError, match=STEPS.name):
+        finish(record, DDP(record.settings, plan, world))
+    assert not [path.name for path in record.folder.iterdir() if "model" in path.name]
+
+
+def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
+    record, plan = new_record()
+    begin(record, plan)
+    add_steps(record, 1)
+    record.folder.rename(record.folder.with_name("elsewhere"))
+    with pytest.raises(FileNotFoundError):
+        record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
+    assert not record.folder.exists()
+
+
+def test_the_flops_utilization_counts_neither_padding_nor_embeddings():
+    model, totals = bert(), Totals(train_seconds=2.0, examples=8, tokens=100, padded_tokens=1000)
+    embeddings = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    parameters = sum(parameter.numel() for parameter in model.parameters()) - embeddings
+    assert mfu(model, totals, 1e6) == 6.0 * parameters * 100 / 2.0 / 1e6
+    assert mfu(model, totals, None) is None

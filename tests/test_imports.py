@@ -1,0 +1,82 @@
+"""The layers of app/: imports point downward, and no packages import each other in a circle."""
+
+from __future__ import annotations
+
+import grimp
+import pytest
+
+# From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
+LAYERS = (
+    {"compare", "predict", "nproc_per_node"},
+    {"experiments", "bench"},
+    {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
+    {"report", "plan"},
+    {"trainer"},
+    {"training"},
+    {"profiling"},
+    {"record"},
+    {"checkpoint"},
+    {"runs", "strategies"},
+    {"model", "data", "metrics"},
+    {"program"},
+    {"cli"},
+    {"distributed"},
+    {"settings"},
+    {"common"},
+)
+PATHS = ("ddp_loop", "trainer_run")
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("app", cache_dir=None)
+
+
+def chains(dependencies: set[grimp.PackageDependency]) -> list[str]:
+    """Describe each import that is not allowed by the modules that it leads through."""
+    return sorted(
+        " > ".join([*sorted(route.heads), *route.middle, *sorted(route.tails)])
+        for dependency in dependencies
+        for route in dependency.routes
+    )
+
+
+def test_imports_point_downward(graph):
+    names = {module.removeprefix("app.") for module in graph.find_children("app")}
+    assert names - set().union(*LAYERS) == set(), "each has a layer"
+    assert chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"})) == []
+
+
+def test_the_laboratories_do_not_import_each_other(graph):
+    layers = [{"reduction"}, {"communication", "scaling"}]  # communication and scaling are independent
+    assert chains(graph.find_illegal_dependencies_for_layers(layers, containers={"app.bench"})) == []
+
+
+def test_the_hand_written_loop_imports_nothing_of_trainer(graph):
+    assert graph.find_shortest_chains("app.ddp_loop", "app.trainer", as_packages=True) == set()
+    assert graph.find_shortest_chains("app.trainer_run", "app.trainer", as_packages=True), "trainer_run does"
+
+
+def test_the_run_folders_format_imports_only_what_is_common(graph):
+    imported = {
+        module
+        for importer in graph.find_descendants("app.runs")
+        for module in graph.find_modules_directly_imported_by(importer)
+    }
+    assert {module.split(".")[1] for module in imported if module != "app"} <= {"runs", "common"}
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        (PATHS[0], PATHS[1]),  # the two paths never import each other
+        (PATHS[1], PATHS[0]),
+        ("common.files", "settings"),
+        ("checkpoint.manager", "record.run_record"),  # a circle
+    ],
+)
+def test_a_forbidden_import_is_found(importer, imported):
+    graph = grimp.build_graph("app", cache_dir=None)
+    graph.add_import(importer=f"app.{importer}", imported=f"app.{imported}")
+    found = chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"}))
+    assert any(f"app.{importer} > app.{imported}" in chain for chain in found), found
