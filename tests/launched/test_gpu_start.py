@@ -24,7 +24,7 @@ torch.cuda._lazy_init = no_context
 if os.environ.get("UNKNOWN_FLAG_ON") == os.environ.get("RANK", "0"):
     sys.argv += ["--lerning_rate", "1"]
 from importlib import import_module
-from app.cli import launch
+from app.program import launch
 launch(import_module(sys.argv.pop(1)).main, None)
 """
 
