@@ -20,8 +20,8 @@ PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 PROGRAMS = (
     *PATHS,
     *("compare", "plan", "experiments/same_bits", "experiments/parity_table"),
-    *("bench/recipe", "bench/traffic", "bench/reduction", "bench/communication", "bench/checkpoint_cost"),
-    *("bench/memory", *WITHOUT_SETTINGS),
+    *("bench/recipe", "bench/traffic", "bench/communication", "bench/checkpoint_cost", "bench/memory"),
+    *WITHOUT_SETTINGS,
 )
 
 

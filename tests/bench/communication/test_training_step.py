@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.worlds import batch_plan, fake_world
 
-from app.bench import recipe, reduction
+from app.bench import recipe
 from app.bench.communication import step_variants, timing, training_step
 from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
 from app.bench.communication.training_step import (
@@ -160,14 +160,6 @@ def test_ratios_are_those_of_the_same_round():
 def test_a_model_that_is_named_is_the_only_one():
     assert models(Settings(model="bert-base-chinese")) == ["bert-base-chinese"]
     assert models(Settings()) == [TINY, "BERT 4 x 312"]
-
-
-def test_the_reduction_benchmark_prints_a_line_per_variant():
-    comparison = Comparison("model", {"plain all-reduce": [0.1, 0.1], "2 logical ranks": [0.11, 0.12]})
-    lines = reduction.describe(comparison, 2).splitlines()
-    assert lines[1] == (
-        "model, 2 rank(s),  2 logical ranks: median   115.0 ms per step, +15.0% (from +10.0% to +20.0% over 2 rounds)"
-    )
 
 
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
