@@ -12,8 +12,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..common.charts import SERIES_COLORS
 from ..common.errors import escape_control_characters
-from ..report.charts import SERIES_COLORS
 from ..report.environments import html_environment
 
 WIDTH = 100  # of the text, in characters
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart from `app.report.charts.render_svg`. It is left out of the text."""
+    """A chart from `app.common.charts.render_svg`. It is left out of the text."""
 
     title: str
     svg: Markup

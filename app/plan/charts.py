@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from matplotlib.figure import Figure
 
+from ..common.charts import draw_bars
 from ..common.formats import MIB
 from ..settings import STRATEGIES
 from .memory import RankMemory
@@ -22,16 +23,18 @@ def draw_memory(plan: Plan) -> Figure:
     names = [field.name for field in fields(RankMemory)]
     parts = {name.replace("_", " "): [float(getattr(memory, name)) for memory in memories] for name in names}
     parts["activations"] = [float(plan.activations.peak)] * len(STRATEGIES)
-    return draw_bars(parts, "MiB on the rank that needs most")
+    return draw_parts(parts, "MiB on the rank that needs most")
 
 
 def draw_traffic(plan: Plan) -> Figure:
     """Draw what a rank sends under each strategy: gradients, parameters and the rest."""
     sent = [sent_by_purpose(plan, strategy) for strategy in STRATEGIES]
-    return draw_bars({purpose: [one[purpose] for one in sent] for purpose in sent[0]}, "MiB that a rank sends per step")
+    return draw_parts(
+        {purpose: [one[purpose] for one in sent] for purpose in sent[0]}, "MiB that a rank sends per step"
+    )
 
 
-def draw_bars(parts: Mapping[str, Sequence[float]], label: str) -> Figure:
+def draw_parts(parts: Mapping[str, Sequence[float]], label: str) -> Figure:
     """Draw one bar per strategy.
 
     Args:
@@ -40,15 +43,10 @@ def draw_bars(parts: Mapping[str, Sequence[float]], label: str) -> Figure:
     """
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot(xlabel=label)
-    left = [0.0] * len(STRATEGIES)
     longest = max(map(sum, zip(*parts.values(), strict=True)))
     shown = {name: sizes for name, sizes in parts.items() if max(sizes) > SMALLEST_PART * longest}
-    for name, sizes in shown.items():
-        widths = [size / MIB for size in sizes]
-        axes.barh(STRATEGIES, widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(STRATEGIES)), STRATEGIES)
-    axes.invert_yaxis()
+    draw_bars(axes, STRATEGIES, {name: [size / MIB for size in sizes] for name, sizes in shown.items()})
+    axes.grid(visible=False)
     axes.spines[["top", "right"]].set_visible(False)
     if shown:
         figure.legend(loc="outside upper center", ncols=len(shown), frameon=False, fontsize="small")

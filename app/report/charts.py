@@ -1,96 +1,36 @@
-"""The plots of a comparison: SVG to embed in the page, in the page's colors for light and dark mode.
-
-Text stays text, because the browser's fonts include Chinese, and is escaped by matplotlib. The same data gives the same
-bytes.
-"""
+"""The charts of a comparison."""
 
 from __future__ import annotations
 
-import io
-import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
+from ..common.charts import (
+    INK,
+    MUTED,
+    NEUTRAL,
+    PAPER,
+    RUN_COLORS,
+    Range,
+    draw_ranges,
+    name_rows,
+    render_svg,
+    show_values,
+)
 from ..common.errors import shorten
 
-# matplotlib needs real colors: each of these is a placeholder for a variable of the page's style sheet.
-INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "#050505"
-RUN_COLORS = ("#0a0a0a", "#0b0b0b")
-VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card", NEUTRAL: "neutral"}
-VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
-SERIES_COLORS = tuple(f"#0c0c{i:02x}" for i in range(8))  # of pages with more than two series
-VARIABLES |= {color: f"s{i}" for i, color in enumerate(SERIES_COLORS)}
-
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names may contain dollar signs
-    "font.family": "sans-serif",
-    "font.size": 12.5,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": RULE,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.unicode_minus": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.8,
-    "xtick.color": RULE,
-    "ytick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "ytick.major.size": 0,
-    "lines.solid_capstyle": "round",
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-    "path.simplify_threshold": 0.5,
-}
-WIDTH = 480  # of a plot, in CSS pixels; the text stays readable on a phone, 350 pixels wide
 MAX_POINTS = 1_500
 MAX_NAME_LENGTH = 40
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # matplotlib would write powers of ten as mathtext
-
-
-def render_svg(height: int, label: str, draw: Callable[[Figure], None]) -> Markup:
-    """Let `draw` draw on a figure of WIDTH x height, and return the figure as an `<svg>` element."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": label})
-        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    # Only inside tags: the text between them contains names, which may look like colors or ids.
-    svg = re.sub(r"<[^>]*>", _adapt_tag, svg)
-    root = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
-    svg = root + svg[svg.index(">") + 1 :]
-    return Markup(svg)
-
-
-def _adapt_tag(tag: re.Match[str]) -> str:
-    """Insert the page's color variables and remove the id, which all plots share and nothing refers to."""
-    text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", tag[0])
-    for color, variable in VARIABLES.items():
-        text = text.replace(color, f"var(--{variable})")
-    return text
+DOT: dict[str, Any] = {"marker": "o", "markeredgecolor": PAPER, "markeredgewidth": 1.6}
 
 
 def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Markup:
@@ -126,7 +66,7 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
             above.set_ylim(1e-16, 1)
             above.text(0.5, 0.5, "no step differs", transform=above.transAxes, ha="center", va="center", color=MUTED)
         above.yaxis.set_major_locator(LogLocator(numticks=6))
-        above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power_of_ten(value)))
+        show_values(above.yaxis, _power_of_ten)
         above.yaxis.set_minor_formatter(NullFormatter())
         above.set_ylabel("|difference in loss|")
         above.tick_params(axis="x", which="both", length=0)
@@ -163,30 +103,28 @@ def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="test accuracy, 95% confidence interval")
+        name_rows(axes, [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
         for position, (row, color) in enumerate(zip(rows, colors, strict=True)):
-            axes.plot([row["low"], row["high"]], [position, position], color=color, linewidth=2.4)
-            axes.plot(
-                row["estimate"], position, "o", color=color, markersize=10, markeredgecolor=PAPER, markeredgewidth=2
-            )
-            axes.annotate(
-                f"{row['estimate']:.1%}",
-                (row["estimate"], position),
-                (0, 11),
-                textcoords="offset points",
-                ha="center",
-                fontweight="bold",
-            )
-        axes.set_yticks(range(len(rows)), [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
-        for label, color in zip(axes.get_yticklabels(), colors, strict=True):
-            label.set_color(color if color in RUN_COLORS else MUTED)
-        axes.set_ylim(len(rows) - 0.5, -0.75)
-        axes.grid(True, axis="x")
-        axes.grid(False, axis="y")
+            draw_ranges(axes, [position], [interval(row)], horizontal=True, color=color, markersize=10, **DOT)
+            above: dict[str, Any] = {
+                "xytext": (0, 11),
+                "textcoords": "offset points",
+                "ha": "center",
+                "fontweight": "bold",
+            }
+            axes.annotate(f"{row['estimate']:.1%}", (row["estimate"], position), **above)
+            axes.get_yticklabels()[position].set_color(color if color in RUN_COLORS else MUTED)
+        axes.set_ylim(top=-0.75)
         axes.spines["bottom"].set_visible(False)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
     return render_svg(72 * len(rows) + 60, "Test accuracies with 95% confidence intervals", draw)
+
+
+def interval(row: Mapping[str, float]) -> Range:
+    """Return an estimate and the limits of its interval."""
+    return row["estimate"], row["low"], row["high"]
 
 
 def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
@@ -225,10 +163,9 @@ def accuracy_by_length(groups: Sequence[Sequence[dict[str, Any]]], names: Sequen
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="characters in the review", ylabel="test accuracy, 95% confidence interval")
         for side, (run, color, marker) in enumerate(zip(groups, RUN_COLORS, ("o", "D"), strict=True)):
-            x = np.arange(len(run)) + (side - 0.5) * 0.24
-            low, middle, high = ([group["accuracy"][key] for group in run] for key in ("low", "estimate", "high"))
-            axes.vlines(x, low, high, color=color, linewidth=2.4)
-            axes.plot(x, middle, marker, color=color, markersize=8, markeredgecolor=PAPER, markeredgewidth=1.6)
+            at = [i + (side - 0.5) * 0.24 for i in range(len(run))]
+            ranges = [interval(group["accuracy"]) for group in run]
+            draw_ranges(axes, at, ranges, color=color, **DOT | {"marker": marker})
         labels = [f"{group['shortest']:g}–{group['longest']:g}\nn = {group['n']}" for group in groups[0]]
         axes.set_xticks(range(len(labels)), labels)
         axes.set_xlim(-0.5, len(labels) - 0.5)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 
+from ...common.charts import INK, NEUTRAL, SERIES_COLORS, draw_bars, draw_ranges, name_rows, render_svg
 from ...common.formats import MIB, format_size
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.world import World
-from ...report.charts import INK, NEUTRAL, SERIES_COLORS, render_svg
 from ...report.statistics import PairedSeeds, paired_seeds
 from ...settings import Settings
 from ...training.build import build_data
@@ -150,10 +151,9 @@ def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot(xlabel="MiB")
         sent = [one.sent / MIB for one in measured.values()]
-        bars = axes.barh(list(measured), sent, color=SERIES_COLORS[0], height=0.6)
+        (bars,) = draw_bars(axes, list(measured), {"sent": sent})
         axes.bar_label(bars, [f"{value:.3g}" for value in sent], padding=4, color=INK)
         axes.set_xlim(0, 1.15 * max(*sent, 1e-9))
-        axes.invert_yaxis()
         axes.grid(visible=False)
 
     return render_svg(190, "Bytes that a rank sends per step with each hook", draw)
@@ -168,13 +168,12 @@ def accuracy_chart(measured: Mapping[str, Measured], effects: Mapping[str, Paire
         axes.axvline(0, color=NEUTRAL, linewidth=1)
         for row, hook in enumerate(hooks):
             differences = points(measured[hook].accuracies, measured[PLAIN].accuracies)
-            mean, limits = statistics.mean(differences), interval_of(effects[hook])
-            if limits:
-                axes.plot([100 * limit for limit in limits], [row, row], color=SERIES_COLORS[0], linewidth=2)
             axes.plot(differences, [row] * len(differences), "o", color=SERIES_COLORS[1], markersize=6, alpha=0.7)
-            axes.plot([mean], [row], "|", color=SERIES_COLORS[0], markersize=18, markeredgewidth=2.5)
-        axes.set_yticks(range(len(hooks)), hooks)
-        axes.set_ylim(len(hooks) - 0.5, -0.5)
+            mean = statistics.mean(differences)
+            low, high = (100 * limit for limit in interval_of(effects[hook]) or (mean / 100, mean / 100))
+            bar: dict[str, Any] = {"marker": "|", "color": SERIES_COLORS[0], "markersize": 18, "markeredgewidth": 2.5}
+            draw_ranges(axes, [row], [(mean, low, high)], horizontal=True, **bar)
+        name_rows(axes, hooks)
         axes.grid(visible=False)
 
     return render_svg(190, "Difference of the accuracy from that without compression", draw)

@@ -22,6 +22,7 @@ from ...strategies.select import select_strategy
 from ...training.build import ReviewData
 from ...training.optim import build_optimizer, build_scheduler
 from ..harness import Bench, build_named, distribute
+from ..rounds import Interval, ratios
 from .timing import time_calls
 
 MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
@@ -58,11 +59,9 @@ class Comparison:
         """Return the median time of a variant, in seconds per step."""
         return statistics.median(self.seconds[name])
 
-    def ratios(self, name: str) -> list[float]:
-        """Return the time of a variant divided by that of the first one, in each round, in ascending order."""
-        first = next(iter(self.seconds.values()))
-        # A long call may have fewer rounds than others.
-        return sorted(ours / theirs for ours, theirs in zip(self.seconds[name], first, strict=False))
+    def relative(self, name: str) -> Interval:
+        """Return the time of a variant, relative to the first one."""
+        return ratios(self.seconds[name], next(iter(self.seconds.values())))
 
 
 class PlainDDP(DDP):

@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from markupsafe import Markup
+from matplotlib.figure import Figure as Canvas
 from tqdm import tqdm
 
+from ...common.charts import Series, draw_bars, points_with_ranges, render_svg
 from ...common.progress import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
@@ -28,7 +31,6 @@ from ...training.optim import build_optimizer, build_scheduler
 from ..charts import format_seconds
 from ..harness import Bench, build_named, distribute, timed
 from ..page import Figure, Part, Section, Table
-from .step_charts import breakdown_chart, ratios_chart
 from .step_variants import (
     LEARNING_RATE,
     TOTAL_STEPS,
@@ -184,14 +186,15 @@ def section_of(
         note = (
             f"The median over rounds, and the range. Each line is compared with {next(iter(comparisons[0].seconds))}."
         )
-        parts.append(Figure(title, ratios_chart(comparisons, title, unit), note))
+        label = f"time per {unit}, relative to {next(iter(comparisons[0].seconds))}"
+        series = [Series(one.model, {name: one.relative(name) for name in one.seconds}) for one in comparisons]
+        parts.append(Figure(title, points_with_ranges(title, label, series, "{:g}".format, reference=1), note))
     header = ["", f"time per {unit}", "relative", "lowest", "highest"]
     for comparison in comparisons:
         rows = []
         for variant in comparison.seconds:
-            ratios = comparison.ratios(variant)
-            numbers = (statistics.median(ratios), ratios[0], ratios[-1])
-            rows.append([variant, format_seconds(comparison.median(variant)), *(f"{one:.3f}" for one in numbers)])
+            numbers = [f"{number:.3f}" for number in comparison.relative(variant)]
+            rows.append([variant, format_seconds(comparison.median(variant)), *numbers])
         parts.append(Table(comparison.model, header, rows))
     data = {comparison.model: {"seconds": comparison.seconds} for comparison in comparisons}
     return Section(name, title, [about], parts, data)
@@ -251,6 +254,18 @@ def time_unprofiled(train: Callable[..., None], bench: Bench) -> float:
         train(batches, steps=FIRST - 1)
         taken.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
     return statistics.median(taken) / PROFILED_STEPS
+
+
+def breakdown_chart(steps: Mapping[str, StepTimes], label: str) -> Markup:
+    """Draw the step of each model as a bar, divided into its parts."""
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.add_subplot(xlabel="share of the step, %", xlim=(0, 100))
+        parts = {name: [100 * step.parts[name] / step.total for step in steps.values()] for name in CATEGORIES}
+        draw_bars(axes, list(steps), parts)
+        canvas.legend(loc="outside lower center", ncols=3)
+
+    return render_svg(150 + 50 * len(steps), label, draw)
 
 
 def breakdown_table(by_model: Mapping[str, StepTimes], unprofiled: Mapping[str, float]) -> Table:

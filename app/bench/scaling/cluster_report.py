@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from ...common.charts import Series
 from ...common.formats import format_bandwidth
 from ...distributed.topology import powers_of_two
 from ..alpha_beta import AlphaBeta
-from ..charts import format_seconds
+from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
-from . import charts
+from ..rounds import Interval
 from .cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from .measure import MODES, ScalingPlan
-from .predict import Fits, Interval, at_bound, over
+from .predict import Fits, at_bound, over
 
 LARGEST_CLUSTER = 1024  # ranks
 
@@ -60,12 +61,12 @@ def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, measured
         # Strong scaling on a cluster has more rows than what is measured.
         points = dict(measured) if mode == "weak" else {}
         title = f"{mode} scaling on a cluster: time of a step"
-        parts.append(Figure(title, charts.by_algorithm(title, "time of a step", of_mode, points, seconds=True)))
+        parts.append(Figure(title, over_ranks(title, "time of a step", _series(points, of_mode), seconds=True)))
         label = "speedup over one rank" if mode == "strong" else "efficiency"
         title = f"{mode} scaling on a cluster: {label}"
         scaled = {name: {n: over(base, one) for n, one in of_mode[name].items()} for name in ALGORITHMS}
         points = {n: over(points[1].middle, one) for n, one in points.items()} if 1 in points else {}
-        parts.append(Figure(title, charts.by_algorithm(title, label, scaled, points, seconds=False)))
+        parts.append(Figure(title, over_ranks(title, label, _series(points, scaled))))
     return Section(
         "cluster",
         "A cluster",
@@ -75,10 +76,15 @@ def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, measured
         ],
         parts,
         {
-            mode: {name: {str(n): asdict(one) for n, one in values.items()} for name, values in of_mode.items()}
+            mode: {name: {str(n): one._asdict() for n, one in values.items()} for name, values in of_mode.items()}
             for mode, of_mode in predicted.items()
         },
     )
+
+
+def _series(measured: Mapping[int, Interval], by_algorithm: Mapping[str, Mapping[int, Interval]]) -> list[Series]:
+    predicted = [Series(f"{name}, predicted", points, predicted=True) for name, points in by_algorithm.items()]
+    return [Series("measured", measured), *predicted]
 
 
 def _cluster_points(

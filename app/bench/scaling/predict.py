@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..alpha_beta import AlphaBeta, fit_alpha_beta
+from ..rounds import Interval, median_of
 from .measure import FIT_RANKS, Configuration, Key, Round
 from .step_model import Computation, Cores, LocalNetwork, Network, TwoNodes, predict_step
 
 DISTURBED = 0.1  # share of the CPU time that other processes may use
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A time in seconds, with the bounds between which it is expected or has been measured."""
-
-    middle: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -134,8 +126,7 @@ def at_bound(fit: AlphaBeta, size: int, end: int | None) -> AlphaBeta:
 
 def measured_interval(configuration: Configuration, rounds: Sequence[Round]) -> Interval:
     """Return the median, the shortest and the longest step of the rounds of `usable_results`."""
-    seconds = [one["seconds"] for one in usable_results(rounds, configuration)]
-    return Interval(statistics.median(seconds), min(seconds), max(seconds))
+    return median_of([one["seconds"] for one in usable_results(rounds, configuration)])
 
 
 def over(base: float, one: Interval) -> Interval:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from ...cli import command_line
+from ...common.charts import Series, points_with_ranges
 from ...common.formats import format_bandwidth, format_size
 from ...common.machine import describe_machine
 from ..alpha_beta import AlphaBeta
-from ..charts import format_seconds
+from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
-from . import charts
+from ..rounds import Interval
 from .cluster_report import ClusterFlags, cluster_section
 from .measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
-from .predict import DISTURBED, Fits, Interval, measured_interval, over, predict, rounds_used
+from .predict import DISTURBED, Fits, measured_interval, over, predict, rounds_used
 
 ABOUT_RATIOS = (
     "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
@@ -112,7 +113,8 @@ def _one_node(
             {key.ranks: over(base, source[key]) for key in keys if key in source} for source in (measured, predicted)
         )
         title = f"{mode} scaling: {figure} over one rank"
-        svg = charts.over_ranks(title, figure, points, model, ideal=float if mode == "strong" else lambda n: 1.0)
+        series = [Series("measured", points), Series("predicted", model, predicted=True)]
+        svg = over_ranks(title, figure, series, ideal=float if mode == "strong" else lambda n: 1.0)
         figures.append(Figure(title, svg, ABOUT_RATIOS))
     return Section(
         "one_node",
@@ -174,9 +176,11 @@ def _two_nodes(
     for mode in MODES:
         of_mode = [key for key in keys if key.mode == mode]
         title = f"{mode} scaling: two nodes, one rank each"
-        intervals = [[source[key] for key in of_mode] for source in (measured, predicted)]
-        svg = charts.side_by_side(title, [str(key.link) for key in of_mode], *intervals)
-        parts.append(Figure(title, svg))
+        series = [
+            Series(name, {str(key.link): source[key] for key in of_mode}, predicted=source is predicted)
+            for name, source in (("measured", measured), ("predicted", predicted))
+        ]
+        parts.append(Figure(title, points_with_ranges(title, "time of a step", series, format_seconds, reference=0)))
     return Section(
         "two_nodes",
         "Two nodes and a shaped link",
@@ -196,8 +200,8 @@ def _comparison(
         str(key): {
             "ranks": key.ranks,
             "rows_per_rank": key.rows,
-            "measured": asdict(one),
-            "predicted": asdict(predicted[key]) if key in predicted else None,
+            "measured": one._asdict(),
+            "predicted": predicted[key]._asdict() if key in predicted else None,
         }
         for key, one in measured.items()
         if (key.link is not None) == with_link

@@ -152,8 +152,8 @@ def test_on_several_nodes_the_sum_in_one_level_is_compared(settings):
 
 def test_ratios_are_those_of_the_same_round():
     comparison = Comparison("model", {"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0]})
-    assert comparison.ratios("b") == [2.0, 3.0]
-    assert comparison.ratios("a") == [1.0] * 3
+    assert comparison.relative("b") == (2.5, 2.0, 3.0)
+    assert comparison.relative("a") == (1.0, 1.0, 1.0)
     assert comparison.median("a") == 2.0
 
 

@@ -1,0 +1,51 @@
+"""Measure several things in alternating rounds, so that all are affected if the machine slows down."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from tqdm import tqdm
+
+Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
+
+
+class Interval(NamedTuple):
+    """A value, such as a time in seconds, with the bounds between which it is expected or has been measured."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def in_rounds(
+    measurements: Mapping[Key, Callable[[int], Result]], rounds: int, bar: tqdm[None] | None = None
+) -> dict[Key, list[Result]]:
+    """Make each measurement once per round, in every second round in the opposite order.
+
+    Args:
+        measurements: called with the number of the round, from 0 up.
+        bar: updated after each measurement.
+
+    Returns:
+        For each measurement, its results in the order of the rounds.
+    """
+    results: dict[Key, list[Result]] = {key: [] for key in measurements}
+    for number in range(rounds):
+        for key in list(measurements)[:: -1 if number % 2 else 1]:
+            results[key].append(measurements[key](number))
+            if bar is not None:
+                bar.update()
+    return results
+
+
+def median_of(values: Sequence[float]) -> Interval:
+    """Return the median, the lowest and the highest value."""
+    return Interval(statistics.median(values), min(values), max(values))
+
+
+def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """Return the median and the range of the rounds' ratios. What takes long may have fewer rounds than the other."""
+    return median_of([ours / theirs for ours, theirs in zip(seconds, baseline, strict=False)])
