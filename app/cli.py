@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from .common.errors import UserError, shorten
 from .common.flag_hints import hint_for
-from .settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, refuse_flags
+from .setting_groups import GROUPS
+from .settings import Settings
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
+# The flags that programs reject, and do not list in their help: all but Trainer's path, and all but the training paths.
+TRAINER_ENGINES = dict.fromkeys(("deepspeed", "fsdp"), "only app.trainer_run has it: start that, or use --strategy")
+FLAGS_OF_ONE_RUN = TRAINER_ENGINES | {
+    "dry_run": "only app.ddp_loop and app.trainer_run have it; app.plan plans all strategies"
+}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -99,6 +108,15 @@ class SettingsParser(OneLineParser, HfArgumentParser):
 
     refused: Mapping[str, str]
 
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field[Any]) -> None:
+        """Add the flag of a field, and `--bf16` after `--precision`."""
+        without_rule = copy.copy(field)  # transformers passes all metadata on to add_argument
+        without_rule.metadata = MappingProxyType({"help": field.metadata["help"]})
+        HfArgumentParser._parse_dataclass_field(parser, without_rule)
+        if field.name == "precision":
+            parser.add_argument("--bf16", nargs="?", const=True, type=string_to_bool, help="same as --precision bf16")
+
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
 
@@ -115,8 +133,8 @@ class SettingsParser(OneLineParser, HfArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Parse arguments without the config file."""
-        # argparse does not apply its defaults to attributes that exist, so these two stay None unless they are given.
-        namespace = argparse.Namespace(**dict.fromkeys(BATCH_SIZES))
+        # argparse does not apply its defaults to attributes that exist, so these stay None unless they are given.
+        namespace = argparse.Namespace(**dict.fromkeys((*BATCH_SIZES, "precision")))
         namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
             # Only flags that --help lists: a suggestion must not be rejected in turn.
@@ -131,7 +149,23 @@ class SettingsParser(OneLineParser, HfArgumentParser):
             vars(namespace).update({name: self.get_default(name) for name in BATCH_SIZES})
         elif given == ["per_device_train_batch_size"]:
             namespace.train_batch_size = Settings.train_batch_size  # resolve_train_batch_size replaces it
+        namespace.precision = self.precision_of(namespace.precision, namespace.bf16)
+        del namespace.bf16
         return vars(namespace)
+
+    def precision_of(self, precision: str | None, bf16: bool | None) -> str:
+        """Return the precision that `--precision` and its alias `--bf16` select.
+
+        Args:
+            precision: None if the flag is not given.
+            bf16: as `precision`.
+        """
+        if bf16 and precision not in (None, "bf16"):
+            raise UserError(f"--bf16 contradicts --precision {precision}")
+        default = str(self.get_default("precision"))
+        if bf16 is False and default == "bf16":  # `--bf16=false` overrides the config file
+            default = "fp32"
+        return precision or ("bf16" if bf16 else default)
 
     def parse_yaml(self, path: Path) -> dict[str, Any]:
         """Return the settings in a YAML mapping, validated like command-line flags."""
@@ -160,7 +194,24 @@ class SettingsParser(OneLineParser, HfArgumentParser):
             parsed = self.parse(arguments)
         except UserError as problem:
             raise UserError(f"--config {path}: {problem}") from None
-        return {name: parsed[name] for name in (str(key).replace("-", "_") for key in content) if name in parsed}
+        names = [str(key).replace("-", "_") for key in content]
+        names = ["precision" if name == "bf16" else name for name in names]
+        return {name: parsed[name] for name in names if name in parsed}
+
+
+def refuse_flags(values: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Reject flags that a program does not have.
+
+    Args:
+        values: of all settings.
+        refused: the flags, and why they are rejected.
+
+    Raises:
+        UserError: a flag is given.
+    """
+    for name, reason in refused.items():
+        if values[name]:
+            raise UserError(f"--{name}: {reason}")
 
 
 def program_name() -> str:

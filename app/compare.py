@@ -35,6 +35,7 @@ from pathlib import Path
 from .cli import OneLineParser, as_flags, settings_parser
 from .common.errors import UserError, escape_control_characters, shorten
 from .common.files import write_json, write_text
+from .common.valid import LARGEST_COUNT
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from .experiments.train_pair import train_pairs
 from .program import run_program
@@ -43,7 +44,7 @@ from .report.explanation import IDENTICAL, conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
-from .settings import LARGEST_COUNT, Settings
+from .settings import Settings
 
 # The options of this program, which are not settings of a training run.
 OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from .checkpoint.state import TrainingState
+from .cli import TRAINER_ENGINES
 from .data.loaders import EvalSet
 from .distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
 from .distributed.preemption import StopRequest
@@ -40,7 +41,7 @@ from .model.inputs import to_device
 from .model.precision import mixed_precision
 from .plan.dry_run import print_plan
 from .program import launch
-from .settings import TRAINER_ENGINES, Settings
+from .settings import Settings
 from .strategies.base import Strategy
 from .strategies.loss_scale import LossScale
 from .strategies.optimization import Optimization

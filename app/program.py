@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from . import stop_importing
-from .cli import OneLineParser, as_flags, parse_flags, program_name
+from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.interrupts import as_interrupt
 from .common.machine import usable_cores
@@ -22,7 +22,7 @@ from .distributed.environment import (
 from .distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
 from .distributed.launcher import TorchrunJob, torchrun_command
 from .distributed.process_group import join
-from .settings import FLAGS_OF_ONE_RUN, Settings
+from .settings import Settings
 
 SECONDS_OF_RANK_0 = 10.0  # that the other ranks give it to report a mistake which all of them have found
 

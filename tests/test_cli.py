@@ -14,11 +14,12 @@ from helpers.worlds import fake_world
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.cli import OneLineParser, as_flags, command_line, parse_flags, parse_settings
+from app.cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, command_line, parse_flags, parse_settings
 from app.common.errors import UserError
 from app.common.flag_hints import _HINT_OF_FLAG
-from app.data.sampler import plan_batches
-from app.settings import FLAGS_OF_ONE_RUN, GROUPS, Settings, resolve_train_batch_size
+from app.data.sampler import plan_batches, resolve_train_batch_size
+from app.setting_groups import GROUPS
+from app.settings import Settings
 from app.strategies.ddp import DDP
 from app.training.optim import build_optimizer, build_scheduler
 
@@ -86,6 +87,7 @@ def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults
         ("seed: 1\nmax-steps: 2\nmax_steps: 3", "max_steps is set more than once"),
         ("test_size: much", "test_size"),
         ("precision: fp8", "precision"),
+        ("bf16: true\nprecision: fp16", "--bf16 contradicts --precision fp16"),
     ],
 )
 def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, content, mentions):
@@ -97,15 +99,50 @@ def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, 
     assert str(tmp_path / "none.yaml") in error_message(["--config", str(tmp_path / "none.yaml")])
 
 
-def test_bf16_is_the_same_as_precision_bf16():
-    assert parse_settings(arguments=["--bf16"]).precision == "bf16"
-    assert parse_settings(arguments=["--precision", "bf16"]).bf16
-    assert parse_settings(arguments=[]).precision == "fp32"
-    assert "--bf16" in error_message(["--bf16", "--precision", "fp64"])
+@pytest.mark.parametrize(
+    ("arguments", "precision"),
+    [
+        ([], "fp32"),
+        (["--bf16"], "bf16"),
+        (["--bf16", "true"], "bf16"),
+        (["--bf16=false"], "fp32"),
+        (["--bf16", "--precision=bf16"], "bf16"),
+        (["--bf16=false", "--precision=fp64"], "fp64"),
+    ],
+)
+def test_bf16_is_the_same_as_precision_bf16(arguments, precision):
+    assert parse_settings(arguments=arguments) == Settings(precision=precision)
+
+
+@pytest.mark.parametrize("arguments", [["--bf16", "--precision=fp64"], ["--precision=fp64", "--bf16"]])
+def test_bf16_contradicts_other_precisions(arguments):
+    assert error_message(arguments) == "--bf16 contradicts --precision fp64"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "precision"),
+    [
+        ("bf16: true", [], "bf16"),
+        ("bf16: false", [], "fp32"),
+        ("bf16:", [], "fp32"),
+        ("bf16: false\nprecision: fp64", [], "fp64"),
+        ("bf16: true\nprecision: bf16", [], "bf16"),
+        ("bf16: true", ["--precision=fp64"], "fp64"),
+        ("bf16: true", ["--bf16=false"], "fp32"),
+        ("precision: fp64", ["--bf16"], "bf16"),
+        ("precision: fp64", ["--bf16=false"], "fp64"),
+    ],
+)
+def test_bf16_in_a_config_file_is_the_same_as_precision(tmp_path, content, arguments, precision):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    assert parse_settings(arguments=["--config", str(file), *arguments]) == Settings(precision=precision)
 
 
 def test_settings_survive_the_conversion_to_flags_and_back():
-    settings = Settings(csv="a b.csv", bf16=True, learning_rate=1e-17, dropout=0.0, disable_tqdm=True, max_steps=3)
+    settings = Settings(
+        csv="a b.csv", precision="bf16", learning_rate=1e-17, dropout=0.0, disable_tqdm=True, max_steps=3
+    )
     assert parse_settings(arguments=as_flags(settings)) == settings
     assert as_flags(Settings()) == []
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import OneLineParser
+from app.cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser
 from app.common.errors import UserError
-from app.settings import FLAGS_OF_ONE_RUN, GROUPS, TRAINER_ENGINES
+from app.setting_groups import GROUPS
 
 WITHOUT_SETTINGS = ("minimal", "bench/scaling", "experiments/fault_injection")
 PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}

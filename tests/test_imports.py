@@ -22,6 +22,7 @@ LAYERS = (
     {"cli"},
     {"distributed"},
     {"settings"},
+    {"setting_groups"},
     {"common"},
 )
 PATHS = ("ddp_loop", "trainer_run")

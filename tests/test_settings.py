@@ -30,7 +30,7 @@ def test_a_path_that_is_not_utf8_is_rejected(name):
 def test_deepspeed_has_its_own_sharding_and_no_fp16(other, message):
     with pytest.raises(UserError, match=message):
         Settings(deepspeed="ds.json", **other)
-    Settings(deepspeed="ds.json", bf16=True)
+    Settings(deepspeed="ds.json", precision="bf16")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])

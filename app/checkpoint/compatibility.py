@@ -10,7 +10,8 @@ from ..common.errors import UserError
 from ..model.identity import ModelIdentity, differences_of_configs
 from ..runs.schema import LOGS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
-from ..settings import TINY, Settings
+from ..setting_groups import TINY
+from ..settings import Settings
 from .manager import problem_of
 from .resume import Resume
 

@@ -19,7 +19,9 @@ from ..runs.schema import (
     JsonFormat,
     checkpoint_files,
 )
-from ..settings import MAX_THREADS, Settings
+from ..runs.setting_effects import FORMER
+from ..setting_groups import MAX_THREADS
+from ..settings import Settings
 from .manager import PREFIX
 
 VERSION_ONLY = JsonFormat(RUN_STATE, required={}, optional={"format_version": INTEGER})
@@ -67,10 +69,10 @@ def check_recorded_settings(path: Path, recorded: Mapping[str, Any]) -> None:
         UserError: a setting is unknown, because a newer version wrote the file; or a value is damaged.
     """
     known = Settings().as_dict().keys()
-    if unknown := sorted(recorded.keys() - known):
+    if unknown := sorted(recorded.keys() - known - set(FORMER)):
         raise _newer(path, f"the setting {unknown[0]} is unknown")
     for name, value in recorded.items():
-        if (problem := _problem_of_value(name, value)) is not None:
+        if name in known and (problem := _problem_of_value(name, value)) is not None:
             raise UserError(f"{path}: damaged: the setting {problem}")
     if not 0 <= recorded.get("threads", 0) <= MAX_THREADS:
         raise UserError(f"{path}: damaged: {recorded['threads']} threads")

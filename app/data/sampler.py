@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import UserError
-from ..settings import Settings, resolve_train_batch_size
+from ..common.valid import LARGEST_COUNT
+from ..settings import Settings
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,28 @@ def _count(number: int, noun: str) -> str:
 def _nearest_multiples(size: int, divisor: int) -> str:
     below, above = size // divisor * divisor, math.ceil(size / divisor) * divisor
     return " or ".join(str(near) for near in (below, above) if near)
+
+
+def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
+    """Return the global batch size.
+
+    Args:
+        settings: If `per_device_train_batch_size` is set, it takes precedence over `train_batch_size`.
+        world_size: Number of ranks.
+
+    Raises:
+        UserError: The resulting size is too large.
+    """
+    per_device = settings.per_device_train_batch_size
+    if per_device is None:
+        return settings.train_batch_size
+    size = per_device * world_size * settings.gradient_accumulation_steps
+    if size > LARGEST_COUNT:
+        raise UserError(
+            f"--per_device_train_batch_size {per_device} x {world_size} rank(s) x --gradient_accumulation_steps "
+            f"{settings.gradient_accumulation_steps}: must be at most {LARGEST_COUNT} in total"
+        )
+    return size
 
 
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:

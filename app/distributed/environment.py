@@ -79,7 +79,7 @@ def check_accelerate_environment(settings: Settings) -> None:
     if precision == settings.precision == "fp16":
         remedy = "unset it: --precision fp16 scales the loss itself"
         raise _contradiction("ACCELERATE_MIXED_PRECISION", "accelerate would scale the loss a second time", remedy)
-    if precision not in ({"no", "bf16"} if settings.bf16 else {"no"}):
+    if precision not in ({"no", "bf16"} if settings.precision == "bf16" else {"no"}):
         remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it, and use --precision"
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():

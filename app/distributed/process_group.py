@@ -169,7 +169,7 @@ def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str
 
 def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
     # On older GPUs PyTorch emulates bfloat16, which is slower than fp32.
-    if not settings.bf16 or torch.cuda.is_bf16_supported(including_emulation=False):
+    if settings.precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
         return None
     return (
         f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..common.errors import UserError
-from ..data.sampler import BatchPlan, plan_batches
-from ..settings import Settings, resolve_train_batch_size
+from ..data.sampler import BatchPlan, plan_batches, resolve_train_batch_size
+from ..settings import Settings
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 

@@ -120,7 +120,6 @@ def cell_settings(cell: Cell, settings: Settings) -> Settings:
         gradient_accumulation_steps=accumulation_steps,
         train_sampling_strategy=sampling,  # type: ignore[arg-type]
         precision=precision,  # type: ignore[arg-type]
-        bf16=False,
     )
 
 

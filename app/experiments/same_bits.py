@@ -27,6 +27,7 @@ from ..checkpoint.manager import latest_first, step_of, was_complete
 from ..cli import OneLineParser, as_flags, settings_parser
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
+from ..common.valid import LARGEST_COUNT
 from ..data.sampler import plan_batches
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus
@@ -34,7 +35,7 @@ from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.hashes import DIGITS, hash_run
 from ..runs.schema import CHECKPOINTS, RUNS
-from ..settings import LARGEST_COUNT, STRATEGIES, Settings
+from ..settings import STRATEGIES, Settings
 from .train_pair import PATHS, deterministic_on_gpus
 
 RANKS = (1, 2, 4)

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError
-from ..settings import TINY, ModelSettings
+from ..setting_groups import TINY, ModelSettings
 
 INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 JSON_FILES = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *INDEXES)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..settings import ModelSettings
+from ..setting_groups import ModelSettings
 
 # These keys of a config name a place, the version that has written it, and a class that is not used.
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")

@@ -27,7 +27,8 @@ from transformers.utils import (
 )
 
 from ..common.errors import UserError, raised_by_model
-from ..settings import TINY, ModelSettings, Settings
+from ..setting_groups import TINY, ModelSettings
+from ..settings import Settings
 from .config_checks import check_config
 from .hub import check_folder, fetch, first_line
 from .identity import describe_config

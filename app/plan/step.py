@@ -156,7 +156,6 @@ def plan_step(
         variant = replace(
             settings,
             precision=precision or settings.precision,  # type: ignore[arg-type]
-            bf16=False,
             activation_checkpointing=(
                 settings.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
             ),

@@ -143,7 +143,7 @@ def table_of_activations(plan: Plan) -> str:
 
 def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
     """Yield precision, checkpointing (yes or no), and the activations of a micro-batch."""
-    own = plan.settings.precision or "fp32"
+    own = plan.settings.precision
     # With fp64, parameters and gradients are in fp64 too, and the plan has no others.
     for precision in ("fp64",) if own == "fp64" else dict.fromkeys(("fp32", "bf16", own)):
         for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):

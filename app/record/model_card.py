@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from ..common.errors import escape_control_characters
 from ..common.formats import template_environment
 from ..common.paths import DOWNLOADED_CSV, SAMPLE_CSV
-from ..settings import TINY
+from ..setting_groups import TINY
 from .json_files import RunInfo, split_content
 
 TASK = "text-classification"

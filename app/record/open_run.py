@@ -40,7 +40,7 @@ def open_run(
     """
     settings, world = info.settings, info.world
     name = device_name(world.device)
-    peak = measured_peak_flops or peak_flops(name, settings.precision or "fp32")
+    peak = measured_peak_flops or peak_flops(name, settings.precision)
     devices, peaks = zip(*all_gather_object((name, peak), world), strict=True)  # ranks may differ
     folder, lock = resume.folder, resume.lock
     with raise_on_all_ranks(world):

@@ -11,11 +11,12 @@ from ..common.errors import shorten
 from ..common.machine import KERNELS_FROM_ENVIRONMENT
 from ..model.identity import changed_keys
 from ..runs.reader import Run
-from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
-from ..settings import TINY, DataSettings, ModelSettings, Settings
+from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, FORMER, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
+from ..setting_groups import TINY, DataSettings, ModelSettings
+from ..settings import Settings
 
 # The keys of settings.json that do not describe the training.
-NO_SETTINGS = {"path", "launchers", *OUTPUT}
+NO_SETTINGS = {"path", "launchers", *OUTPUT, *FORMER}
 NEVER_A_CAUSE = {*NO_SETTINGS, "wrapper", *STATED_ELSEWHERE, *WITHOUT_EFFECT}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU"}

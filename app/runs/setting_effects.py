@@ -16,9 +16,9 @@ CHOICES = (
     *("text_column", "label_column", "test_size", "validation_size"),
     *("model", "num_train_epochs", "max_steps"),
 )
-# Another recorded value states their effect: the split's fingerprint, the model's commit or content, the precision, the
-# global batch size, the devices.
-STATED_ELSEWHERE = ("csv", "revision", "trust_remote_code", "bf16", "per_device_train_batch_size", "use_cpu")
+# Another recorded value states their effect: the split's fingerprint, the model's commit or content, the global batch
+# size, the devices.
+STATED_ELSEWHERE = ("csv", "revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu")
 # Another value changes rounding or dropout masks from the step on at which a run is resumed with it.
 ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "deepspeed", "fsdp")
 # They affect which weights are kept and how rows are evaluated, but no step.
@@ -35,6 +35,8 @@ OUTPUT = (
     *("output_dir", "cache_dir", "resume_from_checkpoint", "logging_steps", "disable_tqdm"),
     *("dry_run", "profile", "measure_peak_flops"),
 )
+# Settings of earlier versions, which their files contain: `bf16` is true if `precision`, beside it, is "bf16".
+FORMER = ("bf16",)
 GROUPS = (
     *(EVERY_STEP, CHOICES, STATED_ELSEWHERE, ROUNDING),
     *(AFTER_THE_STEPS, BEST_WEIGHTS, WITHOUT_EFFECT, OUTPUT),

@@ -150,7 +150,7 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
     # Trainer writes "no clipping" as infinity, which JSON lacks, so Trainer fills it in.
     filled["gradient_clipping"] = settings.max_grad_norm or "auto"
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
-    return kept | filled | {"zero_optimization": zero} | (autocast if settings.bf16 else {})
+    return kept | filled | {"zero_optimization": zero} | (autocast if settings.precision == "bf16" else {})
 
 
 def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[An
         "scheduler.params.warmup_type": ("linear", "warmup is linear"),
         "fp16.enabled": (False, f"--precision is {settings.precision}, with weights in fp32"),
         "bf16.enabled": (False, f"--precision is {settings.precision}, with weights in fp32 (torch_autocast)"),
-        "torch_autocast.enabled": (settings.bf16, f"--precision is {settings.precision}"),
+        "torch_autocast.enabled": (settings.precision == "bf16", f"--precision is {settings.precision}"),
         "torch_autocast.dtype": ("bfloat16", "--precision is fp32 or bf16"),
         "torch_autocast.lower_precision_safe_modules": ([], "communication is in fp32"),
     }

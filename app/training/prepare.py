@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.compatibility import check_compatible
 from ..checkpoint.resume import Resume, find_resume, restore_settings
+from ..cli import TRAINER_ENGINES, refuse_flags
 from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
@@ -24,7 +25,7 @@ from ..record.json_files import RunInfo
 from ..record.open_run import open_run
 from ..record.run_record import RunRecord
 from ..runs.folder import refuse_used
-from ..settings import TRAINER_ENGINES, Settings, refuse_flags
+from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.select import select_strategy
 from .build import ReviewData, build_data, build_model
@@ -123,7 +124,7 @@ def prepare(path_name: str, settings: Settings, world: World, engine: Engine | N
     peak = None
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
-        peak = measure_peak_flops(world.device, settings.precision or "fp32")
+        peak = measure_peak_flops(world.device, settings.precision)
     info = RunInfo(
         path_name=path_name,
         settings=settings,

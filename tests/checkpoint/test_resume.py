@@ -670,6 +670,17 @@ def test_every_setting_has_an_effect_that_resuming_and_comparing_follow():
     assert sorted(name for group in GROUPS for name in group) == sorted(Settings().as_dict())
 
 
+def test_a_checkpoint_of_a_version_that_recorded_bf16_is_resumed(folder):
+    """Earlier versions recorded it beside precision."""
+    file = folder / CHECKPOINTS / "checkpoint-4" / RUN_STATE
+    state = json.loads(file.read_text())
+    state["settings"] |= {"precision": "bf16", "bf16": True}
+    file.write_text(json.dumps(state))
+    check_compatible(resume(folder), "ddp_loop", Settings(learning_rate=1e-3, precision="bf16"), FINGERPRINT, TOTAL)
+    with pytest.raises(UserError, match="precision was bf16 and is fp32"):
+        check_compatible(resume(folder), "ddp_loop", Settings(learning_rate=1e-3), FINGERPRINT, TOTAL)
+
+
 @pytest.mark.parametrize("name", MUST_BE_EQUAL)
 def test_a_setting_that_must_be_equal_is_compared(folder, name):
     found = resume(folder)

@@ -132,9 +132,13 @@ def accelerate_environment(monkeypatch):
         ({}, {}, True),
         (PLAIN_ACCELERATE_LAUNCH, {}, True),
         (PLAIN_ACCELERATE_LAUNCH, {"use_cpu": True}, True),
-        (PLAIN_ACCELERATE_LAUNCH, {"bf16": True}, True),  # TrainingArguments(bf16=True) takes precedence over "no"
+        (
+            PLAIN_ACCELERATE_LAUNCH,
+            {"precision": "bf16"},
+            True,
+        ),  # TrainingArguments(bf16=True) overrides "no"
         (PLAIN_ACCELERATE_LAUNCH, {"precision": "fp64"}, True),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"bf16": True}, True),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"precision": "bf16"}, True),
         ({"ACCELERATE_USE_CPU": "True"}, {"use_cpu": True}, True),
         ({"ACCELERATE_USE_CPU": "True"}, {}, False),
         ({"ACCELERATE_TORCH_DEVICE": "cpu"}, {"use_cpu": True}, True),
@@ -155,7 +159,7 @@ def test_accelerate_variables_that_agree_or_have_no_effect_are_accepted(
         ("ACCELERATE_MIXED_PRECISION", "bf16", {}, "add --precision bf16, or unset it"),
         ("ACCELERATE_MIXED_PRECISION", "bf16", {"precision": "fp64"}, "add --precision bf16, or unset it"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "unset it, and use --precision"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", {"bf16": True}, "unset it, and use --precision"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {"precision": "bf16"}, "unset it, and use --precision"),
         (
             "ACCELERATE_MIXED_PRECISION",
             "fp16",

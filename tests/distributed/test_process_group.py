@@ -175,7 +175,7 @@ def test_other_runs_do_not_enter_deterministic_mode(fake_gpu, settings):
 
 
 def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
-    with pytest.raises(SystemExit) as caught, join(Settings(bf16=True)):
+    with pytest.raises(SystemExit) as caught, join(Settings(precision="bf16")):
         pytest.fail("joined")
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -186,7 +186,7 @@ def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
 @pytest.mark.parametrize(("supported", "use_cpu"), [(True, False), (False, True)])
 def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypatch, supported, use_cpu):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
-    with join(Settings(bf16=True, use_cpu=use_cpu)) as world:
+    with join(Settings(precision="bf16", use_cpu=use_cpu)) as world:
         assert world.device.type == ("cpu" if use_cpu else "cuda")
 
 

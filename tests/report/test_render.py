@@ -115,6 +115,12 @@ def test_settings_that_differ_come_first_and_are_marked(comparison):
     assert as_html(comparison).count('class="differs"') == 1
 
 
+def test_a_setting_of_earlier_versions_is_not_listed(comparison):
+    older, newer = comparison["settings"]
+    rows = settings_rows(comparison | {"settings": [older | {"bf16": False}, newer]})
+    assert rows == settings_rows(comparison)
+
+
 def test_only_those_keys_of_the_models_config_are_listed_that_both_runs_recorded_and_that_differ(comparison):
     def listed(*configs: dict[str, Any] | None) -> list[str]:
         settings = [side | {"model_config": one} for side, one in zip(comparison["settings"], configs, strict=True)]

@@ -67,7 +67,7 @@ def test_missing_and_automatic_values_are_filled_in_from_the_settings(given):
 
 def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
     require_deepspeed()
-    config = complete_config(ZERO, settings(bf16=True), PLAN)
+    config = complete_config(ZERO, settings(precision="bf16"), PLAN)
     autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert config["torch_autocast"] == autocast
     assert "bf16" not in config
@@ -91,7 +91,11 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"scheduler": {"params": {"warmup_num_steps": 5}}}, {}, "but --warmup_steps is 0.1 (1 steps)"),
         ({"scheduler": {"params": {"total_num_steps": 99}}}, {}, "but the run has 10 steps"),
         ({"fp16": {"enabled": True}}, {}, "fp16.enabled is true, but --precision is fp32"),
-        ({"bf16": {"enabled": True}}, {"bf16": True}, "bf16.enabled is true, but --precision is bf16, with weights in"),
+        (
+            {"bf16": {"enabled": True}},
+            {"precision": "bf16"},
+            "bf16.enabled is true, but --precision is bf16, with weights in",
+        ),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled is true, but --precision is fp32"),
         ({"zero_force_ds_cpu_optimizer": True}, {}, "but the optimizer is PyTorch's AdamW"),
         ({"communication_data_type": "fp16"}, {}, "but communication is in fp32"),

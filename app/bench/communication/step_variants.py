@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from ...data.sampler import BatchPlan
 from ...distributed.topology import Topology
 from ...distributed.world import World
-from ...settings import TINY, Settings
+from ...setting_groups import TINY
+from ...settings import Settings
 from ...strategies.base import Strategy
 from ...strategies.ddp import DDP
 from ...strategies.select import select_strategy

@@ -15,7 +15,8 @@ from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_text
 from app.common.errors import AgreedError
 from app.distributed.topology import Topology
-from app.settings import TINY, Settings
+from app.setting_groups import TINY
+from app.settings import Settings
 from app.training.build import build_data, build_model
 from app.training.optim import build_optimizer, build_scheduler
 

@@ -25,7 +25,8 @@ from app.bench.page import Table, as_html, as_text
 from app.common.errors import AgreedError, UserError
 from app.distributed.topology import RankGroup, Topology
 from app.profiling.breakdown import CATEGORIES
-from app.settings import TINY, Settings
+from app.setting_groups import TINY
+from app.settings import Settings
 from app.training.build import build_data
 
 NAMES = {

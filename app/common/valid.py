@@ -1,0 +1,75 @@
+"""Which values a setting may have: `app.setting_groups` gives each field its own rule.
+
+A rule returns what is wrong with a value, to be read after the name of its flag, or None if the value is valid.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .errors import shorten
+
+Rule = Callable[[Any], str | None]
+
+LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up to this value
+
+
+def number(accepts: Callable[[Any], bool], requirement: str) -> Rule:
+    """Return the rule of a finite number.
+
+    Args:
+        accepts: false for NaN, as every comparison is.
+        requirement: follows "must be".
+    """
+
+    def check(value: Any) -> str | None:
+        # math.isfinite would raise for integers that are too large for a float.
+        if abs(value) <= sys.float_info.max and accepts(value):
+            return None
+        return f" {shorten(str(value))}: must be {requirement}"
+
+    return check
+
+
+def between(low: float, high: float) -> Rule:
+    """Accept both ends as well."""
+    return number(lambda x: low <= x <= high, f"between {low} and {high}")
+
+
+def above(low: float, requirement: str | None = None) -> Rule:
+    return number(lambda x: x > low, requirement or f"above {low}")
+
+
+def at_least(low: float, below: float = math.inf, requirement: str | None = None) -> Rule:
+    text = f"{low} or more" + (f" and below {below}" if below < math.inf else "")
+    return number(lambda x: low <= x < below, requirement or text)
+
+
+def count(low: int = 1, noun: str = "") -> Rule:
+    """Accept numbers from `low` on that every library can represent.
+
+    Args:
+        noun: what is counted, such as "tokens".
+    """
+    amount = f"{low} {noun}".rstrip()
+    return number(lambda n: low <= n <= LARGEST_COUNT, f"{amount} or more and at most {LARGEST_COUNT}")
+
+
+def name_of(thing: str) -> Rule:
+    """Accept any text but the empty one, which is left if a shell variable is not set: `--output_dir "$FOLDER"`."""
+    return lambda text: None if text else f" is empty: must name {thing}"
+
+
+def is_utf8(text: str) -> str | None:
+    """Reject bytes that are not UTF-8, which Python represents as lone surrogates."""
+    if text == text.encode("utf-8", "ignore").decode():
+        return None
+    return f" {text}: must be valid UTF-8, which safetensors requires"
+
+
+def path_of(thing: str) -> Rule:
+    """Accept a text that is not empty and is valid UTF-8."""
+    return lambda text: name_of(thing)(text) or is_utf8(text)
