@@ -154,7 +154,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
+    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
 
     # A checkpoint holds the weights and all that updates them. Each rank writes its part.
     state = TrainingState(model, optimization, strategy, world)

@@ -69,7 +69,10 @@ class Training:
         self.wrapped = self.strategy.wrap(self.model)
         optimizer = build_optimizer(self.wrapped, self.settings, 1e-2, self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
-        self.optimization, self.world = Optimization(optimizer, scheduler, LossScale(self.settings, plan, world)), world
+        self.optimization, self.world = (
+            Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world)),
+            world,
+        )
         self.state = TrainingState(self.model, self.optimization, self.strategy, world)
 
     def steps(self, n: int) -> None:

@@ -89,7 +89,7 @@ class Bench:
 
     def optimization(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> Optimization:
         """Return what updates the weights, with a loss scale for fp16."""
-        return Optimization(optimizer, scheduler, LossScale(self.settings, self.data.plan, self.world))
+        return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
 
 
 def build_named(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:

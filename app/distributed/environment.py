@@ -90,10 +90,10 @@ def check_accelerate_environment(settings: Settings) -> None:
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
         _is_true(f"ACCELERATE_DYNAMO_{flag}")
-    if _is_true("ACCELERATE_USE_CPU") and _uses_gpu(settings):
+    if _is_true("ACCELERATE_USE_CPU") and _uses_gpu(settings.use_cpu):
         raise _contradiction("ACCELERATE_USE_CPU", "the settings select the GPU", "add --use_cpu, or unset it")
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
-    if device is not None and (device != "cpu" or _uses_gpu(settings)):
+    if device is not None and (device != "cpu" or _uses_gpu(settings.use_cpu)):
         remedy = "unset it, and use --use_cpu or CUDA_VISIBLE_DEVICES"
         raise _contradiction("ACCELERATE_TORCH_DEVICE", "the settings select the device", remedy)
 
@@ -110,8 +110,8 @@ def _is_true(name: str) -> bool:
     return text in TRUE
 
 
-def _uses_gpu(settings: Settings) -> bool:
-    return not settings.use_cpu and torch.cuda.is_available()
+def _uses_gpu(use_cpu: bool) -> bool:
+    return not use_cpu and torch.cuda.is_available()
 
 
 def select_deepspeed_accelerator(device_type: str) -> None:

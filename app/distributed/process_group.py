@@ -80,7 +80,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     use_reachable_interface(size, local_size)
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
-    mine = replace(_describe_rank(settings, local_size, problem), local_rank=local_rank, local_size=local_size)
+    mine = replace(_describe_rank(settings.use_cpu, local_size, problem), local_rank=local_rank, local_size=local_size)
     ranks = _exchange(store, rank, size, mine, timeout)
     device_type, problem = common_device_type(ranks, rank)
     topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
@@ -94,7 +94,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     if settings.deterministic:
         use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
     torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
-    problem = _bf16_problem(settings, device)
+    problem = _bf16_problem(settings.precision, device)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(timeout), device_id=device
     )
@@ -118,10 +118,10 @@ class RankDevice:
     local_size: int = 1
 
 
-def _describe_rank(settings: Settings, local_size: int, problem: str | None) -> RankDevice:
+def _describe_rank(use_cpu: bool, local_size: int, problem: str | None) -> RankDevice:
     """Describe this rank's device without creating a CUDA context: the ranks decide together whether to use GPUs."""
     host = socket.gethostname()
-    if settings.use_cpu:
+    if use_cpu:
         return RankDevice("cpu", host, problem)
     if not torch.cuda.is_available():
         unusable = unusable_accelerator()
@@ -167,9 +167,9 @@ def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str
     )
 
 
-def _bf16_problem(settings: Settings, device: torch.device) -> str | None:
+def _bf16_problem(precision: str, device: torch.device) -> str | None:
     # On older GPUs PyTorch emulates bfloat16, which is slower than fp32.
-    if settings.precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+    if precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
         return None
     return (
         f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "

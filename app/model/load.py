@@ -147,7 +147,7 @@ def load_classifier(
     """
     config = classifier_config(settings, class_names, tokenizer, commit)
     content = describe_config(config)
-    pretrained = is_pretrained(settings)
+    pretrained = is_pretrained(settings.model)
     if settings.model == TINY:
         origin = "tiny BERT (2 layers x 128), initialized from the seed"
     else:
@@ -165,15 +165,15 @@ def load_classifier(
     model.accepts_loss_kwargs = False
     _match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
-    model.to(training_dtype(settings))
+    model.to(training_dtype(settings.precision))
     return Classifier(model, pretrained, origin, content)
 
 
-def is_pretrained(settings: ModelSettings) -> bool:
+def is_pretrained(model: str) -> bool:
     """Return whether the model has weights of its own."""
-    if settings.model == TINY:
+    if model == TINY:
         return False
-    folder = Path(settings.model)
+    folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in WEIGHT_FILES)
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 
 from ..common.machine import DTYPES
-from ..settings import Settings
 
 
-def training_dtype(settings: Settings) -> torch.dtype:
+def training_dtype(precision: str) -> torch.dtype:
     """Return the dtype of weights and buffers."""
-    return torch.float64 if settings.precision == "fp64" else torch.float32
+    return torch.float64 if precision == "fp64" else torch.float32
 
 
-def mixed_precision(precision: str | None, device: torch.device) -> torch.autocast:
+def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
     """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32.
 
     Args:
-        precision: the value of `--precision`; None is fp32.
+        precision: the value of `--precision`.
     """
     dtype = DTYPES[precision] if precision in ("bf16", "fp16") else None
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

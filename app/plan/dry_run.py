@@ -30,7 +30,7 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
     with raise_on_all_ranks(world):
         if world.is_main_process:
             sources = read_sources(settings, world.size)
-            completed = complete_settings(settings, given, sources.batches, is_pretrained(settings))
+            completed = complete_settings(settings, given, sources.batches, is_pretrained(settings.model))
             check_sources(path_name, completed, sources, resume)
             plan = plan_step(settings, sources.config, sources.batches, device_of(settings), world.topology)
             print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)

@@ -86,7 +86,7 @@ def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel
     Raises:
         UserError: the model cannot classify sequences, or does not support `--activation_checkpointing`.
     """
-    dtype = training_dtype(settings)
+    dtype = training_dtype(settings.precision)
     with no_init_weights():
         model = build_from_config(settings, config, dtype=dtype)
     model.tie_weights()  # the initialization would do it

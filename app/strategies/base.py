@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from ..common.errors import AgreedError
-from ..settings import Settings
 from .compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
@@ -105,8 +104,8 @@ class GradientCheck:
     so all of them give the same answer.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.is_due = not settings.ddp_find_unused_parameters
+    def __init__(self, find_unused_parameters: bool) -> None:
+        self.is_due = not find_unused_parameters
 
     def __call__(self, model: torch.nn.Module, reached: Container[str] = ()) -> None:
         """Check the parameters' gradients, unless that is done or not requested.

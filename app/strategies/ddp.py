@@ -42,7 +42,7 @@ class DDP(PlainAdamW):
         self.parameters: list[torch.nn.Parameter] = []
         self.fixed_order: FixedOrderAllReduce | None = None
         self.power_sgd: PowerSGD | None = None
-        self.check_gradients = GradientCheck(settings)
+        self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
@@ -76,7 +76,7 @@ class DDP(PlainAdamW):
         if settings.ddp_comm_hook == "power_sgd":
             self.power_sgd = PowerSGD(self.parameters, self.world, plan.total_steps, settings.seed)
         else:
-            dtype, factor = DTYPES[settings.ddp_comm_hook], loss_factor(settings, plan)
+            dtype, factor = DTYPES[settings.ddp_comm_hook], loss_factor(settings.precision, plan)
             self.fixed_order = RoundedAllReduce(self.parameters, self.sums, self.world, dtype, factor)
         wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
 

@@ -66,7 +66,7 @@ class FullyShard(PlainAdamW):
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank, interleaved=True)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
-        self.check_gradients = GradientCheck(settings)
+        self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
         self.used: set[int] = set()  # parameters that have a gradient of a logical rank other than the last one
 
     def wrap(self, model: torch.nn.Module) -> ShardedModel:

@@ -8,18 +8,17 @@ import torch
 
 from ..data.sampler import BatchPlan
 from ..distributed.world import World
-from ..settings import Settings
 
 INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # the defaults of torch.amp.GradScaler
 
 
-def loss_factor(settings: Settings, plan: BatchPlan) -> int:
+def loss_factor(precision: str, plan: BatchPlan) -> int:
     """Return the part of the loss scale that depends on the number of processes.
 
     The loss of a micro-batch is divided by the number of micro-batches of its process. In fp16 that number must not
     affect what underflows, or the results would depend on the number of processes.
     """
-    return plan.logical_ranks_per_rank if settings.precision == "fp16" else 1
+    return plan.logical_ranks_per_rank if precision == "fp16" else 1
 
 
 class LossScale:
@@ -31,9 +30,9 @@ class LossScale:
     does not wait for it. The scale is a power of two, so scaling is exact. With other precisions it is always 1.
     """
 
-    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
-        self.enabled = settings.precision == "fp16"
-        self.factor = loss_factor(settings, plan)
+    def __init__(self, precision: str, plan: BatchPlan, world: World) -> None:
+        self.enabled = precision == "fp16"
+        self.factor = loss_factor(precision, plan)
         self.value = torch.full((), INITIAL * self.factor if self.enabled else 1.0, device=world.device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=world.device)
 

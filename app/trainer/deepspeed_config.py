@@ -174,7 +174,7 @@ def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ..
 def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
     """Return what the settings determine: by key of DeepSpeed's configuration, the value and where it comes from."""
     rate, schedule = settings.learning_rate, settings.lr_scheduler_type
-    warmup = warmup_steps(settings, plan.total_steps)
+    warmup = warmup_steps(settings.warmup_steps, plan.total_steps)
     betas = [settings.adam_beta1, settings.adam_beta2]
 
     def flag(name: str) -> tuple[Any, str]:

@@ -33,7 +33,7 @@ class DeepSpeed(PlainAdamW):
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
         self.world = world
-        self.check_gradients = GradientCheck(settings)
+        self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
         self.reached: set[str] = set()  # the parameters that have had a gradient
         self.hooks: list[RemovableHandle] = []
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)

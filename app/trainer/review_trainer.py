@@ -44,7 +44,7 @@ class ReviewTrainer(Trainer):
         self.grad_norm = torch.zeros(())
         self.train_loader = prepared.data.train_loader(prepared.strategy.logical_ranks, prepared.settings, world)
         self.wrapped = prepared.strategy.wrap(prepared.model)
-        self.loss_scale = LossScale(prepared.settings, prepared.plan, world)
+        self.loss_scale = LossScale(prepared.settings.precision, prepared.plan, world)
         # Otherwise accelerate calls optimizer.load_state_dict(optimizer.state_dict()), and ZeroRedundancyOptimizer has
         # no state dict before it is consolidated.
         self.accelerator.device_placement = False

@@ -69,7 +69,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         (
             "steps",
             f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
-            f"{warmup_steps(settings, plan.total_steps)} warmup steps",
+            f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
         ),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (

@@ -51,10 +51,9 @@ def build_optimizer(
     return optimizer
 
 
-def warmup_steps(settings: Settings, total_steps: int) -> int:
-    """Return the number of warmup steps: a setting below 1 is a fraction of all steps, as in `TrainingArguments`."""
-    steps = settings.warmup_steps
-    return math.ceil(steps * total_steps) if steps < 1 else int(steps)
+def warmup_steps(requested: float, total_steps: int) -> int:
+    """Return the number of warmup steps. A request below 1 is a fraction of all steps, as in `TrainingArguments`."""
+    return math.ceil(requested * total_steps) if requested < 1 else int(requested)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: Settings, total_steps: int) -> LRScheduler:
@@ -65,7 +64,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: Settings, total_
     scheduler: LRScheduler = get_scheduler(
         settings.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=warmup_steps(settings, total_steps),
+        num_warmup_steps=warmup_steps(settings.warmup_steps, total_steps),
         num_training_steps=total_steps,
     )
     return scheduler

@@ -97,7 +97,7 @@ def new_state(
     ]
     optimizer = strategy.build_optimizer(groups, lr=1e-2, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    optimization = Optimization(optimizer, scheduler, LossScale(settings, strategy.plan, world))
+    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, strategy.plan, world))
     return Training(model, optimization, strategy, world, wrapped)
 
 
@@ -172,7 +172,7 @@ def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
         model.scale.square().sum().backward()
         optimizer.step()
         scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDP(Settings(), batch_plan(), world)
-        optimization = Optimization(optimizer, scheduler, LossScale(Settings(), strategy.plan, world))
+        optimization = Optimization(optimizer, scheduler, LossScale("fp32", strategy.plan, world))
         return TrainingState(model, optimization, strategy, world)
 
     before, after = new(0), new(1)

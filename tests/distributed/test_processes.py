@@ -133,8 +133,8 @@ def test_any_other_number_of_processes_is_one_line(value):
 )
 def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(machine, gpus, accelerator, line):
     machine(gpus, usable=False, accelerator=accelerator)
-    assert process_group._describe_rank(Settings(use_cpu=True), 1, None).problem is None
-    rank = process_group._describe_rank(Settings(), 1, None)
+    assert process_group._describe_rank(True, 1, None).problem is None
+    rank = process_group._describe_rank(False, 1, None)
     assert rank.device_type == "cpu"
     if line is None:
         assert rank.problem is None

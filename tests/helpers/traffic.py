@@ -92,7 +92,7 @@ class Step:
         plan, config = batch_plan(self.ranks, self.logical_ranks, self.accumulation), self.config
         strategy = select_strategy(self.settings, plan, world)
         model = AutoModelForSequenceClassification.from_config(config)
-        model.to(training_dtype(self.settings))
+        model.to(training_dtype(self.settings.precision))
         if self.settings.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         ids = torch.full((2, LENGTH), 7)

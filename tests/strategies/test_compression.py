@@ -56,7 +56,7 @@ def average(
     for module in (compression, reduction, collectives):
         monkeypatch.setattr(module, "dist", network)
     monkeypatch.setattr(reduction, "all_gather_single", network.all_gather_single)
-    leaves, factor = leaves_of(plan, precision), loss_factor(Settings(precision=precision), plan)
+    leaves, factor = leaves_of(plan, precision), loss_factor(precision, plan)
 
     def work(rank: int) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -85,7 +85,7 @@ def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch,
     rounded = [(flat(leaf) / LOGICAL_RANKS).to(DTYPES[hook]) for leaf in one_process_each]
     expected = add_neighbors(rounded).float()
     # With fp16, the loss of a process is multiplied by its number of logical ranks, and the gradient norm divided by it
-    expected = expected * loss_factor(Settings(precision=precision), plan)
+    expected = expected * loss_factor(precision, plan)
     for found in average(hook, plan, precision, monkeypatch, inside):
         assert torch.equal(found, expected)
 

@@ -18,7 +18,7 @@ from app.strategies.loss_scale import LossScale
 
 def build(precision: str = "fp16", logical_ranks: int = 1) -> LossScale:
     settings = Settings(precision=precision, logical_ranks=logical_ranks)  # type: ignore[arg-type]
-    return LossScale(settings, plan_batches(settings, 100, 1), fake_world())
+    return LossScale(settings.precision, plan_batches(settings, 100, 1), fake_world())
 
 
 @given(st.lists(st.booleans(), max_size=30))

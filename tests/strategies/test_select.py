@@ -78,7 +78,7 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     assert wrapper_name(wrapped) == (fsdp_class if is_sharded else "DistributedDataParallel")
     optimizer = build_optimizer(wrapped, settings, 1e-2, strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
+    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
     shape = (STEPS, plan.micro_batches_per_step, plan.micro_size)
     labels = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1))
     ids = torch.randint(6, 50, (*shape, 7), generator=torch.Generator().manual_seed(2))

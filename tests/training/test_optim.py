@@ -26,7 +26,7 @@ def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
 
 @pytest.mark.parametrize(("requested", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
 def test_warmup_is_a_number_of_steps_or_a_share_of_all_steps(requested, steps):
-    assert warmup_steps(Settings(warmup_steps=requested), 100) == steps
+    assert warmup_steps(requested, 100) == steps
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():

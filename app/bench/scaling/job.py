@@ -86,7 +86,7 @@ class Replica:
         self.wrapped = self.strategy.wrap(self.model)
         optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, self.strategy)
         scheduler = build_scheduler(optimizer, settings, MANY_STEPS)
-        self.optimization = Optimization(optimizer, scheduler, LossScale(settings, plan, world))
+        self.optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
 
     def train(self, batch: Batch, steps: int) -> list[float]:
         """Train on a batch several times; return when each step began, by the performance counter. Collective."""
