@@ -71,7 +71,7 @@ def build_eval_set(
     labels: NDArray[np.int64],
     collator: Collator,
     world: World,
-    settings: Settings,
+    batch_size: int,
 ) -> EvalSet:
     """Form batches of all rows, and assign them to the ranks in turn: each row is on exactly one rank.
 
@@ -84,9 +84,10 @@ def build_eval_set(
         rows: the n tokenized rows.
         lengths: int64 (n,), the number of tokens of each row.
         labels: int64 (n,), the class id of each row.
+        batch_size: rows of a batch; it affects padding, and thereby rounding.
     """
-    by_length, size = np.argsort(lengths, kind="stable").tolist(), settings.eval_batch_size
-    all_batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+    by_length = np.argsort(lengths, kind="stable").tolist()
+    all_batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     batches = all_batches[world.rank :: world.size]
     filler = [by_length[:1]] * (math.ceil(len(all_batches) / world.size) - len(batches))
     loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **loader_options(collator, world.device))

@@ -17,8 +17,8 @@ def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTra
     Raises:
         UserError: it can't, and the message says what to change.
     """
-    _check_padding(settings, config)
-    _check_end_of_sequence(settings, config, tokenizer)
+    _check_padding(settings.model, config)
+    _check_end_of_sequence(settings.model, config, tokenizer)
     _check_layerdrop(settings, config)
 
 
@@ -28,21 +28,21 @@ def end_of_sequence(config: PretrainedConfig) -> set[int]:
     return set(end if isinstance(end, list) else [] if end is None else [end])
 
 
-def _check_padding(settings: Settings, config: PretrainedConfig) -> None:
+def _check_padding(model: str, config: PretrainedConfig) -> None:
     text_config = config.get_text_config()
     size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
     if size is not None and token_id is not None and token_id >= size:
         raise UserError(
-            f"--model {settings.model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
+            f"--model {model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
             f"{size}: resize the model's embeddings, or use a padding token in its vocabulary"
         )
 
 
-def _check_end_of_sequence(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_end_of_sequence(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that texts end with the token whose hidden state encoder-decoders such as BART and T5 classify."""
     if config.is_encoder_decoder and not end_of_sequence(config) & set(tokenizer("a")["input_ids"]):
         raise UserError(
-            f"--model {settings.model}: classifies by the end-of-sequence token, but its tokenizer does not append "
+            f"--model {model}: classifies by the end-of-sequence token, but its tokenizer does not append "
             "one: configure the tokenizer to append it"
         )
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..setting_groups import ModelSettings
-
 # These keys of a config name a place, the version that has written it, and a class that is not used.
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
@@ -70,12 +68,12 @@ def differences_of_configs(before: Mapping[str, Any], now: Mapping[str, Any]) ->
     return [f"{name} was {before.get(name)} and is {now.get(name)}" for name in changed_keys(before, now)]
 
 
-def hash_code(settings: ModelSettings) -> str | None:
+def hash_code(model: str, trust_remote_code: bool) -> str | None:
     """Return the SHA-256 of the Python files in a local model folder; None if they are not run."""
-    if not settings.trust_remote_code or not Path(settings.model).is_dir():
+    if not trust_remote_code or not Path(model).is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(Path(settings.model).rglob("*.py")):
-        digest.update(json.dumps([str(path.relative_to(settings.model)), path.stat().st_size]).encode())
+    for path in sorted(Path(model).rglob("*.py")):
+        digest.update(json.dumps([str(path.relative_to(model)), path.stat().st_size]).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -32,7 +32,7 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
             sources = read_sources(settings, world.size)
             completed = complete_settings(settings, given, sources.batches, is_pretrained(settings.model))
             check_sources(path_name, completed, sources, resume)
-            plan = plan_step(settings, sources.config, sources.batches, device_of(settings), world.topology)
+            plan = plan_step(settings, sources.config, sources.batches, device_of(settings.use_cpu), world.topology)
             print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
 
 
@@ -48,6 +48,11 @@ def check_sources(path_name: str, settings: Settings, sources: Sources, resume: 
     config = describe_config(sources.config)
     rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
     check_rows(settings, sources.config, sources.table, rows, lengths_of(rows))
-    identity = ModelIdentity(sources.commit, config, hash_code(settings), hash_tokens(rows, sources.tokenizer))
+    identity = ModelIdentity(
+        sources.commit,
+        config,
+        hash_code(settings.model, settings.trust_remote_code),
+        hash_tokens(rows, sources.tokenizer),
+    )
     fingerprint, total_steps = sources.split.fingerprint, sources.batches.total_steps
     check_compatible(resume, path_name, settings, fingerprint, total_steps, identity)

@@ -100,12 +100,12 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
         UserError: the data, the batch size or the model is invalid.
     """
     sources = read_sources(settings, topology.ranks)
-    return plan_step(settings, sources.config, sources.batches, device_of(settings), topology)
+    return plan_step(settings, sources.config, sources.batches, device_of(settings.use_cpu), topology)
 
 
-def device_of(settings: Settings) -> torch.device:
+def device_of(use_cpu: bool) -> torch.device:
     """Return where the ranks of a run train."""
-    return torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
 
 
 @dataclass(frozen=True)

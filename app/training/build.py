@@ -96,7 +96,13 @@ class ReviewData:
         """Build an eval set: `validation` or `test`."""
         part: Indices = getattr(self.split, name)
         return build_eval_set(
-            name, self.rows.select(part), self.lengths[part], self.table.labels[part], self.collator, world, settings
+            name,
+            self.rows.select(part),
+            lengths=self.lengths[part],
+            labels=self.table.labels[part],
+            collator=self.collator,
+            world=world,
+            batch_size=settings.eval_batch_size,
         )
 
 

@@ -103,7 +103,9 @@ def prepare(path_name: str, settings: Settings, world: World, engine: Engine | N
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
     settings = complete_settings(settings, given, data.plan, classifier.pretrained)
-    identity = ModelIdentity(data.commit, classifier.config, hash_code(settings), data.tokens_hash)
+    identity = ModelIdentity(
+        data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
+    )
     with raise_on_all_ranks(world):
         check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, identity)
         if engine is not None:

@@ -28,7 +28,7 @@ def check_rows(
         UserError: names the rows that it cannot process, and what to do.
     """
     _check_lengths(settings, table, lengths)
-    _check_vocabulary(settings, config, rows)
+    _check_vocabulary(settings.model, config, rows)
     _check_end_of_sequence(settings, config, table, rows, lengths)
 
 
@@ -47,12 +47,12 @@ def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.i
         )
 
 
-def _check_vocabulary(settings: Settings, config: PretrainedConfig, rows: Dataset) -> None:
+def _check_vocabulary(model: str, config: PretrainedConfig, rows: Dataset) -> None:
     """Check that the model has an embedding for every token."""
     size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
     if size is not None and largest >= size:
         raise UserError(
-            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size "
             f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
         )
 

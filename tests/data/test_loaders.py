@@ -21,10 +21,9 @@ def keep(rows: list[int]) -> list[int]:
 def eval_sets(n: int, ranks: int, batch_size: int) -> tuple[list[EvalSet], np.ndarray]:
     """Every rank's share of n rows, which are their own positions, and the lengths of the rows."""
     lengths = np.random.default_rng(n).integers(1, 50, size=n)
-    settings = Settings(eval_batch_size=batch_size)
     labels = np.zeros(n, dtype=np.int64)
     return [
-        build_eval_set("test", list(range(n)), lengths, labels, keep, fake_world(rank, ranks), settings)
+        build_eval_set("test", list(range(n)), lengths, labels, keep, fake_world(rank, ranks), batch_size)
         for rank in range(ranks)
     ], lengths
 
