@@ -9,7 +9,6 @@ affected if the machine slows down. The result is the median of the rounds' rati
 from __future__ import annotations
 
 import signal
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,6 +26,7 @@ from ..runs.schema import CHECKPOINTS, checkpoint_files
 from ..settings import Settings
 from ..training.optim import build_optimizer, build_scheduler
 from .harness import set_up, timed
+from .rounds import in_rounds, ratios
 
 ROUNDS, STEPS = 7, 50
 
@@ -44,22 +44,22 @@ def benchmark(settings: Settings, world: World, folder: Path) -> None:
     checkpoints = CheckpointManager(folder / CHECKPOINTS, settings.save_total_limit, "stop", world)
     state = TrainingState(bench.model, bench.optimization(optimizer, scheduler), bench.strategy, world)
 
-    def train_and_save(number: int, save: bool) -> None:
+    def train_and_save(round_number: int, save: bool) -> None:
         bench.train_steps(bench.loader, optimizer, scheduler, STEPS)
         if save:
-            checkpoints.save(f"{PREFIX}{STEPS * number}", state.save, checkpoint_files(world.size)[:-1])
+            checkpoints.save(f"{PREFIX}{STEPS * (round_number + 1)}", state.save, checkpoint_files(world.size)[:-1])
 
-    ratios = []
-    for number in range(ROUNDS + 1):  # the first one warms up
-        bench.loader.sampler.set_epoch(number)  # type: ignore[attr-defined]
-        order = (True, False) if number % 2 else (False, True)
-        seconds = {save: timed(partial(train_and_save, number + 1, save), world) for save in order}
-        if number:
-            ratios.append(seconds[True] / seconds[False])
-            world.print_main(f"{seconds[False]:8.2f} s without, {seconds[True]:8.2f} s with: {ratios[-1]:.3f}")
+    def measure(save: bool, round_number: int) -> float:
+        bench.loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
+        return timed(partial(train_and_save, round_number, save), world)
+
+    seconds = in_rounds({save: partial(measure, save) for save in (False, True)}, ROUNDS, warm_up=True)
+    for without, saving in zip(*seconds.values(), strict=True):
+        world.print_main(f"{without:8.2f} s without, {saving:8.2f} s with: {saving / without:.3f}")
+    cost = ratios(seconds[True], seconds[False])
     world.print_main(
-        f"a checkpoint every {STEPS} steps costs {statistics.median(ratios) - 1:+.1%} (median of {ROUNDS} rounds, from "
-        f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}; {world.size} rank(s))"
+        f"a checkpoint every {STEPS} steps costs {cost.middle - 1:+.1%} (median of {ROUNDS} rounds, from "
+        f"{cost.low - 1:+.1%} to {cost.high - 1:+.1%}; {world.size} rank(s))"
     )
 
 

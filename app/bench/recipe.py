@@ -23,6 +23,7 @@ from ..program import launch
 from ..settings import Settings
 from ..training.optim import build_optimizer, build_scheduler
 from .harness import Bench, set_up, timed
+from .rounds import in_rounds, ratios
 
 ROUNDS, STEPS = 7, 30
 LEARNING_RATE = 1e-4
@@ -44,20 +45,20 @@ def benchmark(settings: Settings, world: World) -> None:
         "samebits": (bench.loader, ours, build_scheduler(ours, settings, total)),
         "tutorial": (tutorial_loader(bench), theirs, build_scheduler(theirs, settings, total)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in recipes}
-    for round_number in range(ROUNDS + 1):  # the first one warms up
-        for name, (loader, optimizer, scheduler) in recipes.items():
-            loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
-            took = timed(partial(bench.train_steps, loader, optimizer, scheduler, STEPS), world)
-            if round_number:
-                seconds[name].append(took)
+
+    def train(name: str, round_number: int) -> float:
+        loader, optimizer, scheduler = recipes[name]
+        loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
+        return timed(partial(bench.train_steps, loader, optimizer, scheduler, STEPS), world)
+
+    seconds = in_rounds({name: partial(train, name) for name in recipes}, ROUNDS, warm_up=True)
     examples = STEPS * bench.data.plan.global_size
     for name, times in seconds.items():
         rate = examples / statistics.median(times)
         world.print_main(f"{name:>10}: median {rate:7.1f} reviews per second over {ROUNDS} rounds")
-    ratios = sorted(b / a for a, b in zip(seconds["samebits"], seconds["tutorial"], strict=True))
+    faster = ratios(seconds["tutorial"], seconds["samebits"])
     world.print_main(
-        f"     ratio: median {statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f} "
+        f"     ratio: median {faster.middle:.2f}, from {faster.low:.2f} to {faster.high:.2f} "
         f"({world.size} rank(s), {torch.get_num_threads()} thread(s) each, {settings.precision})"
     )
 

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from tqdm import tqdm
-
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
@@ -21,24 +19,22 @@ class Interval(NamedTuple):
 
 
 def in_rounds(
-    measurements: Mapping[Key, Callable[[int], Result]], rounds: int, bar: tqdm[None] | None = None
+    measurements: Mapping[Key, Callable[[int], Result]], rounds: int, warm_up: bool = False
 ) -> dict[Key, list[Result]]:
     """Make each measurement once per round, in every second round in the opposite order.
 
     Args:
         measurements: called with the number of the round, from 0 up.
-        bar: updated after each measurement.
+        warm_up: make one more round at the beginning, whose results do not count.
 
     Returns:
         For each measurement, its results in the order of the rounds.
     """
     results: dict[Key, list[Result]] = {key: [] for key in measurements}
-    for number in range(rounds):
+    for number in range(rounds + warm_up):
         for key in list(measurements)[:: -1 if number % 2 else 1]:
             results[key].append(measurements[key](number))
-            if bar is not None:
-                bar.update()
-    return results
+    return {key: several[warm_up:] for key, several in results.items()}
 
 
 def median_of(values: Sequence[float]) -> Interval:

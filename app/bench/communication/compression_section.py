@@ -18,6 +18,7 @@ from ...settings import Settings
 from ...training.build import build_data
 from ...training.console import quiet_libraries
 from ..page import Figure, Part, Section, Table
+from ..rounds import ratios
 from .compression import Measured, measure_hooks, settings_by_hook
 
 PLAIN = "no"
@@ -111,8 +112,8 @@ def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedS
     )
     rows = []
     for hook, one in measured.items():
-        ratios = [a / b - 1 for a, b in zip(one.seconds, plain.seconds, strict=False)]
-        compared = f"{statistics.median(ratios):+.1%} [{min(ratios):+.1%}, {max(ratios):+.1%}]"
+        middle, low, high = (ratio - 1 for ratio in ratios(one.seconds, plain.seconds))
+        compared = f"{middle:+.1%} [{low:+.1%}, {high:+.1%}]"
         rows.append(
             (
                 hook,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +14,7 @@ from tqdm import tqdm
 from ...common.progress import hides_progress
 from ...distributed.collectives import all_gather_object, barrier, wait_for_device
 from ...distributed.world import World
-
-Key = TypeVar("Key", bound=Hashable)
+from ..rounds import Key, in_rounds
 
 ROUNDS, FEWEST_ROUNDS = 7, 3
 MOST_CALLS = 100  # per round
@@ -46,14 +45,17 @@ def time_calls(
             estimates[key] = time_repeated(call, 1, world)
             bar.update()
         slowest = dict(zip(calls, _slowest_rank(list(estimates.values()), world), strict=True))
-        taken: dict[Key, list[float]] = {key: [] for key in calls}
-        for round_number in range(ROUNDS):
-            for key, call in calls.items():
-                affordable = seconds_per_call / max(slowest[key], 1e-9)
-                if round_number < max(FEWEST_ROUNDS, affordable):
-                    repetitions = min(MOST_CALLS, max(1, math.floor(affordable / ROUNDS)))
-                    taken[key].append(time_repeated(call, repetitions, world))
-                bar.update()
+
+        def measure(key: Key, round_number: int) -> float | None:
+            bar.update()
+            affordable = seconds_per_call / max(slowest[key], 1e-9)
+            if round_number >= max(FEWEST_ROUNDS, affordable):
+                return None
+            repetitions = min(MOST_CALLS, max(1, math.floor(affordable / ROUNDS)))
+            return time_repeated(calls[key], repetitions, world)
+
+        measured = in_rounds({key: partial(measure, key) for key in calls}, ROUNDS)
+        taken = {key: [seconds for seconds in rounds if seconds is not None] for key, rounds in measured.items()}
     flat = iter(_slowest_rank([seconds for rounds in taken.values() for seconds in rounds], world))
     return {key: [next(flat) for _ in rounds] for key, rounds in taken.items()}
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ...common.machine import usable_cores
 from ...common.progress import hides_progress
+from ..rounds import in_rounds
 from .links.namespaces import NamespacesUnavailable
 from .links.shaped_link import Link, ShapedLink, shaped_link
 from .task_job import TaskJob, task_job
@@ -164,14 +165,15 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     keys: list[Key] = [*sorted(rows), "local"]
     keys += ["link"] if jobs.nodes is not None else []
     keys += configurations
-    rounds: list[Round] = []
     with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=hides_progress()) as bar:
-        for number in range(plan.rounds):
-            rounds.append({})
-            for key in keys if number % 2 == 0 else reversed(keys):
-                rounds[-1][key] = _observe(partial(_perform, key, plan, jobs), jobs)
-                bar.update()
-    return rounds
+
+        def observe(key: Key, _: int) -> Measurement:
+            measurement = _observe(partial(_perform, key, plan, jobs), jobs)
+            bar.update()
+            return measurement
+
+        results = in_rounds({key: partial(observe, key) for key in keys}, plan.rounds)
+    return [{key: results[key][number] for key in keys} for number in range(plan.rounds)]
 
 
 def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:

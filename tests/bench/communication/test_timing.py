@@ -26,5 +26,6 @@ def test_short_calls_are_repeated_and_long_ones_are_timed_in_fewer_rounds(world,
     assert taken == {"short": [1e-6] * ROUNDS, "middle": [0.05] * ROUNDS, "long": [100.0] * FEWEST_ROUNDS}
     assert timed[:3] == [(name, 1) for name in takes], "one call of each to estimate its time"
     repetitions = {"short": MOST_CALLS, "middle": 2, "long": 1}
-    rounds = [(name, repetitions[name]) for name in takes]
-    assert timed[3:] == rounds * FEWEST_ROUNDS + rounds[:2] * (ROUNDS - FEWEST_ROUNDS), "the rounds alternate"
+    rounds = [[*takes] if number < FEWEST_ROUNDS else ["short", "middle"] for number in range(ROUNDS)]
+    expected = [name for number, names in enumerate(rounds) for name in (reversed(names) if number % 2 else names)]
+    assert timed[3:] == [(name, repetitions[name]) for name in expected], "the rounds alternate"
