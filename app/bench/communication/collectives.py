@@ -34,7 +34,7 @@ class PicturedCollective:
     Attributes:
         before: what a rank passes.
         after: what a rank has at the end.
-        note: what it does and which strategy uses it.
+        note: what it does. docs/communication.md#collectives says where it is used.
     """
 
     name: str
@@ -44,63 +44,14 @@ class PicturedCollective:
 
 
 COLLECTIVES = (
-    PicturedCollective(
-        "scatter",
-        "on rank 0",
-        "chunk",
-        "Rank 0 sends the r-th chunk of its tensor to rank r. No strategy here scatters: every rank loads the rows "
-        "and the weights itself, and keeps its own.",
-    ),
-    PicturedCollective(
-        "gather",
-        "chunk",
-        "on rank 0",
-        "Rank 0 receives the chunks of all ranks, the inverse of scatter. It would be enough to save a sharded model "
-        "on rank 0; zero2 and zero3 use an all-gather of one parameter after another, because that is what DTensor "
-        "offers.",
-    ),
-    PicturedCollective(
-        "reduce",
-        "complete",
-        "complete",
-        "Rank 0 receives the sum. What the other ranks then hold is undefined; gloo leaves the partial sums that "
-        "they have passed on. No strategy here reduces to a single rank, because every rank updates some parameters.",
-    ),
-    PicturedCollective(
-        "broadcast",
-        "complete",
-        "complete",
-        "Every rank receives the tensor of rank 0. DDP broadcasts the initial weights and the buffers, and with "
-        "zero1 each rank broadcasts the parameters that it has updated.",
-    ),
-    PicturedCollective(
-        "all-reduce",
-        "complete",
-        "complete",
-        "Every rank receives the sum. DDP sums each bucket of gradients this way during the backward pass, and so do "
-        "ddp and zero1 with two ranks; with more, they use the fixed tree (see all-to-all).",
-    ),
-    PicturedCollective(
-        "reduce-scatter",
-        "complete",
-        "chunk",
-        "Rank r receives the r-th chunk of the sum: the first half of a ring all-reduce. ZeRO-2, ZeRO-3 and FSDP "
-        "reduce gradients this way, because each rank updates only its own shard.",
-    ),
-    PicturedCollective(
-        "all-gather",
-        "chunk",
-        "complete",
-        "Every rank receives the chunks of all ranks: the second half of a ring all-reduce. zero2 and zero3 gather the "
-        "parameters of a block this way before they compute with them.",
-    ),
-    PicturedCollective(
-        "all-to-all",
-        "complete",
-        "complete",
-        "Rank r receives the r-th chunk of every rank, like a transposed matrix. The fixed tree of all strategies here "
-        "exchanges gradients this way, and each rank then adds the chunks that it has received in a fixed order.",
-    ),
+    PicturedCollective("scatter", "on rank 0", "chunk", "Rank 0 sends the r-th chunk of its tensor to rank r."),
+    PicturedCollective("gather", "chunk", "on rank 0", "Rank 0 receives the chunks of all ranks."),
+    PicturedCollective("reduce", "complete", "complete", "Rank 0 receives the sum; other ranks, undefined data."),
+    PicturedCollective("broadcast", "complete", "complete", "Every rank receives the tensor of rank 0."),
+    PicturedCollective("all-reduce", "complete", "complete", "Every rank receives the sum."),
+    PicturedCollective("reduce-scatter", "complete", "chunk", "Rank r receives the r-th chunk of the sum."),
+    PicturedCollective("all-gather", "chunk", "complete", "Every rank receives the chunks of all ranks."),
+    PicturedCollective("all-to-all", "complete", "complete", "Rank r receives the r-th chunk of every rank."),
 )
 
 # What the strategies here call instead of the collective that is named up to the comma.

@@ -27,28 +27,11 @@ ELEMENT = 4  # bytes of an fp32 number
 TENSORS_PER_RANK = 3
 USABLE = 0.8  # share of the free memory
 
-ABOUT_PICTURES = (
-    "Each collective below really ran on small tensors: the numbers are what every rank held before and after it. "
-    "Chunk c of rank r starts as 10 (r + 1) + c + 1, so 23 is the third chunk of rank 1. A dot is a chunk for which "
-    "a rank has no memory. On the page, the color of a cell shows the rank that its data comes from, and a sum has "
-    "the colors of all ranks that it contains."
+ABOUT = (
+    "Each collective really ran on small tensors, in which chunk c of rank r starts as 10 (r + 1) + c + 1; then it was "
+    "timed. docs/communication.md#collectives explains the pictures, times, bandwidths and fits."
 )
 FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the other ranks take no part in these runs."
-ABOUT_TIMES = (
-    "The size is that of the complete tensor, as in nccl-tests: for an all-gather what each rank has at the end, for "
-    "a scatter what rank 0 has. A time is the median over rounds, on the slowest rank; the calls of a round start "
-    "one after another. The line is the α-β model, seconds = α + β x bytes, fitted to relative errors; the band is "
-    "the 95% prediction interval of the median time at another size. Algorithm bandwidth is size / time. Bus bandwidth "
-    "multiplies it by what each link has to carry at least, 2 (N - 1) / N for an all-reduce among N ranks, and is "
-    "comparable across collectives and numbers of ranks."
-)
-
-ABOUT_VARIANTS = (
-    "Two collectives are also timed as the strategies here call them. “all-gather, in place” is one broadcast per "
-    "rank on CPUs, because gloo's all-gather receives elsewhere and copies. “reduce-scatter, pairwise” is an "
-    "all-to-all and a sum in a fixed order; gloo's reduce-scatter is an all-reduce of which each rank keeps one "
-    "chunk."
-)
 
 Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seconds in each round)
 
@@ -84,9 +67,9 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
             Figure("Bus bandwidth", bandwidth_by_size({n: bus_bandwidths(x, world) for n, x in lines.items()}))
         )
     parts += [fit_table(lines, world), time_table(lines)]
-    paragraphs = [ABOUT_PICTURES, ABOUT_TIMES, ABOUT_VARIANTS]
+    paragraphs = [ABOUT]
     if world.size > MOST_PICTURED:
-        paragraphs.insert(1, FIRST_RANKS)
+        paragraphs.append(FIRST_RANKS)
     if sizes[-1] > limit:
         skipped = ", ".join(format_size(size) for size in sizes if size > limit)
         paragraphs.append(

@@ -24,24 +24,8 @@ from .compression import Measured, measure_hooks, settings_by_hook
 PLAIN = "no"
 
 ABOUT = (
-    "Each training below is repeated with every value of --ddp_comm_hook: gradients are exchanged as they are (no), "
-    "rounded to 16 bits (fp16, bf16), or approximated by matrices of low rank (power_sgd), whose first steps are not "
-    "compressed and are not timed here."
-)
-ABOUT_BYTES = (
-    "Bytes are counted from the tensors of the collectives that one step calls, and converted to what each of N ranks "
-    "sends: 2 (N - 1) / N times the tensor for an all-reduce."
-)
-ABOUT_TIME = (
-    "Times are medians, on the slowest rank, over rounds in which the hooks alternate. If a hook takes longer in every "
-    "round, the last column is the speed of a link below which it would pay off nevertheless: the bytes that it saves, "
-    "divided by the time that it costs. This assumes that nothing of the exchange is hidden behind the backward pass, "
-    "so it is an upper limit."
-)
-ABOUT_ACCURACY = (
-    "Accuracies are of the test rows after {steps} steps, for {seeds} seed(s) of split, initial weights, order and "
-    "dropout, which all hooks share. The interval is that of Student's paired t test over the seeds. If it contains "
-    "zero, these seeds show no effect, which does not prove that there is none."
+    "Time and bytes of a step with each --ddp_comm_hook, and the accuracy of the test rows after {steps} steps, for "
+    "{seeds} seed(s): docs/communication.md#compressed-gradients explains them and their intervals."
 )
 
 
@@ -73,7 +57,7 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World, refus
         if seeds > 1:
             note = "Each dot is one seed; the line is the mean with its 95% confidence interval over the seeds."
             parts.append(Figure("Accuracy compared with no compression", accuracy_chart(measured, effects), note))
-    paragraphs = [ABOUT, ABOUT_BYTES, ABOUT_TIME, ABOUT_ACCURACY.format(steps=steps, seeds=seeds)]
+    paragraphs = [ABOUT.format(steps=steps, seeds=seeds)]
     if refusal:
         paragraphs.append(f"power_sgd is left out: {refusal}.")
     if world.size == 1:

@@ -49,37 +49,18 @@ ROUNDS = 3  # for the time without the profiler
 BUCKET_SIZES = (1, 5, 25, 100)  # MiB
 SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
 
+EXPLAINED = "docs/communication.md#a-training-step explains"
 ABOUT_BREAKDOWN = (
-    "Where the time of a training step goes, as in section 5.1 of the DDP paper (Li et al. 2020), from a profile of "
-    f"{PROFILED_STEPS} steps. A collective is in flight from its call until it has completed. Communication is hidden "
-    "while the rank computes, and exposed while it only waits, which includes waiting for a slower rank. Forward, "
-    "backward and optimizer are without exposed communication, so the parts add up to the step. The profiler slows the "
-    "step down: the last line of the table has the time of the same steps without it."
+    f"From a profile of {PROFILED_STEPS} steps, which the profiler slows down: the last line of the table is without "
+    "it. docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts."
 )
-ABOUT_BUCKETS = (
-    "DDP collects gradients in buckets and averages a bucket over the ranks as soon as it is full, while the backward "
-    "pass computes the next one. With small buckets communication begins early, but each collective costs its latency; "
-    "with one large bucket nothing overlaps. PyTorch's default is 25 MiB with a first bucket of 1 MiB, so that "
-    "communication begins early. Any explicit --ddp_bucket_cap_mb, even 25, applies to the first bucket as well."
-)
-ABOUT_NO_SYNC = (
-    "DDP's no_sync() leaves out the exchange of gradients (section 5.3 of the paper). This is gradient accumulation: "
-    "gradients of several micro-batches are added on each rank, and the last one averages the sum over the ranks. The "
-    "time is per micro-batch, and all lines train on the same micro-batches. A step with k of them also clips "
-    "and updates only once, so not all of the difference is communication. It is another training: the batch is k "
-    "times as large, with 1/k of the updates."
-)
-ABOUT_UNUSED = (
-    "With --ddp_find_unused_parameters, DDP walks through the graph of each forward pass to find parameters without a "
-    "gradient, and the ranks exchange which parameters they have used. All parameters of these models are used, so "
-    "the difference is pure overhead."
-)
-ABOUT_REDUCTION = (
-    "Plain all-reduce adds gradients in an order that depends on the number of ranks. The fixed tree always adds the "
-    "gradients of the logical ranks as the same binary tree, so that the result does not depend on the number of "
-    "ranks (docs/same_bits.md). With one or two ranks and one logical rank each, both are the same operation. With "
-    "twice as many logical ranks as ranks, each rank trains on two micro-batches of half the size."
-)
+# The title and a sentence.
+ABOUT = {
+    "buckets": ("Bucket size", f"{EXPLAINED} the buckets, and why 25 MiB differs from the default."),
+    "no_sync": ("Skipped synchronization", f"{EXPLAINED} why not all of the difference is communication."),
+    "unused_parameters": ("Searching for unused parameters", f"{EXPLAINED} why the difference is pure overhead."),
+    "reduction": ("Plain all-reduce and fixed tree", "docs/same_bits.md#the-tree describes the fixed tree."),
+}
 
 
 def measure_step(name: str, settings: Settings, seconds: float, world: World) -> Section:
@@ -96,13 +77,8 @@ def measure_step(name: str, settings: Settings, seconds: float, world: World) ->
         variants = variants_of(name, settings, len(data.split.train), world.topology)
     if name == "no_sync":
         return measure_no_sync(variants, data, seconds, world)
-    title, about = {
-        "buckets": ("Bucket size", ABOUT_BUCKETS),
-        "unused_parameters": ("Searching for unused parameters", ABOUT_UNUSED),
-        "reduction": ("Plain all-reduce and fixed tree", ABOUT_REDUCTION),
-    }[name]
     comparisons = [compare(model, variants, data, seconds, world) for model in models(settings)]
-    return section_of(name, title, about, comparisons, "step", world)
+    return section_of(name, comparisons, "step", world)
 
 
 def variants_of(name: str, settings: Settings, n_train: int, topology: Topology) -> dict[str, Variant]:
@@ -174,13 +150,12 @@ def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: 
             for name, rounds in found.seconds.items()
         }
         comparisons.append(Comparison(model, per_micro_batch))
-    return section_of("no_sync", "Skipped synchronization", ABOUT_NO_SYNC, comparisons, "micro-batch", world)
+    return section_of("no_sync", comparisons, "micro-batch", world)
 
 
-def section_of(
-    name: str, title: str, about: str, comparisons: Sequence[Comparison], unit: str, world: World
-) -> Section:
+def section_of(name: str, comparisons: Sequence[Comparison], unit: str, world: World) -> Section:
     """Return the section that shows how variants compare: a chart, and a table for each model."""
+    title, about = ABOUT[name]
     parts: list[Part] = []
     if world.is_main_process:
         note = (

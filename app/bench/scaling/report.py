@@ -120,10 +120,8 @@ def _one_node(
         "one_node",
         "Strong and weak scaling on this machine",
         [
-            f"All ranks share {n_cores} CPU core(s), so more ranks than cores can't be faster. Only what two ranks do "
-            "alone, computing or exchanging, is an input of the predictions; no step time is.",
-            "Measured: the median of the rounds and their range. Predicted: the model's time, and its interval from "
-            "the fastest and slowest computation and the 95% prediction interval of the exchanges.",
+            f"All ranks share {n_cores} CPU core(s), so more ranks than cores can't be faster. "
+            "docs/scaling.md#what-is-measured explains how times are measured and predicted.",
         ],
         [*tables, *figures],
         _comparison(measured, predicted, with_link=False),
@@ -185,8 +183,7 @@ def _two_nodes(
         "two_nodes",
         "Two nodes and a shaped link",
         [
-            "The nodes are network namespaces on this machine. No measurement over a shaped link is an input of the "
-            "predictions: they use its rate and its delay, and all-reduces over the same link without shaping.",
+            "The nodes are network namespaces on this machine: docs/scaling.md#the-link-between-two-nodes.",
         ],
         parts,
         _comparison(measured, predicted, with_link=True),
