@@ -1,6 +1,6 @@
-"""Reports of the communication laboratory and of scaling: pictures, charts and tables, as a page and as text.
+"""Reports of the communication laboratory and of scaling: pictures, charts and tables, as a page and as Markdown.
 
-A section is plain data. `as_html` and `as_text` render the same sections for a browser and for a terminal.
+A section is plain data, which `as_html` renders for a browser and `as_markdown` for a terminal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..common.charts import SERIES_COLORS
-from ..common.errors import escape_control_characters
+from ..common.formats import markdown_cell, markdown_table
 from ..report.environments import html_environment
 
 WIDTH = 100  # of the text, in characters
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart from `app.common.charts.render_svg`. It is left out of the text."""
+    """A chart from `app.common.charts.render_svg`. It is left out of the Markdown."""
 
     title: str
     svg: Markup
@@ -121,53 +121,39 @@ def _background(chunk: Chunk) -> str:
     return f"linear-gradient(90deg, {', '.join(stripes)})" if stripes else "none"
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def as_text(section: Section) -> str:
-    """Render a section for a terminal, without control characters and without colors."""
-    title = escape_control_characters(section.title)
-    lines = [title, "=" * len(title), "", *(f"{_wrap(text)}\n" for text in section.paragraphs)]
+def as_markdown(section: Section) -> str:
+    """Render a section for a terminal and as Markdown, without control characters and without charts."""
+    lines = [f"## {_escape(section.title)}\n", *(f"{_escape(text)}\n" for text in section.paragraphs)]
     for part in section.parts:
-        if isinstance(part, Picture):
-            lines += [_picture_text(part), ""]
-        elif isinstance(part, Table):
-            lines += [_heading(part.title, part.note), *_columns([part.header, *part.rows]), ""]
+        if isinstance(part, Figure):
+            continue
+        lines.append(f"### {_escape(part.title)}\n")
+        if part.note:
+            lines.append(f"{_escape(part.note)}\n")
+        lines.append(_picture_table(part) if isinstance(part, Picture) else _table(part.header, part.rows))
     return "\n".join(lines)
 
 
-def _heading(title: str, note: str) -> str:
-    return escape_control_characters(title) + (f"\n{_wrap(note)}" if note else "")
-
-
-def _picture_text(picture: Picture) -> str:
-    cells = [cell for rows in (picture.before, picture.after) for row in rows for cell in row]
-    width = max(len(_cell_text(cell)) for cell in cells)
+def _picture_table(picture: Picture) -> str:
     sides = [
-        [" ".join(_cell_text(cell).rjust(width) for cell in row) for row in rows]
-        for rows in (picture.before, picture.after)
+        [["·" if cell is None else cell.text for cell in row] for row in side]
+        for side in (picture.before, picture.after)
     ]
-    names = [f"rank {rank}" for rank in range(len(picture.before))]
-    rows = [["", "before", "after"]] + [[*row] for row in zip(names, *sides, strict=True)]
-    return "\n".join([_heading(picture.title, picture.note), *_columns(rows, numbers=False)])
-
-
-def _cell_text(cell: Chunk | None) -> str:
-    return "·" if cell is None else cell.text
-
-
-def _columns(rows: Sequence[Sequence[str]], numbers: bool = True) -> list[str]:
-    """Align the cells of a table, whose columns except for the first may be numbers."""
-    safe = [[escape_control_characters(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
-    return [
-        "  "
-        + "   ".join(
-            c.rjust(w) if numbers and i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in safe
+    width = max(len(text) for side in sides for row in side for text in row)
+    rows = [
+        [f"rank {rank}", *(" ".join(text.rjust(width) for text in row) for row in rows)]
+        for rank, rows in enumerate(zip(*sides, strict=True))
     ]
+    return markdown_table(["", "before", "after"], rows, text_columns=3, aligned=True)
 
 
-def _wrap(text: str) -> str:
-    return textwrap.fill(escape_control_characters(text), WIDTH)
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    header, *rows = ([markdown_cell(cell) for cell in row] for row in (header, *rows))
+    return markdown_table(header, rows, aligned=True)
+
+
+def _escape(text: str) -> str:
+    return textwrap.fill(markdown_cell(text, max_length=len(text)), WIDTH)

@@ -24,13 +24,20 @@ def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
     return re.sub(r"[\\`*|$~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]", r"\\\g<0>", line)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1, aligned: bool = False
+) -> str:
     """Return a Markdown table.
 
     Args:
         text_columns: the number of columns on the left that are text. The others are numbers, aligned on the right.
+        aligned: pad the cells, for reading it in a terminal.
     """
     lines = [header, [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)], *rows]
+    if aligned:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        kinds = ["<"] * text_columns + [">"] * (len(header) - text_columns)
+        lines = [[f"{c:{kind}{w}}" for c, kind, w in zip(cells, kinds, widths, strict=True)] for cells in lines]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

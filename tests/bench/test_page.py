@@ -1,4 +1,4 @@
-"""The laboratory's report: everything is shown in the page and in the text, and untrusted text stays text in both."""
+"""The laboratory's report: the page and the Markdown show everything, and untrusted text stays text in both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from helpers.html_page import Page
 from markupsafe import Markup
 
-from app.bench.page import Chunk, Figure, Picture, Section, Table, as_html, as_text
+from app.bench.page import Chunk, Figure, Picture, Section, Table, as_html, as_markdown
 
 HOSTILE = "<script>document.title='ran'</script><img src=x onerror=alert(1)> \x1b[31m{{ 7 * 7 }}"
 BEFORE = [[Chunk("11", [0]), Chunk("12", [0])], [None, None]]
@@ -56,33 +56,36 @@ def test_a_cell_has_the_colors_of_the_ranks_in_it():
     assert styles == [{"--s0"}, {"--s0"}, {"--s0", "--s1"}, {"--s1"}]
 
 
-def test_the_text_is_aligned_and_leaves_out_charts():
-    text = as_text(section())
+def test_the_markdown_is_aligned_and_leaves_out_charts():
+    text = as_markdown(section())
     lines = text.splitlines()
     at = lines.index("a picture explained")
-    assert lines[at + 1 : at + 4] == [
-        "           before   after",
-        "  rank 0   11 12    32  ·",
-        "  rank 1    ·  ·     · 34",
+    assert lines[at + 2 : at + 6] == [
+        "|        | before | after |",
+        "| ---    | ---    | ---   |",
+        "| rank 0 | 11 12  | 32  · |",
+        "| rank 1 |  ·  ·  |  · 34 |",
     ]
     at = lines.index("a table explained")
-    assert lines[at + 1 : at + 4] == [
-        "  what            ms explained",
-        "  first                    1.5",
-        "  row explained             22",
+    assert lines[at + 2 : at + 6] == [
+        "| what          | ms explained |",
+        "| ---           |         ---: |",
+        "| first         |          1.5 |",
+        "| row explained |           22 |",
     ]
     assert "chart" not in text
     assert "drawn" not in text
 
 
-def test_the_text_has_no_control_characters():
-    text = as_text(section(HOSTILE))
+def test_the_markdown_has_no_control_characters_and_no_html():
+    text = as_markdown(section(HOSTILE))
     assert all(line.isprintable() for line in text.splitlines())
-    assert r"\x1b[31m" in text
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_picture_fits_into_a_terminal(ranks):
     rows = [[Chunk(str(100 * rank + i), [rank]) for i in range(ranks)] for rank in range(ranks)]
-    text = as_text(Section("name", "Title", [], [Picture("p", "", rows, rows)]))
+    text = as_markdown(Section("name", "Title", [], [Picture("p", "", rows, rows)]))
     assert max(map(len, text.splitlines())) <= 80

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 -m app.bench.communication
 
-Writes communication.html, communication.json and communication.txt into `--output_dir` (default: a new folder in
+Writes communication.html, communication.json and communication.md into `--output_dir` (default: a new folder in
 runs/communication/). docs/communication.md explains how to read them.
 """
 
@@ -30,7 +30,7 @@ from ...runs.schema import RUNS
 from ...settings import Settings
 from ...training.build import build_data, build_model, read_and_split
 from ...training.console import quiet_libraries
-from ..page import Section, as_html, as_text
+from ..page import Section, as_html, as_markdown
 from . import training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import settings_by_hook
@@ -88,12 +88,12 @@ def main(
         measured = []
         for name in names:
             section = measure(name, settings, world, largest, seconds_per_point, seeds)
-            world.print_main(as_text(section))
+            world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
                 if folder is not None:
                     write(folder, facts, settings, measured)
-        world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .txt"))
+        world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .md"))
 
 
 def check(names: Sequence[str], settings: Settings, largest: int, seeds: int, world: World) -> None:
@@ -130,13 +130,15 @@ def write(folder: Path, facts: Mapping[str, str], settings: Settings, measured: 
         "sections": {one.name: one.data for one in measured},
     }
     write_json(folder / "communication.json", content)
-    write_text(folder / "communication.txt", "\n".join([headline(facts), *map(as_text, measured)]))
+    write_text(folder / "communication.md", "\n".join([headline(facts), *map(as_markdown, measured)]))
     write_text(folder / "communication.html", as_html(TITLE, facts, measured))
 
 
 def headline(facts: Mapping[str, str]) -> str:
     """Return what the printed report begins with."""
-    return escape_control_characters(f"{TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
+    return (
+        escape_control_characters(f"# {TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
+    )
 
 
 def measure(name: str, settings: Settings, world: World, largest: int, seconds_per_point: float, seeds: int) -> Section:

@@ -24,7 +24,7 @@ from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ..harness import SIZES
-from ..page import as_html, as_text
+from ..page import as_html, as_markdown
 from .cluster_report import ClusterFlags
 from .links.shaped_link import Link
 from .measure import ScalingPlan, measure, open_jobs
@@ -70,7 +70,7 @@ def _main() -> int:
     facts = describe(plan, method)
     report = sections(plan, rounds, fits, cluster, n_cores)
     for section in report:
-        print(f"\n{as_text(section)}")
+        print(f"\n{as_markdown(section)}")
     write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report)})
     write_text(folder / "scaling.html", as_html(TITLE, facts, report, "scaling.json"))
     print(escape_control_characters(f"written to {folder}/: scaling.html, scaling.json"))

@@ -22,7 +22,7 @@ from app.bench.communication.collectives_section import (
     measure_collectives,
     sizes_up_to,
 )
-from app.bench.page import Chunk, as_html, as_text
+from app.bench.page import Chunk, as_html, as_markdown
 from app.cli import parse_flags
 from app.common.errors import AgreedError, UserError
 from app.common.formats import format_size
@@ -70,9 +70,9 @@ def test_the_section_shows_pictures_times_and_fits(world):
     for found in times.values():
         assert [point["bytes"] for point in found["points"]] == [2**10, 2**12, 2**14]
         assert found["fit"]["points"] == 3
-    text, page = as_text(section), as_html("Title", {}, [section])
+    text, page = as_markdown(section), as_html("Title", {}, [section])
     for name in times:
-        assert re.search(rf"^  {name} .*±.*%", text, re.MULTILINE), name
+        assert re.search(rf"^\| {name} .*±.*%", text, re.MULTILINE), name
         assert page.count(name) >= 2
     assert "With one rank nothing is sent" in text
     assert max(map(len, text.splitlines())) <= 120

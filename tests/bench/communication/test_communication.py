@@ -65,7 +65,7 @@ def test_sections_are_written_one_after_another(settings, world, monkeypatch, tm
     assert content["settings"]["train_batch_size"] == 8
     assert content["machine"]["command"].endswith("--sections 'a b'")
     printed = capsys.readouterr().out
-    text = (tmp_path / "out" / "communication.txt").read_text()
+    text = (tmp_path / "out" / "communication.md").read_text()
     assert text.rstrip() in printed
-    assert text.startswith("Communication laboratory: ranks 1 on 1 node(s), ")
+    assert text.startswith("# Communication laboratory: ranks 1 on 1 node(s), ")
     assert "About buckets" in (tmp_path / "out" / "communication.html").read_text()

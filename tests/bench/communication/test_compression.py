@@ -12,7 +12,7 @@ from app.bench.communication.compression import Measured, measure_hooks, setting
 from app.bench.communication.compression_section import as_section, measure_compression
 from app.bench.count_collectives import CountCollectives, sent_bytes
 from app.bench.harness import distribute
-from app.bench.page import Figure, Table, as_html, as_text
+from app.bench.page import Figure, Table, as_html, as_markdown
 from app.common.errors import AgreedError
 from app.distributed.topology import Topology
 from app.setting_groups import TINY
@@ -147,7 +147,7 @@ def test_the_section_compares_every_hook_with_no_compression():
     assert hooks["no"]["interval"] is None
     low, high = hooks["power_sgd"]["interval"]
     assert low < -0.1 < high < 0
-    assert "power_sgd" in as_text(section)
+    assert "power_sgd" in as_markdown(section)
     assert as_html("page", {}, [section]).count("<svg") == 2
 
 

@@ -21,7 +21,7 @@ from app.bench.communication.training_step import (
     variants_of,
 )
 from app.bench.harness import set_up
-from app.bench.page import Table, as_html, as_text
+from app.bench.page import Table, as_html, as_markdown
 from app.common.errors import AgreedError, UserError
 from app.distributed.topology import RankGroup, Topology
 from app.profiling.breakdown import CATEGORIES
@@ -59,7 +59,7 @@ def test_a_section_compares_every_variant_with_the_first(settings, world, name):
     assert table.rows[0][2:] == ["1.000"] * 3
     for variant in NAMES[name]:
         assert variant in figure.svg
-        assert variant in as_text(section)
+        assert variant in as_markdown(section)
     assert figure.title in as_html("page", {}, [section])
 
 

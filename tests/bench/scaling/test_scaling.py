@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.page import Table, as_html, as_text
+from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import measure as scaling_measure
 from app.bench.scaling.cluster_report import ClusterFlags
@@ -145,7 +145,7 @@ def test_the_report_marks_what_is_measured_and_what_is_predicted():
     assert "<script" not in page
     assert "scaling.json in full precision" in page
     assert page.count("<svg") == 2 + 2 + 4
-    text = " ".join(" ".join(map(as_text, report)).split())
+    text = " ".join(" ".join(map(as_markdown, report)).split())
     assert "1 Gbit/s, 5 ms" in text
     assert "100 Gbit/s" not in text
     assert "10 µs per message and 12.5 GB/s (as given)" in text
@@ -166,9 +166,9 @@ def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     report = sections(plan, [kept], fit([kept], 2, 1), CLUSTER, n_cores=2)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
     between = replace(CLUSTER, link=(None, None))
-    text = " ".join(as_text(sections(plan, [kept], fit([kept], 2, 1), between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), between, n_cores=2)[-1]).split())
     assert "1 GB/s (not measured: assumed to be as fast as within this machine)" in text
-    text = " ".join(as_text(sections(PLAN, [whole], fit([whole], 2, 1), between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), between, n_cores=2)[-1]).split())
     assert "0.667 GB/s (measured over the unshaped link)" in text
 
 
@@ -179,7 +179,7 @@ def test_a_line_whose_bytes_take_no_time_has_no_bandwidth():
     fits = fit([found], 2, 1)
     assert fits.local.beta == 0
     report = sections(PLAN, [found], fits, replace(CLUSTER, link=(None, None)), n_cores=2)
-    assert "500 µs per message and – (measured on this machine)" in " ".join(as_text(report[-1]).split())
+    assert "500 µs per message and – (measured on this machine)" in " ".join(as_markdown(report[-1]).split())
 
 
 def test_nodes_of_a_cluster_are_complete():
