@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import re
 import shlex
 import shutil
 import sys
@@ -20,14 +21,17 @@ from transformers.hf_argparser import string_to_bool
 
 from .common.errors import UserError, shorten
 from .common.flag_hints import hint_for
+from .common.paths import PACKAGE
 from .setting_groups import GROUPS
 from .settings import Settings
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 # The flags that programs reject, and do not list in their help: all but Trainer's path, and all but the training paths.
-TRAINER_ENGINES = dict.fromkeys(("deepspeed", "fsdp"), "only app.trainer_run has it: start that, or use --strategy")
+TRAINER_ENGINES = dict.fromkeys(
+    ("deepspeed", "fsdp"), f"only {PACKAGE}.trainer_run has it: start that, or use --strategy"
+)
 FLAGS_OF_ONE_RUN = TRAINER_ENGINES | {
-    "dry_run": "only app.ddp_loop and app.trainer_run have it; app.plan plans all strategies"
+    "dry_run": f"only {PACKAGE}.ddp_loop and {PACKAGE}.trainer_run have it; {PACKAGE}.plan plans all strategies"
 }
 
 
@@ -75,6 +79,8 @@ class OneLineParser(argparse.ArgumentParser):
             "usage": "%(prog)s [--flag VALUE …]",
             "allow_abbrev": False,
         }
+        if options.get("description"):  # a docstring: its commands have the name that this package has in a clone
+            options["description"] = re.sub(r"(?<!\w)app\.(?=[a-z])", f"{PACKAGE}.", options["description"])
         super().__init__(*arguments, **look | {"formatter_class": HelpFormatter} | options)
 
     def error(self, message: str) -> NoReturn:
@@ -220,7 +226,7 @@ def program_name() -> str:
     if spec:
         return str(spec.name).removesuffix(".__main__")
     file = Path(sys.argv[0])
-    return f"app.{file.parent.name if file.stem == '__main__' else file.stem}"
+    return f"{PACKAGE}.{file.parent.name if file.stem == '__main__' else file.stem}"
 
 
 def command_line() -> str:

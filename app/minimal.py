@@ -33,7 +33,7 @@ from .training.optim import build_scheduler, parameter_groups
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for app.ddp_loop")
+    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for ddp_loop")
     parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 3 epochs")
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
     settings = Settings(gradient_accumulation_steps=2, **vars(parser.parse_args()))  # others: app.ddp_loop's defaults

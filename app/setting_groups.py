@@ -32,7 +32,7 @@ class DataSettings:
     _argument_group_name = "data"
 
     csv: str | None = setting(
-        None, f"CSV file of reviews; default: data/{DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample"
+        None, f"CSV file of reviews; default: {DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample"
     )
     text_column: str = setting("review", "column that contains the text", valid=name_of("a column"))
     label_column: str = setting(

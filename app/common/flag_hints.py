@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from .paths import PACKAGE
+
 _HINTS: dict[tuple[str, ...], str] = {
     # data
     ("train_file", "test_file", "data_path", "data_file", "input_file", "csv_file", "data"): (
@@ -110,7 +112,7 @@ _HINTS: dict[tuple[str, ...], str] = {
     ),
     ("local_rank",): "torchrun passes the rank in the environment; use torchrun instead of torch.distributed.launch",
     ("nproc_per_node", "nnodes", "node_rank", "num_processes", "master_addr", "master_port", "standalone"): (
-        "flags of the launcher go before the module: torchrun --nproc_per_node=2 -m app.ddp_loop"
+        f"flags of the launcher go before the module: torchrun --nproc_per_node=2 -m {PACKAGE}.ddp_loop"
     ),
     ("ddp_backend", "backend"): "NCCL is used on GPUs and gloo on CPUs",
     ("comm_hook", "ddp_comm_wrapper", "gradient_compression", "powersgd", "power_sgd"): "use --ddp_comm_hook",
@@ -121,7 +123,7 @@ _HINTS: dict[tuple[str, ...], str] = {
     ),
     ("zero_stage", "zero", "zero1", "zero2", "zero3", "sharded_ddp"): "use --strategy zero1, zero2 or zero3",
     ("deepspeed_config", "use_deepspeed", "deepspeed_config_file", "zero3_init_flag"): (
-        "use --deepspeed with app.trainer_run, or --strategy zero1, zero2 or zero3"
+        f"use --deepspeed with {PACKAGE}.trainer_run, or --strategy zero1, zero2 or zero3"
     ),
     ("offload", "fsdp_offload_params", "offload_optimizer", "offload_optimizer_device", "offload_param_device"): (
         "use --strategy zero3 --cpu_offload"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .paths import REPOSITORY
+from .paths import CLONE
 
 # Dense peak in FLOP/s: fp16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
 # default), by the exact name that the driver reports. From NVIDIA's data sheets, whose tensor core numbers "with
@@ -166,10 +166,12 @@ def use_deterministic_algorithms() -> None:
 
 def git_commit() -> str | None:
     """Return the commit of the running code, with `+` if tracked files have changed; None outside a git checkout."""
+    if CLONE is None:  # the folder of a wheel may be inside the repository of another project
+        return None
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
-            cwd=REPOSITORY,
+            cwd=CLONE,
             capture_output=True,
             text=True,
             timeout=10,

@@ -1,6 +1,6 @@
 """Download the real hotel reviews of ChnSentiCorp and verify their SHA-256.
 
-    python -m app.data.download                                  # into data/, where training looks for them first
+    python -m app.data.download                                  # where training looks for them first
     python -m app.data.download --url https://MIRROR/file.csv    # the same file from another server
     python -m app.data.download --output FOLDER/file.csv
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ..common.errors import OneLineError, UserError, escape_control_characters, escape_unencodable_output
 from ..common.files import staging_folder
 from ..common.interrupts import as_interrupt
-from ..common.paths import DOWNLOADED_CSV
+from ..common.paths import DOWNLOADED_CSV, PACKAGE
 from ..common.progress import hides_progress
 
 URL = (
@@ -84,6 +84,18 @@ def download(url: str = URL, output: Path = DOWNLOADED_CSV) -> bool:
     return True
 
 
+def create_folder_of_downloads() -> None:
+    """Create the default folder.
+
+    Raises:
+        UserError: It cannot be created.
+    """
+    try:
+        DOWNLOADED_CSV.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{DOWNLOADED_CSV.parent}: cannot be created: {error.strerror}; choose --output") from error
+
+
 def _check_url(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url)
@@ -126,7 +138,7 @@ def _fetch(url: str) -> Iterator[bytes]:
     Raises:
         DownloadError: The server cannot be reached or reports an error, or the content is too long or incomplete.
     """
-    request = urllib.request.Request(url, headers={"User-Agent": "app.data.download"})
+    request = urllib.request.Request(url, headers={"User-Agent": "samebits"})
     # It is complete before the request, because a signal in its constructor would print a traceback.
     progress = tqdm(unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=hides_progress())
     try:
@@ -161,7 +173,7 @@ def _too_long(url: str) -> DownloadError:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m app.data.download",
+        prog=f"python -m {PACKAGE}.data.download",
         description=(__doc__ or "").partition("\n")[0],
         allow_abbrev=False,
         exit_on_error=False,
@@ -185,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         with as_interrupt(signal.SIGTERM, signal.SIGHUP):
+            if arguments.output == DOWNLOADED_CSV:  # in the user's cache, unless this is a clone
+                create_folder_of_downloads()
             is_new = download(arguments.url, arguments.output)
     except UserError as error:
         print(error, file=sys.stderr)

@@ -10,6 +10,7 @@ import torch
 
 from ..common.errors import UserError, shorten
 from ..common.machine import usable_cores
+from ..common.paths import PACKAGE
 from ..settings import Settings
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
@@ -56,8 +57,8 @@ UNSUPPORTED_BACKENDS = {
     "ACCELERATE_USE_SAGEMAKER": "SageMaker's data parallelism",
 }
 INSTEAD = {
-    "DeepSpeed": "unset it, and use app.trainer_run --deepspeed",
-    "FSDP": "unset it, and use --strategy zero2 or zero3, or app.trainer_run --fsdp",
+    "DeepSpeed": f"unset it, and use {PACKAGE}.trainer_run --deepspeed",
+    "FSDP": f"unset it, and use --strategy zero2 or zero3, or {PACKAGE}.trainer_run --fsdp",
 }
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import psutil
 
 from ..common.interrupts import as_interrupt
-from ..common.paths import REPOSITORY
+from ..common.paths import CLONE
 from .processes import CPU_PROCESSES
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
@@ -64,7 +64,7 @@ class TorchrunJob:
     Args:
         command: from `torchrun_command`, possibly after a prefix that replaces itself with it, such as `unshare -m`.
         environment: variables to add to this process's own.
-        cwd: the job's working directory; by default this process's. `app` can be imported from anywhere.
+        cwd: the job's working directory; by default this process's. Our modules can be imported from anywhere.
         stdout: file for the job's standard output; by default this process's standard output.
         stderr: file for standard error; by default the same as `stdout`.
         grace_seconds: time between SIGTERM and SIGKILL when a running job is terminated; 0 kills it at once.
@@ -88,10 +88,12 @@ class TorchrunJob:
         self.command, self.cwd = list(command), cwd
         self.stdout, self.stderr, self.grace_seconds = stdout, stderr, grace_seconds
         self.job_id = uuid.uuid4().hex
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        if CLONE is not None:  # `app` can be imported from there only
+            path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+            inherited["PYTHONPATH"] = path
         job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))
-        self.environment = inherited | {"PYTHONPATH": path} | dict(environment or {}) | {JOB_VARIABLE: job_ids}
+        self.environment = inherited | dict(environment or {}) | {JOB_VARIABLE: job_ids}
         self._signals = ExitStack()
 
     def start(self) -> None:

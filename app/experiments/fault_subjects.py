@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import BartConfig, GPT2Config, PretrainedConfig
 
-from ..common.paths import REPOSITORY
+from ..common.paths import PACKAGE
 from ..data.csv_table import read_reviews
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..model.tiny_bert import learn_tokenizer
@@ -46,13 +46,13 @@ class Subject:
     def job(self, folder: Path) -> TorchrunJob:
         """Return a job that trains into `folder` and logs to `folder.log`."""
         command = torchrun_command(
-            f"app.{self.path_name}",
+            f"{PACKAGE}.{self.path_name}",
             [*self.flags, "--strategy", self.strategy, "--output_dir", folder],
             self.ranks,
             ["--standalone", f"--max-restarts={RESTARTS}"],
         )
         log = folder.with_suffix(".log")
-        return TorchrunJob(command, environment={"HF_HUB_OFFLINE": "1"}, stdout=log, cwd=REPOSITORY, grace_seconds=0)
+        return TorchrunJob(command, environment={"HF_HUB_OFFLINE": "1"}, stdout=log, grace_seconds=0)
 
 
 def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, folder: Path) -> list[Subject]:

@@ -27,6 +27,7 @@ from ..checkpoint.manager import latest_first, step_of, was_complete
 from ..cli import OneLineParser, as_flags, settings_parser
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
+from ..common.paths import PACKAGE
 from ..common.valid import LARGEST_COUNT
 from ..data.sampler import plan_batches
 from ..distributed.launcher import TorchrunJob, torchrun_command
@@ -187,7 +188,7 @@ def start(path_name: str, ranks: int, strategy: str, settings: Settings, run: Pa
     """Return a job that trains into a run folder, or resumes the run in it."""
     output_dir = None if settings.resume_from_checkpoint else str(run)
     flags = as_flags(replace(settings, strategy=strategy, output_dir=output_dir))  # type: ignore[arg-type]
-    command = torchrun_command(f"app.{path_name}", flags, ranks)
+    command = torchrun_command(f"{PACKAGE}.{path_name}", flags, ranks)
     log = log_of(run, "resumed" if settings.resume_from_checkpoint else "")
     return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
 

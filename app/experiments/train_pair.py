@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..common.errors import RunError
+from ..common.paths import PACKAGE
 from ..program import run_job
 from ..runs.folder import create_folder
 from ..runs.reader import Run, read_run
@@ -78,7 +79,7 @@ def train_path(path_name: str, settings: Settings, nproc_per_node: int, folder: 
         RunError: the job failed.
     """
     print(f"\n--- {path_name}, seed {settings.seed} ---", flush=True)
-    status = run_job(f"app.{path_name}", replace(settings, output_dir=str(folder)), nproc_per_node)
+    status = run_job(f"{PACKAGE}.{path_name}", replace(settings, output_dir=str(folder)), nproc_per_node)
     if status != 0:
         with suppress(OSError):
             folder.parent.rmdir()  # only if it is empty

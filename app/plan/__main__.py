@@ -20,6 +20,7 @@ from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.formats import mib, parse_size
 from ..common.machine import usable_cores
+from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
 from ..distributed.topology import Topology
 from ..program import run_job, run_program
@@ -30,7 +31,7 @@ from .charts import draw_memory, draw_traffic
 from .step import Plan, build_plan
 from .tables import describe_plan
 
-BENCHMARKS = ("app.bench.memory", "app.bench.traffic")
+BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from ..common.formats import markdown_table, mib
+from ..common.paths import PACKAGE
 from ..settings import STRATEGIES
 from .activations import Activations
 from .step import Plan
@@ -95,8 +96,8 @@ def verdict(plan: Plan, budget: int | None) -> str:
     least = f"`{label(smallest)}` needs the least: {mib(sizes[smallest])} MiB"
     if budget is None:
         return (
-            "The memory of the device is unknown: `python -m app.plan --device_memory 24GiB` tells what fits into it. "
-            f"{least}. {cheapest(plan, list(VARIANTS))} sends the least.\n"
+            f"The memory of the device is unknown: `python -m {PACKAGE}.plan --device_memory 24GiB` tells what fits "
+            f"into it. {least}. {cheapest(plan, list(VARIANTS))} sends the least.\n"
         )
     if fitting := [variant for variant in VARIANTS if sizes[variant] <= budget]:
         names = ", ".join(f"`{label(variant)}`" for variant in fitting)

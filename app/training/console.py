@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
 from ..common.errors import escape_control_characters
-from ..common.paths import SAMPLE_CSV
+from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..data.csv_table import describe_dropped
 from ..data.split import describe_duplicates
 from ..distributed.arithmetic import Arithmetic, describe_mixed
@@ -46,7 +46,11 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     settings, world, path_name = record.info.settings, record.info.world, record.info.path_name
     table, split, plan = data.table, data.split, data.plan
     duplicates = describe_duplicates(data.duplicates, len(split.validation), len(split.test))
-    sample = " (the bundled synthetic sample; see data/README.md for the real file)" if table.path == SAMPLE_CSV else ""
+    sample = (
+        f" (the bundled synthetic sample; {PACKAGE}.data.download fetches real reviews)"
+        if table.path.resolve() == SAMPLE_CSV
+        else ""
+    )
     validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
     commit = f" at {data.commit[:12]}" if data.commit else ""
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
@@ -94,7 +98,7 @@ def hints_about_devices(path_name: str, settings: Settings, world: World) -> lis
         free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
         usable = next(n for n in range(gpus, 0, -1) if divides_batch(free, n))
         if usable > 1:
-            command = f"torchrun --standalone --nproc_per_node={usable} -m app.{path_name}"
+            command = f"torchrun --standalone --nproc_per_node={usable} -m {PACKAGE}.{path_name}"
             return [f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}"]
     if world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
         return ["the CPU is used: Apple's GPUs have neither fp64 nor communication between processes"]
@@ -143,7 +147,7 @@ def describe_result(scores: Scores, record: RunRecord) -> str:
             ("model", f"{model}/"),
             ("predictions", str(record.folder / PREDICTIONS)),
             ("use", f'transformers.pipeline("text-classification", model={model!r}, truncation=True)'),
-            ("compare", f"python -m app.compare {shlex.quote(str(record.folder))} {other_run}"),
+            ("compare", f"python -m {PACKAGE}.compare {shlex.quote(str(record.folder))} {other_run}"),
         ]
     )
 

@@ -6,8 +6,8 @@ import re
 import sys
 
 import pytest
+from helpers.jobs import PROJECT
 
-from app.common.paths import REPOSITORY
 from app.common.progress import hides_progress
 
 
@@ -22,7 +22,7 @@ def test_a_bar_is_shown_by_rank_0_on_a_terminal(monkeypatch, on_terminal, disabl
 
 def test_every_bar_asks_whether_it_is_shown():
     others = set()
-    for path in (REPOSITORY / "app").rglob("*.py"):
+    for path in (PROJECT / "app").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if re.search(r"\btqdm\((?!\))", text) and "hides_progress(" not in text:
             others.add(path.name)

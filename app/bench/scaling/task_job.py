@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import psutil
 
 from ...common.errors import RunError, UserError, shorten
+from ...common.paths import PACKAGE
 from ...distributed.launcher import TorchrunJob, torchrun_command
 from .links.namespaces import ADDRESSES, INTERFACE, inside
 
@@ -143,13 +144,13 @@ def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequenc
         flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
         flags += [f"--train_batch_size={world_size}", "--disable_tqdm"]
         variables = {}
-        commands = [torchrun_command("app.bench.scaling.job", flags, ranks)]
+        commands = [torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, ranks)]
         if namespaces:
             variables["GLOO_SOCKET_IFNAME"] = INTERFACE
             commands = []
             for node, name in enumerate(namespaces):
                 place = ["--nnodes=2", f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
-                commands.append(inside(name, torchrun_command("app.bench.scaling.job", flags, ranks, place)))
+                commands.append(inside(name, torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, ranks, place)))
         jobs = []
         for node, command in enumerate(commands):
             file = log if node == 0 else log.with_name(f"{log.stem}-{node}{log.suffix}")

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import psutil
 
-from ....common.paths import REPOSITORY
+from ....common.paths import CLONE, PACKAGE
 from .link_forwarder import LARGEST_PACKET
 from .namespaces import (
     INTERFACE,
@@ -170,8 +170,8 @@ def _forwarded_link(names: list[str]) -> Iterator[ForwardedLink]:
             run_command(["ip", "-n", name, "link", "set", device, *rename])
         configure(names)
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.bench.scaling.links.link_forwarder", *map(str, devices)],
-            cwd=REPOSITORY,
+            [sys.executable, "-m", f"{PACKAGE}.bench.scaling.links.link_forwarder", *map(str, devices)],
+            cwd=CLONE,
             stdin=subprocess.PIPE,
             pass_fds=devices,
             start_new_session=True,  # Ctrl-C must not end it before the jobs that use the link
