@@ -163,8 +163,7 @@ class SettingsParser(OneLineParser, HfArgumentParser):
         """Return the precision that `--precision` and its alias `--bf16` select.
 
         Args:
-            precision: None if the flag is not given.
-            bf16: as `precision`.
+            precision, bf16: None if the flag is not given.
         """
         if bf16 and precision not in (None, "bf16"):
             raise UserError(f"--bf16 contradicts --precision {precision}")
