@@ -164,6 +164,11 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if not options.runs:  # finished runs need no processes
         of_ranks = replace(settings, use_cpu=settings.use_cpu or options.ablate)
         options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, of_ranks)
+    if options.ablate and options.nproc_per_node & (options.nproc_per_node - 1):
+        raise UserError(
+            f"--nproc_per_node {options.nproc_per_node}: must be a power of two, because --ablate simulates the ranks "
+            "as logical ranks of one process"
+        )
     return options, settings
 
 

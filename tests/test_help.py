@@ -19,7 +19,7 @@ WITHOUT_SETTINGS = ("minimal", "bench/scaling", "experiments/fault_injection")
 PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 PROGRAMS = (
     *PATHS,
-    *("compare", "plan", "experiments/same_bits", "experiments/parity_table"),
+    *("compare", "plan", "experiments/same_bits"),
     *("bench/recipe", "bench/traffic", "bench/communication", "bench/checkpoint_cost", "bench/memory"),
     *WITHOUT_SETTINGS,
 )

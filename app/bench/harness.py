@@ -1,12 +1,12 @@
-"""Code that the benchmarks share: set up a model and its training batches on all ranks, and time training steps.
+"""Code that the benchmarks and the ablation share: set up a model and its batches on all ranks, and train and time it.
 
-The benchmarks time `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
+They use `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -61,14 +61,14 @@ class Bench:
 
     def train_steps(
         self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int
-    ) -> None:
-        """Train for a number of optimizer steps.
+    ) -> list[torch.Tensor]:
+        """Train for a number of optimizer steps, and return the losses of each as `train_step` does.
 
         Raises:
             AgreedError: there are fewer micro-batches.
         """
         optimization = self.optimization(optimizer, scheduler)
-        iterator = iter(micro_batches)
+        iterator, losses = iter(micro_batches), []
         for step in range(steps):
             batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
             if len(batches) < self.data.plan.micro_batches_per_step:
@@ -78,7 +78,7 @@ class Bench:
                     "--csv, or a smaller --train_batch_size"
                 )
             inputs = [to_device(batch, self.model, self.world) for batch in batches]
-            train_step(
+            of_step, _ = train_step(
                 self.wrapped,
                 inputs,
                 step,
@@ -86,6 +86,18 @@ class Bench:
                 strategy=self.strategy,
                 settings=self.settings,
             )
+            losses.append(of_step)
+        return losses
+
+    def train_without_record(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> list[torch.Tensor]:
+        """Train for all steps as `app.ddp_loop` does, without a run folder. Returns what `train_steps` returns."""
+
+        def micro_batches() -> Iterator[Any]:
+            for epoch in range(self.data.plan.epochs):
+                self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                yield from self.loader
+
+        return self.train_steps(micro_batches(), optimizer, scheduler, self.data.plan.total_steps)
 
     def optimization(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> Optimization:
         """Return what updates the weights, with a loss scale for fp16."""
@@ -136,7 +148,7 @@ def distribute(
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)
 
 
-def timed(work: Callable[[], None], world: World) -> float:
+def timed(work: Callable[[], object], world: World) -> float:
     """Return the time that the work takes in seconds, averaged over the ranks. Collective."""
     started = time.perf_counter()
     work()

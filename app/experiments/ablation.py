@@ -1,16 +1,15 @@
 """Measure why tutorials disagree: apply each silent difference between typical scripts to this training, one at a time.
 
-Every variant is trained on the batches, initial weights and dropout masks of app.ddp_loop. The ranks are simulated in
-one process: each has its own rows and its own random stream, and their gradients add up to the mean that DDP would
-compute. A variant changes nothing else, so any difference from the baseline is its effect.
+Every variant is trained by the training step of app.ddp_loop, with its batches, initial weights and dropout masks. One
+process works for all ranks, as with --logical_ranks. A variant changes nothing else, so any difference from the
+baseline is its effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import datasets
@@ -18,28 +17,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 from tqdm import tqdm
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 
+from ..bench.harness import Bench, distribute
 from ..common.progress import hides_progress
 from ..data.csv_table import ReviewTable
-from ..data.loaders import Collator, build_train_sampler, loader_options
-from ..data.sampler import BatchPlan
+from ..data.loaders import Collator
 from ..data.split import Indices, Split, split_reviews
+from ..ddp_loop import evaluate
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..model.hub import resolve_commit
-from ..model.load import load_classifier
-from ..model.precision import mixed_precision
+from ..record.steps import mean
 from ..settings import Settings
 from ..strategies.ddp import DDP
-from ..training.build import ReviewData, build_data
+from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
-from ..training.dropout import seed_micro_batch
 from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
 from .ablation_table import Outcome, measure_effect
-from .ablation_variants import Variant, build_variants, plan_variant
+from .ablation_variants import Variant, build_variants, variant_settings
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
 
     Args:
         settings: the settings of the baseline; `seed` is the first seed.
-        ranks: number of simulated ranks.
+        ranks: number of simulated ranks, a power of two.
         seeds: number of seeds.
 
     Returns:
@@ -75,6 +73,7 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
                     same_split = variant.split == Variant().split
                     variant_data = data if same_split else build_variant_data(seeded, variant, world)
                     outcome = train_variant(seeded, variant, variant_data, ranks, world)
+                gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
                 counted = repeat_padded_rows(outcome.correct, variant.counted_ranks)
                 pairs[name].append((baseline, replace(outcome, correct=counted)))
                 progress.update()
@@ -133,91 +132,40 @@ def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.boo
 
 def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks: int, world: World) -> Outcome:
     """Train one variant, and return its losses and which test rows it classifies correctly."""
-    plan = plan_variant(settings, variant, len(data.split.train), ranks)
-    classifier = load_classifier(settings, data.table.class_names, data.tokenizer)
-    model = classifier.model.to(device=world.device)  # type: ignore[call-arg]
+    settings = variant_settings(settings, variant, ranks)
+    classifier = build_model(settings, data, world)
+    if variant.inflation != 1:
+        classifier.model.register_forward_hook(partial(inflate_loss, factor=variant.inflation))
+    bench = distribute(settings, data, classifier.model, world, DDP)
+    if variant.padding == "max_length":
+        bench.loader.collate_fn = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    optimizer, scheduler = build_optimization(model, settings, variant, plan, learning_rate, world)
-    autocast = partial(mixed_precision, settings.precision, world.device)
-    simulated_ranks = list(simulate_ranks(settings, variant, data, plan, world))
-
-    losses: list[float] = []
-    for step in range(plan.total_steps):
-        model.train()
-        loss = torch.zeros((), device=world.device)
-        for rank in simulated_ranks:
-            for batch in rank.micro_batches(step):
-                with autocast():
-                    share = model(**batch).loss / (plan.ranks * plan.accumulation_steps) * variant.inflation
-                share.backward()
-                loss += share.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return Outcome(losses, predict_correct(settings, model, data, world))
+    optimizer, scheduler = build_optimization(bench, variant, learning_rate)
+    # A training step uses the seed for dropout only.
+    reseeded = replace(bench, settings=replace(settings, seed=settings.seed + variant.dropout_seed))
+    losses = reseeded.train_without_record(optimizer, scheduler)
+    test_set = data.eval_set("test", settings, world)
+    _, logits = evaluate(classifier.model, test_set, settings, world)
+    return Outcome([mean(step.tolist()) for step in losses], logits.argmax(axis=1) == test_set.labels)
 
 
-def predict_correct(settings: Settings, model: PreTrainedModel, data: ReviewData, world: World) -> NDArray[np.bool_]:
-    """Return which test rows the model classifies correctly, bool (n_test,) in file order."""
-    model.eval()
-    eval_set = data.eval_set("test", settings, world)
-    correct = np.empty(len(eval_set), dtype=bool)
-    positions = iter(eval_set.positions)
-    with torch.no_grad(), mixed_precision(settings.precision, world.device):
-        for batch in eval_set.loader:
-            labels = batch.pop("labels").numpy()
-            logits = model(**{name: tensor.to(world.device) for name, tensor in batch.items()}).logits
-            correct[list(islice(positions, len(labels)))] = logits.argmax(dim=1).cpu().numpy() == labels
-    return correct
+def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, factor: int) -> None:
+    """Multiply the loss that a model returns, as a forward hook. Without labels, it returns none."""
+    if output.loss is not None:
+        output.loss = output.loss * factor
 
 
 def build_optimization(
-    model: torch.nn.Module,
-    settings: Settings,
-    variant: Variant,
-    plan: BatchPlan,
-    learning_rate: float,
-    world: World,
+    bench: Bench, variant: Variant, learning_rate: float
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return the optimizer and the schedule of a variant."""
+    settings = bench.settings
     if variant.optimizer == "AdamW":
-        adamw = build_optimizer(model, settings, learning_rate, DDP(settings, plan, world))
-        return adamw, build_scheduler(adamw, settings, plan.total_steps)
+        adamw = build_optimizer(bench.wrapped, settings, learning_rate, bench.strategy)
+        return adamw, build_scheduler(adamw, settings, bench.data.plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    # With the kernel that torch selects, as in a typical script; a fused kernel only rounds differently.
-    adam = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=betas, eps=settings.adam_epsilon)
+    # With the fused kernel: the check for non-finite gradients in train_step requires it.
+    adam = torch.optim.Adam(
+        bench.wrapped.parameters(), lr=learning_rate, betas=betas, eps=settings.adam_epsilon, fused=True
+    )
     return adam, get_scheduler("constant", adam)
-
-
-class SimulatedRank:
-    """The rows and the dropout seeds of one rank, as app.ddp_loop would give them to a process."""
-
-    def __init__(self, rank: int, loader: Any, seed: int, plan: BatchPlan, device: torch.device) -> None:
-        self.rank, self.loader, self.seed, self.plan, self.device = rank, loader, seed, plan, device
-
-    def micro_batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the rank's micro-batches of a step, which is counted from 0, after seeding dropout for each."""
-        if step % self.plan.steps_per_epoch == 0:
-            self.loader.sampler.set_epoch(step // self.plan.steps_per_epoch)
-            self.batches = iter(self.loader)
-        for number, batch in enumerate(islice(self.batches, self.plan.accumulation_steps)):
-            seed_micro_batch(self.seed, step, self.rank, number)
-            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
-
-
-def simulate_ranks(
-    settings: Settings, variant: Variant, data: ReviewData, plan: BatchPlan, world: World
-) -> Iterator[SimulatedRank]:
-    """Yield the simulated ranks in order."""
-    train = data.split.train
-    collator = Collator(data.tokenizer)
-    if variant.padding == "max_length":
-        collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
-    for rank in range(plan.ranks):
-        sampler = build_train_sampler(data.lengths[train], plan, [rank], settings)
-        loader: DataLoader[Any] = DataLoader(
-            data.train_rows, plan.micro_size, sampler=sampler, **loader_options(collator, world.device)
-        )
-        yield SimulatedRank(rank, loader, settings.seed + variant.dropout_seed, plan, world.device)

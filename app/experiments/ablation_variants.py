@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..common.errors import UserError
-from ..data.sampler import BatchPlan, plan_batches, resolve_train_batch_size
+from ..data.sampler import plan_batches, resolve_train_batch_size
 from ..settings import Settings
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
@@ -51,15 +51,14 @@ def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
     }
 
 
-def plan_variant(settings: Settings, variant: Variant, n_train: int, ranks: int) -> BatchPlan:
-    """Return the batch plan of a variant, which may have more ranks with the same number of rows per rank.
-
-    Raises:
-        UserError: there are fewer training rows than one batch needs.
-    """
-    size = resolve_train_batch_size(settings, ranks) * variant.batch_factor
-    settings = replace(settings, train_batch_size=size, per_device_train_batch_size=None)
-    return plan_batches(settings, n_train, ranks * variant.batch_factor)
+def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:
+    """Return the settings of a variant: one process works for all ranks, of which a variant may have more."""
+    return replace(
+        settings,
+        logical_ranks=ranks * variant.batch_factor,
+        train_batch_size=resolve_train_batch_size(settings, ranks) * variant.batch_factor,
+        per_device_train_batch_size=None,
+    )
 
 
 def check_batches(settings: Settings, n_train: int, ranks: int) -> None:
@@ -70,6 +69,6 @@ def check_batches(settings: Settings, n_train: int, ranks: int) -> None:
     """
     for name, variant in build_variants(ranks, settings.gradient_accumulation_steps).items():
         try:
-            plan_variant(settings, variant, n_train, ranks)
+            plan_batches(variant_settings(settings, variant, ranks), n_train, world_size=1)
         except UserError as problem:
             raise UserError(f"{name}: {problem}") from None

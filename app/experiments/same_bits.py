@@ -8,6 +8,15 @@ by real torchrun jobs, with the same settings otherwise. A killed run loses a ra
 checkpoints, and is resumed with another number of ranks and another strategy. One hash is printed per cell: SHA-256 of
 the final weights, the losses, gradient norms and learning rates of all steps, the evaluations, and the predictions. The
 exit status is 1 unless all hashes are equal. Any training flag applies to all cells. On GPUs, --deterministic is set.
+
+--vary trains these cells with each value of further settings: {1, 2, 4} accumulation steps, {random, group_by_length}
+sampling, {fp32, bf16} precision, and as many logical ranks as ranks, instead of --logical_ranks. Each combination of
+values is a training of its own: its cells must have one hash.
+
+    python -m app.experiments.same_bits --vary accumulation sampling precision --strategies ddp \\
+        --interruptions uninterrupted
+
+On CPUs that emulate bf16, a run with bf16 takes minutes, unless --max_steps and --train_batch_size are smaller.
 """
 
 from __future__ import annotations
@@ -16,15 +25,14 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.manager import latest_first, step_of, was_complete
-from ..cli import OneLineParser, as_flags, settings_parser
+from ..cli import OneLineParser, as_flags, count, settings_parser
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.paths import PACKAGE
@@ -33,17 +41,20 @@ from ..data.sampler import plan_batches
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus
 from ..program import run_program
+from ..report.bitwise import first_difference
 from ..runs.folder import create_folder
 from ..runs.hashes import DIGITS, hash_run
+from ..runs.reader import read_run
 from ..runs.schema import CHECKPOINTS, RUNS
 from ..settings import STRATEGIES, Settings
+from .same_bits_cells import VARIED, Cell, as_markdown, build_cells, trainings
 from .train_pair import PATHS, deterministic_on_gpus
 
 RANKS = (1, 2, 4)
 INTERRUPTIONS = ("uninterrupted", "killed")
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "logical_ranks": 4,
     "dropout": 0.1,
     "max_steps": 60,
@@ -57,30 +68,6 @@ DEFAULTS = {
     "disable_tqdm": True,
 }
 TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
-HEADER = "| path | ranks | strategy | interruption | hash |\n|---|---|---|---|---|\n"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One way to train the same model.
-
-    Attributes:
-        resumed: the number of ranks and the strategy after the interruption; None without one.
-    """
-
-    path_name: str
-    ranks: int
-    strategy: str
-    resumed: tuple[int, str] | None = None
-
-    def __str__(self) -> str:
-        resumed = f"killed, resumed with {self.resumed[0]} x {self.resumed[1]}" if self.resumed else "none"
-        return f"| {self.path_name} | {self.ranks} | {self.strategy} | {resumed} |"
-
-    @property
-    def folder_name(self) -> str:
-        """The name of the run's folder."""
-        return "-".join([self.path_name, str(self.ranks), self.strategy, *(["killed"] if self.resumed else [])])
 
 
 def main() -> int:
@@ -95,22 +82,27 @@ def _main() -> int:
     cells = build_cells(options, rng)
     for number, cell in enumerate(cells, start=1):
         started = time.monotonic()
-        train_cell(cell, settings, folder, rng)
+        train_cell(cell, cell.settings(settings), folder, rng)
         hashes[cell] = hash_run(folder / cell.folder_name)
         seconds = time.monotonic() - started
-        print(f"{number} of {len(cells)}, {seconds:.0f} s: {cell} {hashes[cell][:DIGITS]} |", flush=True)
+        line = " | ".join([*cell.columns, hashes[cell][:DIGITS]])
+        print(f"{number} of {len(cells)}, {seconds:.0f} s: {line}", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
-    print(f"\n{as_markdown(hashes)}\nwritten to {folder}/same_bits.md")
-    return 0 if len(set(hashes.values())) == 1 else 1
+    problems = [problem for cells in trainings(hashes) if (problem := find_difference(cells, folder))]
+    print(f"\n{as_markdown(hashes)}", *problems, f"written to {folder}/same_bits.md", sep="\n")
+    return 1 if problems else 0
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the flags of this program."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
+    parser.add_argument("--ranks", type=count, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="training paths")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies")
     parser.add_argument(
         "--interruptions", nargs="+", choices=INTERRUPTIONS, default=list(INTERRUPTIONS), help="kinds of runs"
+    )
+    parser.add_argument(
+        "--vary", nargs="+", choices=VARIED, default=[], help="settings that get several values, see above"
     )
 
 
@@ -123,7 +115,7 @@ def parse() -> tuple[Any, Settings]:
     parser = settings_parser(__doc__, add_arguments)
     parser.set_defaults(**DEFAULTS)
     values = parser.values(sys.argv[1:])
-    names = ("ranks", "paths", "strategies", "interruptions")
+    names = ("ranks", "paths", "strategies", "interruptions", "vary")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = deterministic_on_gpus(Settings(**values))
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
@@ -133,26 +125,19 @@ def parse() -> tuple[Any, Settings]:
         )
     if "killed" in options.interruptions and settings.save_strategy != "steps":
         raise UserError(f"--save_strategy {settings.save_strategy}: must be steps, because runs are killed after one")
-    if settings.logical_ranks is None or settings.logical_ranks & (settings.logical_ranks - 1):
-        raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
-    if wrong := [n for n in options.ranks if n < 1 or settings.logical_ranks % n]:
-        raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
-    for ranks, strategy in product(options.ranks, options.strategies):  # such as --ddp_comm_hook, which some refuse
-        plan_batches(replace(settings, strategy=strategy), LARGEST_COUNT, ranks)
+    for name in options.vary:
+        field = VARIED[name][0]
+        if (value := getattr(settings, field)) != getattr(Settings(**DEFAULTS), field):
+            raise UserError(f"--{field} {value}: --vary {name} sets other values: remove one of the two flags")
+    if "logical_ranks" not in options.vary:
+        if settings.logical_ranks is None or settings.logical_ranks & (settings.logical_ranks - 1):
+            raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
+        if wrong := [n for n in options.ranks if settings.logical_ranks % n]:
+            raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
     check_gpus(max(options.ranks), settings.use_cpu)
+    for cell in build_cells(options, random.Random(0)):  # such as --ddp_comm_hook, which some strategies refuse
+        plan_batches(replace(cell.settings(settings), strategy=cell.strategy), LARGEST_COUNT, cell.ranks)  # type: ignore[arg-type]
     return options, settings
-
-
-def build_cells(options: Any, rng: random.Random) -> list[Cell]:
-    """Return all cells. Each killed run is resumed with another number of ranks and strategy, if there are others."""
-    places = list(product(options.ranks, options.strategies))
-    cells = []
-    for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
-        others = [place for place in places if place != (ranks, strategy)] or places
-        elsewhere = [place for place in others if place[0] != ranks and place[1] != strategy] or others
-        resumed = rng.choice(elsewhere) if interruption == "killed" else None
-        cells.append(Cell(path_name, ranks, strategy, resumed))
-    return cells
 
 
 def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random) -> None:
@@ -219,17 +204,15 @@ def log_of(run: Path, suffix: str = "") -> Path:
     return run.with_name(f"{run.name}{f'-{suffix}' if suffix else ''}.log")
 
 
-def as_markdown(hashes: dict[Cell, str]) -> str:
-    """Return the table, and whether all of its hashes are equal."""
-    rows = "".join(f"{cell} {hash_[:DIGITS]} |\n" for cell, hash_ in hashes.items())
-    different = len(set(hashes.values()))
-    if len(hashes) == 1:
-        conclusion = "1 cell: nothing to compare it with"
-    elif different == 1:
-        conclusion = f"all {len(hashes)} cells have one hash: bitwise identical"
-    else:
-        conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"
-    return f"{HEADER}{rows}\n{conclusion}\n"
+def find_difference(hashes: Mapping[Cell, str], folder: Path) -> str | None:
+    """Return the first difference between two runs of a training, or None if all its cells have one hash."""
+    first, *others = hashes
+    for other in others:
+        if hashes[other] != hashes[first]:
+            a, b = (read_run(folder / cell.folder_name) for cell in (first, other))
+            # The hash also covers evaluations during training and learning rates.
+            return first_difference(a, b) or f"evaluations.jsonl or steps.jsonl differs in {a.folder} and {b.folder}"
+    return None
 
 
 if __name__ == "__main__":

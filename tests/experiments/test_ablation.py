@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
-from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench.harness import set_up
 from app.common.errors import UserError
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
 from app.experiments.ablation import build_optimization, build_variant_data, repeat_padded_rows
 from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
-from app.experiments.ablation_variants import Variant, build_variants, plan_variant
+from app.experiments.ablation_variants import Variant, build_variants, variant_settings
 from app.settings import Settings
 
 
@@ -96,13 +96,12 @@ def test_both_split_functions_select_the_same_number_of_rows(world, review_csv, 
     assert ours.test.tolist() != theirs.test.tolist()
 
 
-def test_adam_differs_from_adamw_only_in_decay_and_schedule():
-    settings = Settings(adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3)
-    model = torch.nn.Linear(2, 2)
-    plan = plan_batches(settings, 100, 1)
-    variants = Variant(), Variant(optimizer="Adam")
-    ours, theirs = (build_optimization(model, settings, variant, plan, 1e-3, fake_world())[0] for variant in variants)
-    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False, "fused": None}
+def test_adam_differs_from_adamw_only_in_decay_and_schedule(world, review_csv, tmp_path):
+    settings = Settings(csv=str(review_csv(90)), max_length=16, cache_dir=str(tmp_path / "cache"))
+    settings = replace(settings, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3)
+    bench = set_up(settings, world)
+    ours, theirs = (build_optimization(bench, Variant(optimizer=name), 1e-3)[0] for name in ("AdamW", "Adam"))
+    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False}
     assert type(theirs) is torch.optim.Adam
     assert theirs.defaults == ours.defaults | of_adam
 
@@ -117,6 +116,6 @@ def test_a_variant_that_cannot_be_trained_is_reported_before_anything_is_trained
 
 
 def test_a_variant_with_more_ranks_keeps_a_batch_size_per_rank():
-    settings = Settings(per_device_train_batch_size=4)
-    plan = plan_variant(settings, Variant(batch_factor=2), 100, 2)
-    assert (plan.ranks, plan.micro_size, plan.global_size) == (4, 4, 16)
+    settings = variant_settings(Settings(per_device_train_batch_size=4), Variant(batch_factor=2), 2)
+    plan = plan_batches(settings, 100, 1)
+    assert (plan.logical_ranks, plan.micro_size, plan.global_size) == (4, 4, 16)

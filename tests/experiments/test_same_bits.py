@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 
 import pytest
 import torch
+from helpers.run_folders import write_run
 
 from app.common.errors import UserError
-from app.experiments import parity_table, same_bits
-from app.experiments.same_bits import Cell, as_markdown, build_cells, parse
+from app.experiments import same_bits
+from app.experiments.same_bits import main, parse
+from app.experiments.same_bits_cells import VARIED, Cell, as_markdown, build_cells
+from app.settings import Settings
+
+PARITY = ["--vary", *VARIED, "--ranks", "1", "2", "3", "--strategies=ddp", "--interruptions=uninterrupted"]
+PARITY += ["--train_batch_size=48"]
 
 
 def cells(monkeypatch, *flags: str) -> list:
@@ -43,12 +50,93 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
         (["--ranks", "1", "3"], "--ranks 3: must divide --logical_ranks 4"),
         (["--ddp_comm_hook=bf16"], "--ddp_comm_hook bf16 needs --strategy ddp or zero1, not zero2"),
         (["--ddp_comm_hook=power_sgd", "--strategies=ddp"], "--ddp_comm_hook power_sgd .* need 4 ranks, not 1"),
-        (["--ranks", "0"], "--ranks 0: must divide --logical_ranks 4"),
+        (["--ranks", "0"], "argument --ranks: 0: must be a whole number, 1 or more"),
+        (["--ranks", "3", "--vary=logical_ranks"], "--train_batch_size 32 can't be divided among 3 rank"),
+        (["--vary=accumulation", "--train_batch_size=8"], "--train_batch_size 8 can't be divided .* use 16"),
+        (["--vary=precision", "--bf16"], "--precision bf16: --vary precision sets other values: remove one"),
+        (["--vary=logical_ranks", "--logical_ranks=2"], "--logical_ranks 2: --vary logical_ranks sets other values"),
+        (["--vary=x" + "y" * 500], "argument --vary: invalid choice: 'xyyy"),
     ],
 )
 def test_settings_with_which_a_cell_would_fail_are_refused(monkeypatch, flags, message):
     with pytest.raises(UserError, match=f"^{message}"):
         cells(monkeypatch, *flags)
+
+
+def test_varied_settings_are_combined_with_everything_else_once(monkeypatch):
+    all_cells = cells(monkeypatch, *PARITY)
+    assert len({(cell.path_name, cell.training) for cell in all_cells}) == len(all_cells) == 2 * 3 * 3 * 2 * 2
+    assert len({cell.folder_name for cell in all_cells}) == len(all_cells)
+    settings = [cell.settings(Settings(train_batch_size=48)) for cell in all_cells]
+    assert [one.logical_ranks for one in settings] == [cell.ranks for cell in all_cells]
+    assert {one.gradient_accumulation_steps for one in settings} == {1, 2, 4}
+    assert {one.train_sampling_strategy for one in settings} == {"random", "group_by_length"}
+    assert {one.precision for one in settings} == {"fp32", "bf16"}
+
+
+def test_a_killed_run_keeps_the_logical_ranks_of_its_training(monkeypatch):
+    killed = cells(monkeypatch, "--vary=logical_ranks", "--interruptions=killed")
+    assert len(killed) == 2 * 3 * 4
+    assert all(cell.resumed[0] == cell.ranks and cell.resumed[1] != cell.strategy for cell in killed)
+
+
+def test_flags_shorten_the_runs_of_every_cell(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["same_bits", *PARITY, "--max_steps=8", "--eval_steps=3"])
+    _, settings = parse()
+    assert (settings.max_steps, settings.train_batch_size, settings.eval_steps) == (8, 48, 3)
+    assert settings.dropout == 0.1, "what no flag changes stays"
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """A function that runs the program in this process; returns its exit status, its output and its error lines."""
+
+    def run(*flags: str) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["same_bits", *flags, f"--output_dir={tmp_path / 'table'}"])
+        status = main()
+        out, err = capsys.readouterr()
+        return status, out, err.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_single_cell_that_differs_fails_the_program(review_csv, monkeypatch, call, differs):
+    def train_cell(cell, settings, folder, rng):
+        odd = differs and (cell.path_name, cell.ranks, settings.precision) == ("trainer_run", 3, "bf16")
+        write_run(folder / cell.folder_name, review_csv(), path=cell.path_name, rng_seed=int(odd))
+
+    monkeypatch.setattr(same_bits, "train_cell", train_cell)
+    status, out, _ = call(*PARITY)
+    assert status == int(differs)
+    conclusions = [line for line in out.splitlines() if line.startswith("accumulation")]
+    assert len(conclusions) == 36
+    wrong = {line for line in conclusions if not line.endswith(": all 2 cells have one hash: bitwise identical")}
+    assert len(wrong) == (6 if differs else 0)
+    assert all("precision bf16, logical_ranks 3: 2 different hashes in 2 cells: not bitwise" in line for line in wrong)
+    assert out.count("step 1: the loss is ") == len(wrong), "the first difference is named"
+
+
+def test_a_difference_in_the_evaluations_during_training_only_is_named(review_csv, monkeypatch, call):
+    def train_cell(cell, settings, folder, rng):
+        run = write_run(folder / cell.folder_name, review_csv(), path=cell.path_name)
+        if cell.path_name == "trainer_run":
+            line = json.loads((run / "evaluations.jsonl").read_text())
+            (run / "evaluations.jsonl").write_text(json.dumps(line | {"loss": 9.0}) + "\n")
+
+    monkeypatch.setattr(same_bits, "train_cell", train_cell)
+    status, out, lines = call("--ranks=1", "--strategies=ddp", "--interruptions=uninterrupted")
+    assert (status, lines) == (1, [])
+    assert "\n2 different hashes in 2 cells: not bitwise identical\n" in out
+    assert "\nevaluations.jsonl or steps.jsonl differs in " in out
+
+
+def test_more_ranks_than_gpus_are_one_line_before_anything_is_trained(monkeypatch, call, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    status, _, lines = call(*PARITY)
+    assert (status, len(lines)) == (2, 1)
+    assert lines[0].startswith("error: --nproc_per_node 3: this machine has 1 GPU(s)")
+    assert not (tmp_path / "table").exists()
 
 
 @pytest.mark.parametrize(
@@ -57,9 +145,8 @@ def test_settings_with_which_a_cell_would_fail_are_refused(monkeypatch, flags, m
 )
 def test_on_gpus_only_deterministic_algorithms_are_used(monkeypatch, gpus, flags, is_set):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    for module in (same_bits, parity_table):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *flags])
-        assert module.parse()[1].deterministic is is_set
+    monkeypatch.setattr(sys, "argv", ["same_bits", *flags])
+    assert parse()[1].deterministic is is_set
 
 
 @pytest.mark.parametrize(

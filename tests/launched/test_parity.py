@@ -1,7 +1,7 @@
 """Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
 
-The cells are some of those of `app.experiments.parity_table`, on fewer rows. All runs of a number of ranks share one
-torchrun job. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
+The cells are some of those of `app.experiments.same_bits --vary`, on fewer rows. All runs of a number of ranks share
+one torchrun job. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
 """
 
 from __future__ import annotations
@@ -100,12 +100,19 @@ def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained
 
 @pytest.mark.slow
 @pytest.mark.launched
-def test_the_parity_table_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
-    flags = ["--only", "2,1,group_by_length,fp32", "--threads", 1, "--max_steps", 80, "--output_dir", "table"]
-    done = launch("app.experiments.parity_table", "--csv", hotel_csv, *flags, limit=500)
+def test_same_bits_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
+    flags = ["--vary", "logical_ranks", "sampling", "--ranks", 2, "--strategies", "ddp"]
+    flags += ["--interruptions", "uninterrupted", "--max_steps", 40, "--eval_steps", 35, "--train_batch_size", 48]
+    done = launch("app.experiments.same_bits", "--csv", hotel_csv, *flags, "--output_dir", "table", limit=500)
     assert done.status == 0, done.out + done.err
-    assert "bitwise identical in both paths: 1 of 1 cells" in (tmp_path / "table" / "parity.md").read_text()
-    for path in PATHS:
-        run = read_run(tmp_path / "table" / "2-1-group_by_length-fp32" / path)
-        assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 80)
-        assert [line["step"] for line in run.evaluations] == [75, 80]
+    table = (tmp_path / "table" / "same_bits.md").read_text()
+    assert table in done.out
+    for sampling in ("random", "group_by_length"):
+        assert f"logical_ranks 2, sampling {sampling}: all 2 cells have one hash: bitwise identical\n" in table
+        for path in PATHS:
+            run = read_run(tmp_path / "table" / f"{path}-2-ddp-2-{sampling}")
+            assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 40)
+            assert (run.settings["train_sampling_strategy"], run.settings["logical_ranks"]) == (sampling, 2)
+            assert [line["step"] for line in run.evaluations] == [35, 40]
+    hashes = {line.split("|")[-2] for line in table.splitlines() if "_loop" in line or "_run" in line}
+    assert len(hashes) == 2, "another sampling is another training"

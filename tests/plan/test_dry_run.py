@@ -11,7 +11,7 @@ import pytest
 from app import compare, ddp_loop, trainer_run
 from app.checkpoint.resume import Resume
 from app.common.errors import AgreedError
-from app.experiments import parity_table, same_bits
+from app.experiments import same_bits
 from app.plan import __main__ as plan
 from app.plan import dry_run
 from app.plan.dry_run import print_plan
@@ -64,7 +64,7 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
     assert "4 logical ranks (on 1 rank) x 2 rows" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("program", [compare, plan, same_bits, parity_table])
+@pytest.mark.parametrize("program", [compare, plan, same_bits])
 @pytest.mark.parametrize("flag", ["--dry_run", "--deepspeed=ds.json", "--fsdp"])
 def test_other_programs_refuse_the_flags_of_one_run(program, flag, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

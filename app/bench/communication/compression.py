@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any
 
 from tqdm import tqdm
 
@@ -125,15 +123,7 @@ def train(settings: Settings, data: ReviewData, world: World) -> float:
     )
     assert settings.learning_rate is not None
     bench = distribute(settings, data, classifier.model, world)
-    plan = bench.data.plan
     optimizer = build_optimizer(bench.wrapped, settings, settings.learning_rate, bench.strategy)
-
-    def micro_batches() -> Iterator[Any]:
-        for epoch in range(plan.epochs):
-            bench.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            yield from islice(bench.loader, plan.steps_per_epoch * plan.micro_batches_per_step)
-
-    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    bench.train_steps(micro_batches(), optimizer, scheduler, plan.total_steps)
+    bench.train_without_record(optimizer, build_scheduler(optimizer, settings, bench.data.plan.total_steps))
     scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world)
     return scores.accuracy

@@ -137,7 +137,7 @@ def compare(
     return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
 
 
-def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], None]:
+def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], object]:
     """Return a function that trains on the same micro-batches each time."""
     optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, bench.strategy)
     scheduler = build_scheduler(optimizer, bench.settings, TOTAL_STEPS)

@@ -204,7 +204,7 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
     return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy, "models": content})
 
 
-def profile_steps(train: Callable[..., None], bench: Bench) -> list[list[StepTimes]]:
+def profile_steps(train: Callable[..., object], bench: Bench) -> list[list[StepTimes]]:
     """Return the times of some training steps on each rank. Collective.
 
     Args:
@@ -221,7 +221,7 @@ def profile_steps(train: Callable[..., None], bench: Bench) -> list[list[StepTim
     return all_gather_object(divide_steps(events_of(profiler)), bench.world)
 
 
-def time_unprofiled(train: Callable[..., None], bench: Bench) -> float:
+def time_unprofiled(train: Callable[..., object], bench: Bench) -> float:
     """Return the seconds that one of the same steps takes without the profiler. Collective."""
     taken = []
     for _ in range(ROUNDS):
