@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -13,6 +14,14 @@ from .errors import UserError, shorten
 MAX_CELL_LENGTH = 160
 MIB = 2**20
 UNITS = {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their dotted keys. An empty object has none."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:

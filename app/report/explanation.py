@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..common.errors import shorten
+from ..common.formats import flatten
 from ..common.machine import KERNELS_FROM_ENVIRONMENT
 from ..model.identity import changed_keys
 from ..runs.reader import Run
@@ -182,17 +183,10 @@ def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
     return f"{who} used GPUs without --deterministic, which may give different results each time"
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            flat[prefix + name] = ", ".join(map(str, value))
-        else:
-            flat[prefix + name] = value
-    return flat
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted keys, with each list as one line."""
+    flat = flatten(settings)
+    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
 
 
 def _differences_in_model_content(a: Run, b: Run) -> list[Difference]:
@@ -220,7 +214,7 @@ def _comparable(run: Run) -> dict[str, Any]:
     # None is a value of a setting, such as "no dropout of its own". Elsewhere it means that the value is unknown.
     flat = {
         key: value
-        for key, value in flatten({k: v for k, v in run.settings.items() if k not in MODEL_CONTENT}).items()
+        for key, value in flat_settings({k: v for k, v in run.settings.items() if k not in MODEL_CONTENT}).items()
         if value is not None or (key in FLAGS and key != "threads") or key in ("model_commit", *KERNEL_VARIABLES)
     }
     flat["logical_ranks"] = flat.get("logical_ranks") or run.settings["world_size"]

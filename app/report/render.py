@@ -10,7 +10,7 @@ from ..common.formats import MIB
 from . import charts
 from .comparison import LISTED_ROWS
 from .environments import html_environment, markdown_environment
-from .explanation import NO_SETTINGS, flatten
+from .explanation import NO_SETTINGS, flat_settings
 
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 
@@ -185,7 +185,7 @@ def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
 
 def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `name`, `values` and `differs` of every setting, those that differ first."""
-    a, b = (flatten(settings) for settings in comparison["settings"])
+    a, b = (flat_settings(settings) for settings in comparison["settings"])
     names = [name for name in dict.fromkeys([*a, *b]) if name not in NO_SETTINGS]
     # The model's config has many keys, and other versions record others: those that differ are enough.
     of_config = {name for name in names if name.partition(".")[0] == "model_config"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError, shorten
+from ..common.formats import flatten
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import broadcast_object, raise_on_all_ranks
 from ..distributed.world import World
@@ -22,39 +23,31 @@ INSTALLATION = (
 )
 # What DeepSpeed calls the schedules of `--lr_scheduler_type`.
 SCHEDULERS = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-# Values that only decide what DeepSpeed prints, which it gets as they are. (accelerate turns `steps_per_print` off.)
-WITHOUT_EFFECT_ON_RESULTS: Mapping[str, type] = {
+# Keys that only decide what DeepSpeed prints, which it gets as they are. It has no model to check those of these types.
+PRINTING: Mapping[str, type] = {
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
     "memory_breakdown": bool,
     "dump_state": bool,
-    "comms_logger.enabled": bool,
-    "comms_logger.verbose": bool,
-    "comms_logger.debug": bool,
-    "comms_logger.prof_all": bool,
-    "comms_logger.prof_ops": list,
     "flops_profiler.enabled": bool,
     "flops_profiler.detailed": bool,
     "flops_profiler.profile_step": int,
     "flops_profiler.module_depth": int,
     "flops_profiler.top_modules": int,
 }
-LARGEST_INTEGER = 2**63 - 1  # what PyTorch accepts as a size
-JSON_TYPES = {int: "an integer", bool: "true or false", list: "an array"}
-# Values of `zero_optimization` that may not be changed: others change results, or are not supported here.
-FIXED_ZERO_VALUES: Mapping[str, tuple[Any, str]] = {
-    "zero_quantized_weights": (False, "communication is in fp32"),
-    "zero_quantized_nontrainable_weights": (False, "communication is in fp32"),
-    "zero_quantized_gradients": (False, "communication is in fp32"),
-    "zero_hpz_partition_size": (1, "parameters are sharded over all ranks"),
-    "compute_grad_norm": (True, "every step records its gradient norm"),
-    "zenflow": (None, "every step updates all parameters"),
-    "legacy_stage1": (False, "DeepSpeed no longer supports it"),
-    "offload_optimizer.ratio": (1.0, "the optimizer state is offloaded as a whole"),
-    "offload_optimizer.super_offload": (False, "the optimizer is PyTorch's AdamW"),
-    "cpu_offload": (None, "the name today is offload_optimizer"),
-    "cpu_offload_param": (None, "the name today is offload_param"),
-}
+CHECKED_BY_DEEPSPEED = ("zero_optimization", "comms_logger")
+# Keys of `zero_optimization` that DeepSpeed accepts and that change results, or are not supported here.
+UNSUPPORTED_ZERO_KEYS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zero_hpz_partition_size",
+    "compute_grad_norm",
+    "zenflow",
+    "legacy_stage1",
+    "cpu_offload",
+    "cpu_offload_param",
+)
 
 
 def check_engine(settings: Settings, world: World) -> None:
@@ -76,7 +69,7 @@ def read_config(settings: Settings, world: World) -> Config | None:
         Its content, the same on every rank; None without `--deepspeed`.
 
     Raises:
-        AgreedError: rank 0 can't read the file.
+        AgreedError: rank 0 cannot read the file.
     """
     if settings.deepspeed is None:
         return None
@@ -91,11 +84,11 @@ def parse(path: Path) -> Config:
     """Return the content of a JSON file.
 
     Raises:
-        UserError: it can't be read, is not a JSON object, or repeats a key.
+        UserError: it cannot be read, is not a JSON object, or repeats a key.
     """
     try:
         config = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+            path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
         )
     except OSError as problem:
         raise UserError(f"--deepspeed {path}: {problem.strerror}") from None
@@ -118,39 +111,25 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
     """
     file = f"--deepspeed {settings.deepspeed}"
     determined = determined_values(settings, plan)
-    problems: list[str] = []
-    for key, value in flatten(config):
-        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            problems.append(f"{key} is {as_json(value)}: must be at most {LARGEST_INTEGER}")
-        if key.partition(".")[0] == "zero_optimization":
-            continue
-        if kind := WITHOUT_EFFECT_ON_RESULTS.get(key):
+    own = {name: value for name, value in config.items() if name not in CHECKED_BY_DEEPSPEED}
+    for key, value in flatten(own).items():
+        if kind := PRINTING.get(key):
             if type(value) is not kind:
-                problems.append(f"{key} is {as_json(value)}: must be {JSON_TYPES[kind]}")
+                raise UserError(f"{file}: {key} is {as_json(value)}: must be of type {kind.__name__}")
         elif key in determined:
-            expected, source = determined[key]
-            if value != "auto" and value != expected:
-                problems.append(f'{key} is {as_json(value)}, but {source}: remove it or set "auto"')
+            if value not in ("auto", determined[key]):
+                expected = as_json(determined[key])
+                raise UserError(f'{file}: {key} is {as_json(value)}, not {expected} as set: remove it or set "auto"')
         elif not key.startswith(("fp16.", "bf16.")):  # their other keys have no effect, because both are off
-            problems.append(f"{key} is not supported: remove it")
-    zero = config.get("zero_optimization")
-    if isinstance(zero, dict):
-        problems += zero_problems(zero)
-    elif zero is None:
-        problems.append('zero_optimization is missing: add "zero_optimization": {"stage": 2}, or remove --deepspeed')
-    else:
-        problems.append(f'zero_optimization is {as_json(zero)}: must be an object, such as {{"stage": 2}}')
-    if problems:
-        raise UserError(f"{file}: {'; '.join(problems)}")
-    assert isinstance(zero, dict)
-    check_zero_section(file, zero)
-    printing = {key.partition(".")[0] for key in WITHOUT_EFFECT_ON_RESULTS}
+            raise UserError(f"{file}: {key} is not supported: remove it")
+    check_sections(file, config)
+    printing = {key.partition(".")[0] for key in PRINTING} | set(CHECKED_BY_DEEPSPEED)
     kept = {key: value for key, value in config.items() if key in printing}
-    filled = {key: value for key, (value, _) in determined.items() if "." not in key}
+    filled = {key: value for key, value in determined.items() if "." not in key}
     # Trainer writes "no clipping" as infinity, which JSON lacks, so Trainer fills it in.
     filled["gradient_clipping"] = settings.max_grad_norm or "auto"
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
-    return kept | filled | {"zero_optimization": zero} | (autocast if settings.precision == "bf16" else {})
+    return kept | filled | (autocast if settings.precision == "bf16" else {})
 
 
 def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
@@ -163,7 +142,7 @@ def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ..
     recorded = state.get("deepspeed_config")
     if recorded is None:
         return ()
-    before, now = (dict(flatten(one["zero_optimization"])) for one in (recorded, config))
+    before, now = (flatten(side["zero_optimization"]) for side in (recorded, config))
     return tuple(
         f"zero_optimization.{key}: {as_json(now.get(key))}, was {as_json(before.get(key))}"
         for key in before | now
@@ -171,89 +150,70 @@ def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ..
     )
 
 
-def determined_values(settings: Settings, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
-    """Return what the settings determine: by key of DeepSpeed's configuration, the value and where it comes from."""
-    rate, schedule = settings.learning_rate, settings.lr_scheduler_type
-    warmup = warmup_steps(settings.warmup_steps, plan.total_steps)
-    betas = [settings.adam_beta1, settings.adam_beta2]
-
-    def flag(name: str) -> tuple[Any, str]:
-        value = getattr(settings, name)
-        return value, f"--{name} is {value}"
-
+def determined_values(settings: Settings, plan: BatchPlan) -> Config:
+    """Return the values that the settings determine, by key of DeepSpeed's configuration."""
     return {
-        "train_batch_size": flag("train_batch_size"),
-        "train_micro_batch_size_per_gpu": (plan.micro_size, f"the batch is divided as {plan}"),
-        "gradient_accumulation_steps": (plan.micro_batches_per_step, f"the batch is divided as {plan}"),
-        "gradient_clipping": flag("max_grad_norm"),
-        # PyTorch's AdamW, as in the other strategies, also where DeepSpeed would choose and compile its own.
-        "zero_allow_untested_optimizer": (True, "the optimizer is PyTorch's AdamW"),
-        "zero_force_ds_cpu_optimizer": (False, "the optimizer is PyTorch's AdamW"),
-        "communication_data_type": ("fp32", "communication is in fp32"),
-        "optimizer.type": ("AdamW", "the optimizer is AdamW"),
-        "optimizer.params.lr": (rate, f"--learning_rate is {rate}"),
-        "optimizer.params.betas": (betas, f"--adam_beta1 and --adam_beta2 are {betas}"),
-        "optimizer.params.eps": flag("adam_epsilon"),
-        "optimizer.params.weight_decay": flag("weight_decay"),
-        "scheduler.type": (SCHEDULERS.get(schedule), f"--lr_scheduler_type is {schedule}"),
-        "scheduler.params.total_num_steps": (plan.total_steps, f"the run has {plan.total_steps} steps"),
-        "scheduler.params.warmup_num_steps": (warmup, f"--warmup_steps is {settings.warmup_steps} ({warmup} steps)"),
-        "scheduler.params.warmup_min_lr": (0, "warmup starts at 0"),
-        "scheduler.params.warmup_max_lr": (rate, f"--learning_rate is {rate}"),
-        "scheduler.params.warmup_type": ("linear", "warmup is linear"),
-        "fp16.enabled": (False, f"--precision is {settings.precision}, with weights in fp32"),
-        "bf16.enabled": (False, f"--precision is {settings.precision}, with weights in fp32 (torch_autocast)"),
-        "torch_autocast.enabled": (settings.precision == "bf16", f"--precision is {settings.precision}"),
-        "torch_autocast.dtype": ("bfloat16", "--precision is fp32 or bf16"),
-        "torch_autocast.lower_precision_safe_modules": ([], "communication is in fp32"),
+        "train_batch_size": settings.train_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_size,
+        "gradient_accumulation_steps": plan.micro_batches_per_step,
+        "gradient_clipping": settings.max_grad_norm,
+        # PyTorch's AdamW, as in the other strategies, even where DeepSpeed would choose and compile its own.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": settings.learning_rate,
+        "optimizer.params.betas": [settings.adam_beta1, settings.adam_beta2],
+        "optimizer.params.eps": settings.adam_epsilon,
+        "optimizer.params.weight_decay": settings.weight_decay,
+        "scheduler.type": SCHEDULERS.get(settings.lr_scheduler_type),
+        "scheduler.params.total_num_steps": plan.total_steps,
+        "scheduler.params.warmup_num_steps": warmup_steps(settings.warmup_steps, plan.total_steps),
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": settings.learning_rate,
+        "scheduler.params.warmup_type": "linear",
+        # DeepSpeed's bf16 section would keep the weights in bf16; `--precision bf16` is autocast, with weights in fp32.
+        "fp16.enabled": False,
+        "bf16.enabled": False,
+        "torch_autocast.enabled": settings.precision == "bf16",
+        "torch_autocast.dtype": "bfloat16",
+        "torch_autocast.lower_precision_safe_modules": [],
     }
 
 
-def zero_problems(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not supported in the section `zero_optimization`."""
-    values = dict(flatten(zero))
-    stage = values.get("stage")
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
-        yield f"zero_optimization.stage is {as_json(stage)}: must be 1, 2 or 3"
-    for key, (only, reason) in FIXED_ZERO_VALUES.items():
-        if values.get(key, only) != only:
-            yield f"zero_optimization.{key} is {as_json(values[key])}, but {reason}: remove it"
-    for section in ("offload_optimizer", "offload_param"):
-        if not isinstance(zero.get(section), dict | None):
-            value = as_json(zero[section])
-            yield f'zero_optimization.{section} is {value}: must be an object, such as {{"device": "cpu"}}'
-        device = values.get(f"{section}.device", "none")
-        if device not in ("none", "cpu"):
-            yield f"zero_optimization.{section}.device is {as_json(device)}: must be cpu or none"
-    if values.get("offload_param.device", "none") != "none" and stage != 3:
-        yield f"zero_optimization.offload_param needs stage 3, not {as_json(stage)}: remove it"
-
-
-def check_zero_section(file: str, zero: Mapping[str, Any]) -> None:
-    """Let DeepSpeed check the names and the values of the section `zero_optimization`.
+def check_sections(file: str, config: Config) -> None:
+    """Let DeepSpeed check names and values of its sections; reject what it accepts and this project does not support.
 
     Raises:
         UserError: names the first problem.
     """
+    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
     from pydantic import ValidationError
 
-    try:
-        DeepSpeedZeroConfig(**zero)  # which ignores "auto"
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        key = ".".join(map(str, ("zero_optimization", *first["loc"])))
-        value = shorten(as_json(first["input"]))
-        raise UserError(f"{file}: {key} is {value}: {shorten(first['msg'], 120)}") from None
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested objects with their keys, which are joined with dots."""
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    for name, model in zip(CHECKED_BY_DEEPSPEED, (DeepSpeedZeroConfig, CommsLoggerConfig), strict=True):
+        try:
+            model.model_validate(config.get(name, {}))  # it ignores values that are "auto"
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            key = ".".join(map(str, (name, *first["loc"])))
+            raise UserError(f"{file}: {key} is {as_json(first['input'])}: {shorten(first['msg'], 120)}") from None
+    zero = config.get("zero_optimization", {})
+    stage, values = zero.get("stage"), flatten(zero)
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise UserError(f"{file}: zero_optimization.stage is {as_json(stage)}: must be 1, 2 or 3")
+    supported = {key: DeepSpeedZeroConfig.model_fields[key].default for key in UNSUPPORTED_ZERO_KEYS} | {
+        f"offload_optimizer.{key}": DeepSpeedZeroOffloadOptimizerConfig.model_fields[key].default
+        for key in ("ratio", "super_offload")
+    }
+    for section, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+        supported[section] = None  # as an object, it is among the values with its keys only
+        if values.get(f"{section}.device") != "cpu" or stage not in stages:
+            supported[f"{section}.device"] = "none"
+    for key, value in supported.items():
+        if values.get(key, value) != value:
+            raise UserError(f"{file}: zero_optimization.{key}: {as_json(values[key])} is not supported: remove it")
 
 
 def as_json(value: Any) -> str:
@@ -261,8 +221,8 @@ def as_json(value: Any) -> str:
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def _refuse_constant(name: str) -> None:
-    """Refuse NaN and Infinity, which Python's JSON parser accepts."""
+def _reject_constant(name: str) -> None:
+    """Reject NaN and Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not a JSON value")
 
 
