@@ -11,208 +11,103 @@ failed, 2 invalid command line, 130 interrupted (Ctrl-C, SIGTERM or SIGHUP).
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import http.client
-import os
-import signal
+import logging
+import shutil
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from tqdm import tqdm
+import pooch
+import requests
 
-from ..common.errors import OneLineError, UserError, escape_control_characters, escape_unencodable_output
-from ..common.files import staging_folder
-from ..common.interrupts import as_interrupt
-from ..common.paths import DOWNLOADED_CSV, PACKAGE
+from ..cli import OneLineParser
+from ..common.errors import RunError, UserError, escape_control_characters, shorten
+from ..common.files import commit, staging_folder
+from ..common.paths import DOWNLOADED_CSV
 from ..common.progress import hides_progress
+from ..program import run_program
 
 URL = (
     "https://raw.githubusercontent.com/SophonPlus/ChineseNlpCorpus/master/"
     "datasets/ChnSentiCorp_htl_all/ChnSentiCorp_htl_all.csv"
 )
 SHA256 = "1d414b9c65caf3a836abdb4efded621968502ad3338e1a9d885ae131c86083f0"
-MAX_BYTES = 2_904_858  # the size of the file with this SHA-256
 TIMEOUT_SECONDS = 30.0  # for the connection and for each read
-CHUNK_BYTES = 1 << 16
+RETRIES = 2
 
 
-class DownloadError(OneLineError):
-    """The download failed through no mistake of the user."""
-
-
-def download(url: str = URL, output: Path = DOWNLOADED_CSV) -> bool:
-    """Download a file and verify its SHA-256.
-
-    torch.hub.download_url_to_file is not used because it has neither a size limit nor a timeout.
-
-    Args:
-        url: An http, https or file URL.
-        output: Where to put the file. At most `MAX_BYTES` are ever written, to a staging folder next to it, which is
-            removed after any error. The next call removes what a killed process left.
+def download(url: str, output: Path) -> bool:
+    """Download the file and verify its SHA-256.
 
     Returns:
-        False if the file was already there.
+        False if it was already there.
 
     Raises:
-        UserError: The URL or the output cannot be used.
-        DownloadError: The download failed, or the content is not the expected one.
-    """
-    _check_url(url)
-    if _is_present(output):
-        return False
-    digest = hashlib.sha256()
-    try:
-        with staging_folder(output) as staging:
-            with (staging / output.name).open("wb") as file:
-                for chunk in _fetch(url):
-                    file.write(chunk)
-                    digest.update(chunk)
-                if digest.hexdigest() != SHA256:
-                    raise DownloadError(
-                        f"{url}: wrong SHA-256: expected {SHA256}, got {digest.hexdigest()}; try a mirror with --url"
-                    )
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staging / output.name, output)
-    except OSError as error:
-        raise DownloadError(f"{output}: cannot be written: {error.strerror or error}") from error
-    return True
-
-
-def create_folder_of_downloads() -> None:
-    """Create the default folder.
-
-    Raises:
-        UserError: It cannot be created.
+        UserError: the URL or the output cannot be used.
+        RunError: the download failed, or the content is not the expected one.
     """
     try:
-        DOWNLOADED_CSV.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{DOWNLOADED_CSV.parent}: cannot be created: {error.strerror}; choose --output") from error
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_usable = bool({"http": parts.hostname, "https": parts.hostname, "file": parts.path}.get(parts.scheme))
-        _ = parts.port  # raises ValueError if it is not a valid port
-    except ValueError:
-        is_usable = False
-    if not is_usable or not url.isascii() or not url.isprintable() or " " in url:
-        raise UserError(f"--url {url!r}: must be a valid http://, https:// or file:/// URL, percent-encoded if needed")
-
-
-def _is_present(output: Path) -> bool:
-    """Tell whether the output is already the expected file.
-
-    Raises:
-        UserError: Its folder does not exist or is not writable, or it is a different file.
-    """
-    try:
-        if not output.parent.is_dir():
-            raise UserError(f"--output {output}: the folder {output.parent} does not exist; create it first")
-        if not output.exists():
-            if not os.access(output.parent, os.W_OK):
-                raise UserError(f"--output {output}: the folder {output.parent} is not writable")
+        if output.exists():
+            if pooch.file_hash(str(output)) != SHA256:
+                raise UserError(f"--output {output}: is a different file; move it away or choose another --output")
             return False
-        with output.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if output == DOWNLOADED_CSV:  # in the user's cache, unless this is a clone
+            output.parent.mkdir(parents=True, exist_ok=True)
+        with staging_folder(output) as staging:
+            content = fetch(url, staging / "download").read_bytes()
+            (staging / output.name).write_bytes(content)  # the file of pooch is readable by its owner only
+            commit(staging / output.name, output)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be used: {error.strerror}") from error
-    if found != SHA256:
-        raise UserError(
-            f"--output {output}: is a different file (SHA-256 {found}, expected {SHA256}); "
-            "move it away or choose another --output"
-        )
+        raise UserError(f"--output {output}: cannot be used: {error.strerror or error}") from error
     return True
 
 
-def _fetch(url: str) -> Iterator[bytes]:
-    """Yield the content behind a URL in chunks, with a progress bar if standard error is a terminal.
-
-    Raises:
-        DownloadError: The server cannot be reached or reports an error, or the content is too long or incomplete.
-    """
-    request = urllib.request.Request(url, headers={"User-Agent": "samebits"})
-    # It is complete before the request, because a signal in its constructor would print a traceback.
-    progress = tqdm(unit="B", unit_scale=True, desc=DOWNLOADED_CSV.name, disable=hides_progress())
+def fetch(url: str, folder: Path) -> Path:
+    """Download the file into a folder, with retries and a progress bar, and return its verified path."""
+    name = DOWNLOADED_CSV.name
+    files = pooch.create(folder, "", registry={name: SHA256}, urls={name: url}, retry_if_failed=RETRIES)
+    pooch.get_logger().setLevel(logging.ERROR)
+    get = pooch.HTTPDownloader(progressbar=not hides_progress(), timeout=TIMEOUT_SECONDS)
     try:
-        with progress, urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            length = response.headers.get("Content-Length", "")
-            total = int(length[:18]) if length.isdecimal() else None  # int() rejects thousands of digits
-            if total is not None and total > MAX_BYTES:
-                raise _too_long(url)
-            progress.total = total
-            received = 0
-            while chunk := response.read(CHUNK_BYTES):
-                received += len(chunk)
-                if received > MAX_BYTES:
-                    raise _too_long(url)
-                progress.update(len(chunk))
-                yield chunk
-            if total is not None and received != total:  # read(n) reports a lost connection as the end of the content
-                raise DownloadError(f"{url}: the connection ended after {received:,} of {total:,} bytes; try again")
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise DownloadError(f"{url}: HTTP status {error.code} ({error.reason}); try a mirror with --url") from error
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise DownloadError(f"{url}: {reason}; try again, or use a mirror with --url") from error
+        return Path(files.fetch(name, downloader=copy_local_file if check_url(url) == "file" else get))
+    except (requests.RequestException, ValueError) as problem:  # pooch raises ValueError for a wrong hash
+        if isinstance(problem, UserError):
+            raise
+        raise RunError(f"{url}: {shorten(problem, 300)}; try again, or use a mirror with --url") from problem
 
 
-def _too_long(url: str) -> DownloadError:
-    return DownloadError(
-        f"{url}: is a different file, longer than the {MAX_BYTES:,} bytes expected; try a mirror with --url"
-    )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PACKAGE}.data.download",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("--url", default=URL, help="URL of the file (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=DOWNLOADED_CSV, help="path of the downloaded file (default: %(default)s)"
-    )
+def check_url(url: str) -> str:
+    """Return the scheme of a URL, or raise `UserError`, so that an unusable one is not tried several times."""
     try:
-        arguments, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from error
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]!r}; the flags are --url, --output and --help")
-    return arguments
+        scheme = urlsplit(url).scheme
+        if scheme in ("http", "https"):
+            requests.Request("GET", url).prepare()
+    except ValueError as problem:
+        raise UserError(f"--url {url}: {problem}") from problem
+    if scheme not in ("http", "https", "file"):
+        raise UserError(f"--url {url!r}: must be an http://, https:// or file:/// URL")
+    return scheme
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    escape_unencodable_output()
+def copy_local_file(url: str, output: str, _: object) -> None:
+    """Download a file:/// URL, which pooch has no downloader for."""
     try:
-        arguments = _parse(argv)
-        with as_interrupt(signal.SIGTERM, signal.SIGHUP):
-            if arguments.output == DOWNLOADED_CSV:  # in the user's cache, unless this is a clone
-                create_folder_of_downloads()
-            is_new = download(arguments.url, arguments.output)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except DownloadError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+        shutil.copyfile(url2pathname(urlsplit(url).path), output)
+    except OSError as problem:
+        raise RunError(f"{url}: {problem.strerror}") from problem
+
+
+def main() -> int:
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--url", default=URL, help="URL of the file")
+    parser.add_argument("--output", type=Path, default=DOWNLOADED_CSV, help="path of the downloaded file")
+    arguments = parser.parse_args()
+    is_new = download(arguments.url, arguments.output)
     result = "downloaded and verified" if is_new else "already downloaded and verified"
     print(f"{escape_control_characters(str(arguments.output))}: {result}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

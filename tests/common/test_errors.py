@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from app import compare
 from app.common.errors import Preempted, RunError, UserError, escape_control_characters, escape_unencodable_output
 from app.common.files import write_json
-from app.data.download import DownloadError
+from app.program import run_program
 
 
-@pytest.mark.parametrize("kind", [UserError, RunError, Preempted, DownloadError])
+@pytest.mark.parametrize("kind", [UserError, RunError, Preempted])
 @given(text=st.text() | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp"])))
 def test_messages_are_one_line_without_control_characters(kind, text):
     message = str(kind(f"--csv {text}: no such file"))
@@ -50,6 +50,6 @@ def test_compare_prints_its_help_in_any_output_encoding(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
     monkeypatch.setattr("sys.argv", ["compare", "--help"])
     with pytest.raises(SystemExit) as exit:
-        compare.main()
+        run_program(compare.main)
     assert exit.value.code == 0
     assert b"[--flag VALUE \\u2026]" in written.getvalue()
