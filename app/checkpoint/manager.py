@@ -15,20 +15,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from ..common import files
-from ..common.errors import RunError, escape_control_characters
 from ..common.files import flush
-from ..distributed.collectives import first_failure
 from ..distributed.world import World
+from ..distributed.writing import WRITE_ERRORS, stop_or_warn, write_on_ranks
 
 PREFIX = "checkpoint-"
 STAGING = ".writing"
 MANIFEST = "manifest.json"
 COMPLETION_MARKER = "COMPLETE"
 MARKER_SIZE = hashlib.sha256().digest_size * 2  # bytes of the completion marker, the hash of the manifest
-WRITE_ERRORS = (OSError, SafetensorError)
 
 
 def step_of(folder: Path) -> int:
@@ -159,37 +155,20 @@ class CheckpointManager:
             RunError: it could not be written, and `on_failure` is `stop`.
         """
         staging, folder = self.folder / STAGING / name, self.folder / name
-        problem = (
-            self._try(lambda: self._create(staging), main_only=True)
-            or self._try(lambda: write(staging))
-            or self._try(lambda: self._commit(staging, folder, required), main_only=True)
-        )
-        if problem is None:
+
+        def clean_up() -> None:
+            if self.world.local_rank == 0:
+                shutil.rmtree(staging.parent, ignore_errors=True)
+
+        latest = f"; the latest valid checkpoint is {self.latest_valid or 'none'}"
+        with stop_or_warn(folder, self.on_failure, self.world.print_main, clean_up, latest):
+            write_on_ranks(lambda: self._create(staging), self.folder, self.world, main_only=True)
+            write_on_ranks(lambda: write(staging), self.folder, self.world)
+            write_on_ranks(lambda: self._commit(staging, folder, required), self.folder, self.world, main_only=True)
             if name.startswith(PREFIX):
                 self.latest_valid = folder
             return True
-        if self.world.local_rank == 0:
-            shutil.rmtree(staging.parent, ignore_errors=True)
-        latest = self.latest_valid or "none"
-        message = f"{folder} could not be written: {problem}; the latest valid checkpoint is {latest}"
-        if self.on_failure == "stop":
-            raise RunError(message)
-        line = escape_control_characters(message)
-        self.world.print_main(f"warning: {line}; training continues (--on_save_failure continue)")
         return False
-
-    def _try(self, work: Callable[[], None], main_only: bool = False) -> str | None:
-        """Do the work on every rank, or only on rank 0; return the problem of the lowest failed rank on every rank."""
-        problem = None
-        if self.world.is_main_process or not main_only:
-            try:
-                work()
-            except WRITE_ERRORS as error:
-                problem = " ".join(str(error).split()) or type(error).__name__
-                if not isinstance(error, OSError):  # a library's message, which does not mention a full disk
-                    with suppress(OSError):  # the folder may be gone
-                        problem += f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)"
-        return first_failure(problem, self.world)
 
     def _create(self, staging: Path) -> None:
         shutil.rmtree(staging.parent, ignore_errors=True)  # left by a run that was killed while it was writing

@@ -6,7 +6,7 @@ import errno
 import gzip
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +14,11 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from ..common.errors import RunError, escape_control_characters
 from ..common.files import commit, write_json, write_text
 from ..data.sampler import BatchPlan
-from ..distributed.collectives import all_gather_object, first_failure
+from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
+from ..distributed.writing import stop_or_warn, write_on_ranks
 from ..record.run_record import RunRecord
 from ..runs.schema import PROFILE, PROFILE_STAGING, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
 from ..settings import Settings
@@ -100,32 +100,18 @@ class StepProfiler:
             write_json(staging / PROFILE_SUMMARY, summary_content(ranks, self.first))
             commit(staging, self.folder)
 
-        problem = (
-            self._try(create, main_only=True)
-            or self._try(lambda: write_trace(finished, staging / TRACE.format(rank=self.world.rank)))
-            or self._try(write_summary, main_only=True)
-        )
-        if problem is None:
+        def clean_up() -> None:
             if self.world.is_main_process:
-                tqdm.write(f"{describe(ranks, self.first)}\n{'traces':>21}  {self.folder}/")  # above the progress bar
-            return
-        if self.world.is_main_process:
-            shutil.rmtree(staging, ignore_errors=True)
-        message = f"{self.folder} could not be written: {problem}"
-        if self.settings.on_save_failure == "stop":
-            raise RunError(message)
-        line = escape_control_characters(message)
-        self.world.print_main(f"warning: {line}; training continues (--on_save_failure continue)")
+                shutil.rmtree(staging, ignore_errors=True)
 
-    def _try(self, work: Callable[[], None], main_only: bool = False) -> str | None:
-        """Do the work on every rank or only on rank 0, and return the problem of the lowest rank that has one."""
-        problem = None
-        if self.world.is_main_process or not main_only:
-            try:
-                work()
-            except OSError as error:
-                problem = " ".join(str(error).split())
-        return first_failure(problem, self.world)
+        written, trace = False, staging / TRACE.format(rank=self.world.rank)
+        with stop_or_warn(self.folder, self.settings.on_save_failure, self.world.print_main, clean_up):
+            write_on_ranks(create, self.folder, self.world, main_only=True)
+            write_on_ranks(lambda: write_trace(finished, trace), self.folder, self.world)
+            write_on_ranks(write_summary, self.folder, self.world, main_only=True)
+            written = True
+        if written and self.world.is_main_process:
+            tqdm.write(f"{describe(ranks, self.first)}\n{'traces':>21}  {self.folder}/")  # above the progress bar
 
 
 def hide_profiler_messages() -> None:

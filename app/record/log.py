@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..common import files
-from ..common.errors import escape_control_characters
+from ..distributed.writing import stop_or_warn
 
 
 class MetricsLog:
@@ -56,17 +56,15 @@ class MetricsLog:
             OSError: the log's folder is gone.
         """
         had_failed = bool(self.pending)
-        try:
-            self.append(lines)
-        except OSError as problem:
+
+        def raise_if_folder_is_gone() -> None:
             if not self.path.parent.is_dir():
-                raise
-            if not had_failed:
-                warn(
-                    f"warning: {escape_control_characters(str(self.path))} could not be written: {problem.strerror}; "
-                    "training continues, and the lines are kept in memory until they can be written "
-                    "(--on_save_failure continue)"
-                )
+                raise  # the lines can never be written
+
+        kept = "training continues, and the lines are kept in memory until they can be written"
+        warn_once = (lambda _: None) if had_failed else warn
+        with stop_or_warn(self.path, "continue", warn_once, raise_if_folder_is_gone, consequence=kept):
+            self.append(lines)
 
     def count_lines(self) -> int:
         """Return the number of complete lines in the file."""

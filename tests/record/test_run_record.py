@@ -23,9 +23,9 @@ from helpers.run_records import (
 from helpers.worlds import fake_world
 from torch import nn
 
-from app.checkpoint import manager
 from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError
+from app.distributed import writing
 from app.model.identity import ModelIdentity
 from app.record import reset as reset_module
 from app.record import run_record as record_module
@@ -91,7 +91,7 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
         model=ModelIdentity(),
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
-    monkeypatch.setattr(manager, "first_failure", lambda problem, world: problem)
+    monkeypatch.setattr(writing, "first_failure", lambda problem, world: problem)
     return RunRecord(info, Resume(), lambda step: [step], folder, None)
 
 
