@@ -51,10 +51,6 @@ OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "a
 
 
 def main() -> int:
-    return run_program(_main)
-
-
-def _main() -> int:
     options, settings = parse()
     if options.ablate:
         return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
@@ -199,4 +195,4 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -50,10 +50,6 @@ HEADER = [
 
 
 def main() -> int:
-    return run_program(_main)
-
-
-def _main() -> int:
     arguments = parse()
     with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         return inject_faults(arguments, Path(temporary))
@@ -246,4 +242,4 @@ def print_outcome(number: int, subject: Subject, outcome: Outcome) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

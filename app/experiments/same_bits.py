@@ -71,10 +71,6 @@ TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
 
 
 def main() -> int:
-    return run_program(_main)
-
-
-def _main() -> int:
     options, settings = parse()
     folder = create_folder(settings.output_dir, RUNS / "same_bits")
     rng = random.Random(settings.seed)
@@ -216,4 +212,4 @@ def find_difference(hashes: Mapping[Cell, str], folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -34,10 +34,6 @@ from .tables import describe_plan
 BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
 
 
-def main() -> int:
-    return run_program(_main)
-
-
 def add_arguments(parser: OneLineParser) -> None:
     """Add the flags of this program."""
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
@@ -46,7 +42,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
 
-def _main() -> int:
+def main() -> int:
     parser = settings_parser(__doc__, add_arguments)
     values = parser.values(sys.argv[1:])
     names = ("ranks", "ranks_per_node", "device_memory", "measure")
@@ -102,4 +98,4 @@ def check_machine(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -16,6 +16,7 @@ from app.distributed.launcher import TorchrunJob
 from app.experiments import fault_injection
 from app.experiments.fault_injection import find_difference, kill
 from app.experiments.fault_moments import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, Moment, RunFiles, is_due
+from app.program import run_program
 from app.runs.hashes import hash_results
 
 
@@ -110,7 +111,7 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, flags, names):
     monkeypatch.setattr(sys, "argv", ["fault_injection", *flags])
-    assert fault_injection.main() == 2
+    assert run_program(fault_injection.main) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert names in line

@@ -14,6 +14,7 @@ from app.common.errors import UserError
 from app.experiments import same_bits
 from app.experiments.same_bits import main, parse
 from app.experiments.same_bits_cells import VARIED, Cell, as_markdown, build_cells
+from app.program import run_program
 from app.settings import Settings
 
 PARITY = ["--vary", *VARIED, "--ranks", "1", "2", "3", "--strategies=ddp", "--interruptions=uninterrupted"]
@@ -93,7 +94,7 @@ def call(tmp_path, monkeypatch, capsys):
 
     def run(*flags: str) -> tuple[int, str, list[str]]:
         monkeypatch.setattr(sys, "argv", ["same_bits", *flags, f"--output_dir={tmp_path / 'table'}"])
-        status = main()
+        status = run_program(main)
         out, err = capsys.readouterr()
         return status, out, err.splitlines()
 

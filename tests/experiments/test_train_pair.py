@@ -11,6 +11,7 @@ from helpers.run_folders import write_run
 from app import compare
 from app.common.errors import RunError
 from app.experiments import train_pair
+from app.program import run_program
 from app.runs.reader import read_run
 from app.settings import Settings
 
@@ -22,7 +23,7 @@ def call(tmp_path, monkeypatch, capsys):
     def run(*flags: object) -> tuple[int, list[str]]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["compare", *map(str, flags)])
-        return compare.main(), capsys.readouterr().err.splitlines()
+        return run_program(compare.main), capsys.readouterr().err.splitlines()
 
     return run
 

@@ -15,6 +15,7 @@ from app.experiments import same_bits
 from app.plan import __main__ as plan
 from app.plan import dry_run
 from app.plan.dry_run import print_plan
+from app.program import run_program
 from app.settings import Settings
 from app.training import prepare
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
 def test_other_programs_refuse_the_flags_of_one_run(program, flag, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["program", flag, "--use_cpu"])
-    assert program.main() == 2
+    assert run_program(program.main) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {flag.partition('=')[0]}: only app.")
     assert not list(tmp_path.iterdir())

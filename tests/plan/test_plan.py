@@ -23,6 +23,7 @@ from app.plan.fits import VARIANTS, label, largest_that_fits, memory_of_device, 
 from app.plan.memory import bytes_of
 from app.plan.step import Plan, build_plan
 from app.plan.tables import describe_plan, describe_run_plan
+from app.program import run_program
 from app.settings import STRATEGIES, Settings
 from app.strategies.blocks import sharded_groups
 from app.training.console import advise_checkpointing
@@ -52,7 +53,7 @@ def run(monkeypatch, tmp_path, review_csv, *flags: str) -> int:
     monkeypatch.chdir(tmp_path)
     fixed = ["--csv", str(review_csv(90)), "--use_cpu", "--max_length=16", "--train_batch_size=8", "--ranks=2"]
     monkeypatch.setattr(sys, "argv", ["plan", *fixed, *flags])
-    return module.main()
+    return run_program(module.main)
 
 
 def table(text: str, title: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ from helpers.run_folders import edit_json, write_run
 
 from app import compare
 from app.common.errors import UserError
+from app.program import run_program
 from app.report import baselines
 from app.report.baselines import measure_baselines, reread_rows
 from app.report.comparison import compare_seeds
@@ -121,7 +122,7 @@ def test_no_baselines_trains_none_and_both_reports_say_so(review_csv, tmp_path, 
     ]
     monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
-    assert compare.main() == 0
+    assert run_program(compare.main) == 0
     assert "baselines: none (not computed because of --no_baselines)" in capsys.readouterr().out
     for name in ("comparison.md", "comparison.html"):
         assert "not computed because of --no_baselines" in (tmp_path / "out" / name).read_text("utf-8"), name

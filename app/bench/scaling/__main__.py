@@ -38,10 +38,6 @@ MOST_RANKS = 64  # on one machine
 
 
 def main() -> int:
-    return run_program(_main)
-
-
-def _main() -> int:
     arguments = parse()
     plan = ScalingPlan(
         size=arguments.model,
@@ -144,4 +140,4 @@ def link(text: str) -> Link:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

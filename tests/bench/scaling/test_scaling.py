@@ -30,6 +30,7 @@ from app.bench.scaling.measure import (
 )
 from app.bench.scaling.predict import fit, measured_interval, predict, rounds_used, usable_results
 from app.bench.scaling.report import raw_data, sections
+from app.program import run_program
 
 MIB = 2**20
 PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
@@ -271,7 +272,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
 def test_a_mistake_is_one_line(flags, problem, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["scaling", *flags])
-    assert scaling.main() == 2
+    assert run_program(scaling.main) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -283,6 +284,6 @@ def test_a_temporary_folder_with_a_long_name_is_one_line_and_leaves_no_folder(mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["scaling"])
     monkeypatch.setattr(tempfile, "gettempdir", lambda: f"/{'x' * 80}")
-    assert scaling.main() == 2
+    assert run_program(scaling.main) == 2
     assert capsys.readouterr().err.startswith("error: TMPDIR /xxx")
     assert not list(tmp_path.iterdir())
