@@ -28,7 +28,7 @@ from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ...settings import Settings
-from ...training.build import build_data, build_model, read_and_split
+from ...training.build import ReviewData, build_data, build_model
 from ...training.console import quiet_libraries
 from ..page import Section, as_html, as_markdown
 from . import training_step
@@ -77,9 +77,14 @@ def main(
         folder = None
         quiet_libraries(world)
         with raise_on_all_ranks(world):
-            check(names, settings, largest, seeds, world)
-        if names != ["collectives"]:  # a model that can't be loaded would otherwise be noticed only after minutes
-            build_model(settings, build_data(settings, world), world)
+            if "collectives" in names:
+                check_largest(largest, world.size)
+        data = None
+        if names != ["collectives"]:
+            data = build_data(settings, world)
+            with raise_on_all_ranks(world):
+                check(names, settings, seeds, len(data.split.train), world)
+            build_model(settings, data, world)  # a model that cannot be loaded would be noticed only after minutes
         with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
@@ -87,7 +92,7 @@ def main(
         world.print_main(headline(facts))
         measured = []
         for name in names:
-            section = measure(name, settings, world, largest, seconds_per_point, seeds)
+            section = measure(name, settings, data, world, largest, seconds_per_point, seeds)
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
@@ -96,28 +101,24 @@ def main(
         world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .md"))
 
 
-def check(names: Sequence[str], settings: Settings, largest: int, seeds: int, world: World) -> None:
+def check(names: Sequence[str], settings: Settings, seeds: int, n_train: int, world: World) -> None:
     """Check, before anything is measured, that every section can be.
 
     Args:
         names: of the sections.
-        largest: tensor in bytes.
+        n_train: number of training rows.
 
     Raises:
         UserError: a setting or a flag that a section can't be measured with.
     """
-    if "collectives" in names:
-        check_largest(largest, world.size)
-    training = [name for name in names if name != "collectives"]
-    if not training:
-        return
-    _, split, _ = read_and_split(settings, world.size)
-    for name in training:
+    for name in names:
         try:
+            if name == "collectives":
+                continue
             if name == "compression":
-                settings_by_hook(settings, seeds, len(split.train), world.size)
+                settings_by_hook(settings, seeds, n_train, world.size)
             else:
-                training_step.variants_of(name, settings, len(split.train), world.topology)
+                training_step.variants_of(name, settings, n_train, world.topology)
         except UserError as problem:
             raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
 
@@ -141,13 +142,21 @@ def headline(facts: Mapping[str, str]) -> str:
     )
 
 
-def measure(name: str, settings: Settings, world: World, largest: int, seconds_per_point: float, seeds: int) -> Section:
-    """Measure one section. Collective."""
+def measure(
+    name: str, settings: Settings, data: ReviewData | None, world: World, largest: int, seconds: float, seeds: int
+) -> Section:
+    """Measure one section. Collective.
+
+    Args:
+        data: None only for `collectives`.
+        seconds: `--seconds_per_point`.
+    """
     if name == "collectives":
-        return measure_collectives(settings, world, largest, seconds_per_point)
+        return measure_collectives(settings, world, largest, seconds)
+    assert data is not None
     if name == "compression":
-        return measure_compression(settings, seeds, STEP_SECONDS * seconds_per_point, world)
-    return training_step.measure_step(name, settings, STEP_SECONDS * seconds_per_point, world)
+        return measure_compression(settings, data, seeds, STEP_SECONDS * seconds, world)
+    return training_step.measure_step(name, settings, data, STEP_SECONDS * seconds, world)
 
 
 def describe(world: World) -> dict[str, str]:

@@ -73,7 +73,7 @@ def measure_hooks(
 
     Args:
         by_hook: the settings of the trainings, which differ in the hook only; `seed` is the first seed.
-        data: for the timed steps.
+        data: of the first seed, also for the timed steps.
         seeds: how many.
         seconds: about how long to time the step with each hook.
 
@@ -93,7 +93,8 @@ def measure_hooks(
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
-            data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
+            if seed != settings.seed:  # its data is what the steps were timed with
+                data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():
                 accuracies[hook].append(train(replace(hooked, seed=seed), data, world))
                 gc.collect()

@@ -15,8 +15,7 @@ from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.world import World
 from ...report.statistics import PairedSeeds, paired_seeds
 from ...settings import Settings
-from ...training.build import build_data
-from ...training.console import quiet_libraries
+from ...training.build import ReviewData
 from ..page import Figure, Part, Section, Table
 from ..rounds import ratios
 from .compression import Measured, measure_hooks, settings_by_hook
@@ -29,14 +28,12 @@ ABOUT = (
 )
 
 
-def measure_compression(settings: Settings, seeds: int, seconds: float, world: World) -> Section:
+def measure_compression(settings: Settings, data: ReviewData, seeds: int, seconds: float, world: World) -> Section:
     """Measure all hooks, and return the section of the page. Collective. Arguments as for `measure_hooks`.
 
     Raises:
         AgreedError: a user's mistake.
     """
-    quiet_libraries(world)
-    data = build_data(settings, world)
     with raise_on_all_ranks(world):
         by_hook, refusal = settings_by_hook(settings, seeds, len(data.split.train), world.size)
     measured, steps = measure_hooks(by_hook, data, seeds, seconds, world)

@@ -25,8 +25,7 @@ from ...distributed.world import World
 from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings
-from ...training.build import ReviewData, build_data
-from ...training.console import quiet_libraries
+from ...training.build import ReviewData
 from ...training.optim import build_optimizer, build_scheduler
 from ..charts import format_seconds
 from ..harness import Bench, build_named, distribute, timed
@@ -63,14 +62,12 @@ ABOUT = {
 }
 
 
-def measure_step(name: str, settings: Settings, seconds: float, world: World) -> Section:
+def measure_step(name: str, settings: Settings, data: ReviewData, seconds: float, world: World) -> Section:
     """Measure one of `SECTIONS`. Collective.
 
     Args:
         seconds: about how long to time each variant of a step.
     """
-    quiet_libraries(world)
-    data = build_data(settings, world)
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):

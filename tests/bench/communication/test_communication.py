@@ -34,15 +34,15 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 def test_every_section_can_be_measured_with_legal_settings(settings, world, change):
     for name, value in change.items():
         setattr(settings, name, value)
-    check(SECTIONS, settings, 2**20, 3, world)
+    check(SECTIONS, settings, 3, 81, world)
 
 
 def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measured(settings, world):
     settings.train_batch_size = 7
-    check(["collectives", "buckets", "compression"], settings, 2**20, 3, world)
+    check(["collectives", "buckets", "compression"], settings, 3, 81, world)
     problem = "^section reduction: --train_batch_size 7 can't be divided among --logical_ranks 2.*--sections"
     with pytest.raises(UserError, match=problem):
-        check(SECTIONS, settings, 2**20, 3, world)
+        check(SECTIONS, settings, 3, 81, world)
 
 
 def test_sections_are_written_one_after_another(settings, world, monkeypatch, tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_the_section_says_why_a_hook_is_left_out():
 def test_a_seed_that_is_too_large_is_a_mistake(settings, world):
     settings.seed = 2**31 - 1
     with pytest.raises(AgreedError, match="--seed"):
-        measure_compression(settings, 2, 0.001, world)
+        measure_compression(settings, build_data(settings, world), 2, 0.001, world)
 
 
 MEASURED = {

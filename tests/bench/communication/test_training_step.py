@@ -47,9 +47,13 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
 
 
+def measure(name, settings, seconds, world):
+    return measure_step(name, settings, build_data(settings, world), seconds, world)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_section_compares_every_variant_with_the_first(settings, world, name):
-    section = measure_step(name, settings, 0.001, world)
+    section = measure(name, settings, 0.001, world)
     seconds = section.data[TINY]["seconds"]
     assert list(seconds) == NAMES[name]
     assert all(one > 0 for rounds in seconds.values() for one in rounds)
@@ -65,7 +69,7 @@ def test_a_section_compares_every_variant_with_the_first(settings, world, name):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
-    section = measure_step("breakdown", replace(settings, strategy=strategy), 0.001, world)
+    section = measure("breakdown", replace(settings, strategy=strategy), 0.001, world)
     parts = section.data["models"][TINY]["milliseconds"]
     figure, table = section.parts
     rows = {row[0]: row[1:] for row in table.rows}
@@ -100,14 +104,14 @@ def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(settings, worl
         return Comparison(model, {name: [float(i)] for i, name in enumerate(variants, start=1)})
 
     monkeypatch.setattr(training_step, "compare", record)
-    section = measure_step("no_sync", replace(settings, per_device_train_batch_size=4), 1.0, world)
+    section = measure("no_sync", replace(settings, per_device_train_batch_size=4), 1.0, world)
     sizes = {name: (one.train_batch_size, one.gradient_accumulation_steps) for name, one in found.items()}
     assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
     assert section.data[TINY]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
 
 
 def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(settings, world):
-    section = measure_step("no_sync", replace(settings, train_batch_size=40), 0.001, world)
+    section = measure("no_sync", replace(settings, train_batch_size=40), 0.001, world)
     assert list(section.data[TINY]["seconds"]) == ["every one", "every 2"]
 
 
@@ -165,7 +169,7 @@ def test_a_model_that_is_named_is_the_only_one():
 
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
     with pytest.raises(UserError, match="--train_batch_size 7 can't be divided among --logical_ranks 2"):
-        measure_step("reduction", replace(settings, train_batch_size=7), 0.001, world)
+        measure("reduction", replace(settings, train_batch_size=7), 0.001, world)
 
 
 def test_a_benchmark_with_too_few_rows_says_so(settings, world):
