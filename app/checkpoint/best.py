@@ -17,7 +17,7 @@ from ..distributed.world import World
 from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
 from ..strategies.base import Tensors
 from .manager import CheckpointManager, latest_first, problem_of, remove
-from .state import read_weights, write_weights
+from .state import load_complete_weights, write_weights
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load_best(checkpoints: Path, best: Best, model: torch.nn.Module, world: Worl
     problem = problem_of(folder) if world.is_main_process else None
     if (problem := first_failure(problem, world)) is not None:
         raise RunError(f"{folder}: the best weights are damaged: {problem}")
-    read_weights(folder, model)
+    load_complete_weights(folder, model)
 
 
 def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:

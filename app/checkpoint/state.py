@@ -27,9 +27,9 @@ from ..runs.schema import MODEL, SCHEDULE, SHARDS
 from ..strategies.base import Strategy, Tensors
 from ..strategies.optimization import Optimization
 from ..strategies.shards import local_part, rows_of
+from ..strategies.vector_tails import MOMENTS
 from .manager import COMPLETION_MARKER, MANIFEST
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
 POWER_SGD = "power_sgd.{rank}."  # followed by the name of a tensor of the rank's `PowerSGD.state_dict()`
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
@@ -241,7 +241,7 @@ def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def read_weights(folder: Path, model: torch.nn.Module) -> None:
+def load_complete_weights(folder: Path, model: torch.nn.Module) -> None:
     """Load model.safetensors into the model, or into the shards of it that this rank holds."""
     with safe_open(folder / MODEL, framework="pt") as weights:
         for name, tensor in model.state_dict().items():

@@ -64,14 +64,14 @@ def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, fol
     csv = csv.resolve() if csv else None
     settings = Settings(csv=str(csv) if csv else None)
     texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
-    models = {name: write_model(name, texts, folder / name) for name in dict.fromkeys(model_names)}
+    models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}
     flags = [*map(str, FLAGS), "--cache_dir", str(folder / "cache"), *(["--csv", str(csv)] if csv else [])]
     return [
         Subject(path_name, name, ["--model", models[name], *flags], ranks) for path_name, name in product(PATHS, models)
     ]
 
 
-def write_model(name: str, texts: Any, folder: Path) -> str:
+def write_untrained(name: str, texts: Any, folder: Path) -> str:
     """Return the value of `--model` for an architecture: `tiny`, or a folder with a tiny config and a tokenizer.
 
     The folder contains no weights, so they are initialized from the seed.

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from ..distributed.topology import Topology
 from ..settings import WRAPPED_IN_DDP
 from ..strategies.blocks import sharded_groups
-from ..strategies.compression import DTYPES
+from ..strategies.compression import HOOK_DTYPES
 from ..strategies.reduction import buckets_in_flight
+from ..strategies.shards import divide_rows
+from ..strategies.vector_tails import MOMENTS
 
-MOMENTS = 2  # AdamW's moving averages of the gradient and of its square
+N_MOMENTS = len(MOMENTS)  # AdamW's moving averages of the gradient and of its square
 BUCKET_CAP = 25 * 2**20  # DDP's default, in bytes
 
 
@@ -102,11 +104,13 @@ def plan_memory(
     in_progress = complete if options.accumulation_steps > 1 else 0
     if strategy in WRAPPED_IN_DDP:
         element = parameters[0].element_size()
-        sent = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else element  # bytes of an element that is exchanged
+        sent = (
+            HOOK_DTYPES[comm_hook].itemsize if comm_hook in HOOK_DTYPES else element
+        )  # bytes of an element that is exchanged
         buckets = buckets_in_flight(2 if topology.two_levels else 1, options.on_gpus) if ranks > 2 else 0
         received = min(complete, buckets * max(options.bucket_cap or BUCKET_CAP, *map(bytes_of, parameters)))
         exchange = received * sent // element
-        if comm_hook in DTYPES:  # the rounded copy of every bucket
+        if comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
             exchange += complete * sent // element
         elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
             exchange = 4 * complete
@@ -116,7 +120,8 @@ def plan_memory(
         # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
         sums = n_partial_sums * complete * sent // element
         return [
-            RankMemory(complete + frozen, complete, MOMENTS * share, 0, exchange, in_progress, sums) for share in shares
+            RankMemory(complete + frozen, complete, N_MOMENTS * share, 0, exchange, in_progress, sums)
+            for share in shares
         ]
     *blocks, rest = (sum(map(bytes_of, group)) for group in sharded_groups(model))
     # ZeRO-3 gathers the next block while it uses this one.
@@ -127,7 +132,7 @@ def plan_memory(
         shard = sum(_shard_bytes(parameter, rank, ranks) for parameter in parameters)
         frozen_shard = sum(_shard_bytes(p, rank, ranks) for p in model.parameters() if not p.requires_grad)
         sums = n_partial_sums * shard
-        plans.append(RankMemory(shard + frozen_shard, shard, MOMENTS * shard, gathered, exchange, in_progress, sums))
+        plans.append(RankMemory(shard + frozen_shard, shard, N_MOMENTS * shard, gathered, exchange, in_progress, sums))
     return plans
 
 
@@ -159,6 +164,4 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 def _shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:
     rows = parameter.shape[0]
-    chunk = -(-rows // ranks)
-    mine = min(max(rows - rank * chunk, 0), chunk)
-    return bytes_of(parameter) // rows * mine
+    return bytes_of(parameter) // rows * divide_rows(rows, rank, ranks)[1]

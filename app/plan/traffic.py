@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..distributed.topology import Topology
 from ..strategies.blocks import sharded_groups
-from ..strategies.compression import DTYPES, MATRIX_RANK, is_compressed, matrix_shape
+from ..strategies.compression import HOOK_DTYPES, MATRIX_RANK, is_compressed, matrix_shape
 from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, bytes_of
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
@@ -97,7 +97,7 @@ def plan_traffic(
         collectives += _low_rank(list(order))
     else:
         for number, bucket in enumerate(buckets, start=1):
-            element = DTYPES[comm_hook].itemsize if comm_hook in DTYPES else bucket[0].element_size()
+            element = HOOK_DTYPES[comm_hook].itemsize if comm_hook in HOOK_DTYPES else bucket[0].element_size()
             elements = sum(parameter.numel() for parameter in bucket)
             collectives += _average(f"bucket {number}", elements, element, topology, options.on_gpus)
     if options.find_unused_parameters:

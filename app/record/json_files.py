@@ -117,8 +117,6 @@ def run_state_content(
         "format_version": RUN_STATE_VERSION,
         "path": info.path_name,
         "step": step,
-        "epoch": step / plan.steps_per_epoch,
-        "samples_seen": step * plan.global_size,
         "total_steps": plan.total_steps,
         "world_size": info.world.size,
         "device": device_name(info.world.device),

@@ -129,7 +129,7 @@ RUN_STATE_FORMAT = JsonFormat(
     RUN_STATE,
     required={"path": TEXT, "step": INTEGER, "total_steps": INTEGER, "world_size": INTEGER, "fingerprint": TEXT}
     | {"settings": OBJECT},
-    optional={"format_version": INTEGER, "epoch": NUMBER, "samples_seen": INTEGER, "device": TEXT, "torch": TEXT}
+    optional={"format_version": INTEGER, "device": TEXT, "torch": TEXT}
     | {"transformers": TEXT, "arithmetic": TEXTS_BY_NAME, "threads": INTEGER}
     | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT, "evaluations": INTEGER}
     | MODEL_IDENTITY,

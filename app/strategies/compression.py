@@ -14,10 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     powerSGD_hook,
 )
 
+from ..common.machine import DTYPES
 from ..distributed.world import World
 from .reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HOOK_DTYPES = {name: DTYPES[name] for name in ("fp16", "bf16")}
 # PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch
 # orthogonalizes by QR. Its Gram-Schmidt process, for 1 and 2, would divide by zero if a gradient is a matrix of zeros,
 # and overestimate one of a lower rank.

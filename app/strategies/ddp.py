@@ -24,7 +24,7 @@ from .base import (
     sum_of_squares,
 )
 from .blocks import add_gradients_per_block
-from .compression import DTYPES, PowerSGD, RoundedAllReduce
+from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce
 from .loss_scale import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
 
@@ -76,7 +76,7 @@ class DDP(PlainAdamW):
         if settings.ddp_comm_hook == "power_sgd":
             self.power_sgd = PowerSGD(self.parameters, self.world, plan.total_steps, settings.seed)
         else:
-            dtype, factor = DTYPES[settings.ddp_comm_hook], loss_factor(settings.precision, plan)
+            dtype, factor = HOOK_DTYPES[settings.ddp_comm_hook], loss_factor(settings.precision, plan)
             self.fixed_order = RoundedAllReduce(self.parameters, self.sums, self.world, dtype, factor)
         wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
 

@@ -20,6 +20,11 @@ def rows_of(tensor: torch.Tensor) -> tuple[int | None, int]:
     if not isinstance(tensor, DTensor):
         return None, 0
     mesh = tensor.device_mesh
-    chunk = -(-tensor.shape[0] // mesh.size())  # as torch.chunk does: the last ranks may have fewer rows, or none
-    start = min(mesh.get_local_rank() * chunk, tensor.shape[0])
-    return start, min(chunk, tensor.shape[0] - start)
+    return divide_rows(tensor.shape[0], mesh.get_local_rank(), mesh.size())
+
+
+def divide_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first row of a rank and the number of its rows."""
+    chunk = -(-rows // ranks)  # as torch.chunk does: the last ranks may have fewer rows, or none
+    start = min(rank * chunk, rows)
+    return start, min(chunk, rows - start)

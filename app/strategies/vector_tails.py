@@ -15,7 +15,7 @@ from torch.optim.adam import adam
 from .shards import local_part
 
 VECTOR_BYTES = 64  # of the largest vector registers (AVX-512)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its number of steps
 
 
 class VectorTails:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.state import MOMENTS, ShardReader, TrainingState
+from ..checkpoint.state import ShardReader, TrainingState
+from ..strategies.vector_tails import MOMENTS
 from .deepspeed_engine import complete
 
 

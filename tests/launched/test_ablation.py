@@ -16,6 +16,7 @@ from app.cli import parse_settings
 from app.compare import main
 from app.experiments.ablation import build_variant_data, train_variant
 from app.experiments.ablation_variants import Variant
+from app.program import run_program
 
 # More steps than an epoch has, accumulation, and dropout.
 FLAGS = ["--csv", SAMPLE_CSV, "--max_length", 16, "--train_batch_size", 96, "--gradient_accumulation_steps", 2]
@@ -87,7 +88,7 @@ def changed(recipe):
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare", "--ablate", f"--csv={SAMPLE_CSV}", *flags])
-    assert main() == 2
+    assert run_program(main) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert not (tmp_path / "runs" / "ablations").exists()

@@ -13,6 +13,7 @@ import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success, run_many
 
 from app.compare import main
+from app.program import run_program
 
 pytestmark = pytest.mark.launched
 SHORT = ["--csv", SAMPLE_CSV, "--max_length", 32, "--max_steps", 3, "--eval_strategy", "no"]
@@ -97,7 +98,7 @@ def compare(tmp_path, monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-        return main(), capsys.readouterr().err.splitlines()
+        return run_program(main), capsys.readouterr().err.splitlines()
 
     return run
 

@@ -9,6 +9,7 @@ import pytest
 from helpers.jobs import TrainingRun, require_success, run_many, write_subset
 
 from app.compare import main
+from app.program import run_program
 
 pytestmark = pytest.mark.launched
 FLAGS = ["--max_steps=4", "--max_length=32", "--warmup_steps=0", "--eval_strategy=no", "--save_strategy=no"]
@@ -51,7 +52,7 @@ def assert_equal(folder, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         runs = [str(folder / "original"), str(folder / other)]
         monkeypatch.setattr(sys, "argv", ["compare", *runs, "--assert_equal", "--no_baselines"])
-        return main(), capsys.readouterr().err
+        return run_program(main), capsys.readouterr().err
 
     return run
 

@@ -18,7 +18,7 @@ from app.distributed import collectives
 from app.distributed.world import World
 from app.settings import Settings
 from app.strategies import compression, reduction
-from app.strategies.compression import DTYPES, MATRIX_RANK, PowerSGD, RoundedAllReduce
+from app.strategies.compression import HOOK_DTYPES, MATRIX_RANK, PowerSGD, RoundedAllReduce
 from app.strategies.ddp import DDP
 from app.strategies.loss_scale import loss_factor
 from app.strategies.reduction import TreeSum
@@ -61,7 +61,7 @@ def average(
     def work(rank: int) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         world, sums = network.world(rank, inside), TreeSum()
-        hook = RoundedAllReduce(parameters, sums, world, DTYPES[hook_name], factor)
+        hook = RoundedAllReduce(parameters, sums, world, HOOK_DTYPES[hook_name], factor)
         *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
         for leaf in others:
             hook.add(leaf)
@@ -77,12 +77,12 @@ def average(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("hook", DTYPES)
+@pytest.mark.parametrize("hook", HOOK_DTYPES)
 @pytest.mark.parametrize(("ranks", "inside"), [(1, None), (2, None), (4, None), (8, None), (4, 2), (8, 4)])
 def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch, ranks, inside, hook, precision):
     plan = batch_plan(ranks, LOGICAL_RANKS)
     one_process_each = leaves_of(batch_plan(LOGICAL_RANKS, LOGICAL_RANKS), precision)
-    rounded = [(flat(leaf) / LOGICAL_RANKS).to(DTYPES[hook]) for leaf in one_process_each]
+    rounded = [(flat(leaf) / LOGICAL_RANKS).to(HOOK_DTYPES[hook]) for leaf in one_process_each]
     expected = add_neighbors(rounded).float()
     # With fp16, the loss of a process is multiplied by its number of logical ranks, and the gradient norm divided by it
     expected = expected * loss_factor(precision, plan)
@@ -90,7 +90,7 @@ def test_rounded_gradients_do_not_depend_on_the_number_of_processes(monkeypatch,
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("hook", DTYPES)
+@pytest.mark.parametrize("hook", HOOK_DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rounded_gradients_are_close_to_the_average_but_not_equal(monkeypatch, ranks, hook):
     plan = batch_plan(ranks)
@@ -99,7 +99,7 @@ def test_rounded_gradients_are_close_to_the_average_but_not_equal(monkeypatch, r
     for found in average(hook, plan, "fp32", monkeypatch):
         error = (found.double() - exact).abs()
         # A leaf and each sum are rounded, by at most eps / 2 of it, and to the smallest number that fp16 has.
-        limits = torch.finfo(DTYPES[hook])
+        limits = torch.finfo(HOOK_DTYPES[hook])
         assert (error <= 2 * limits.eps * scale + ranks * limits.smallest_normal * limits.eps).all()
         assert error.max() > torch.finfo(torch.float32).eps * scale.max()
 
@@ -145,7 +145,7 @@ def test_one_logical_rank_per_process_is_rounded_as_by_the_hook_of_pytorch(world
     assert torch.equal(flat(ours), flat_gradients(list(theirs.parameters())))
 
 
-@pytest.mark.parametrize(("hook", "dtype"), [("no", torch.float32), *DTYPES.items()])
+@pytest.mark.parametrize(("hook", "dtype"), [("no", torch.float32), *HOOK_DTYPES.items()])
 def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(world, hook, dtype):
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -170,7 +170,7 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(wo
 def test_a_gradient_that_fp16_cannot_represent_becomes_infinite(world):
     parameters = [nn.Parameter(torch.zeros(3))]
     parameters[0].grad = torch.tensor([65504.0, 70000.0, 1e-9])
-    hooks = [RoundedAllReduce(parameters, TreeSum(), world, DTYPES[name], 1) for name in ("fp16", "bf16")]
+    hooks = [RoundedAllReduce(parameters, TreeSum(), world, HOOK_DTYPES[name], 1) for name in ("fp16", "bf16")]
     fp16, bf16 = (hook.average(Bucket([0], parameters, True)).wait() for hook in hooks)
     assert fp16.tolist() == [65504.0, float("inf"), 0.0]
     assert bf16.isfinite().all()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from app.checkpoint.state import read_weights, write_weights
+from app.checkpoint.state import load_complete_weights, write_weights
 from app.common.errors import AgreedError
 from app.settings import Settings
 from app.strategies import reduction
@@ -112,7 +112,7 @@ def test_every_parameter_is_sharded_and_loaded_from_a_file_of_complete_weights(t
             assert all(isinstance(block, FSDPModule) for block in (*blocks, model))
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             assert dict(model.named_parameters()).keys() == plain.keys(), "tied parameters are still tied"
-            read_weights(tmp_path, model)
+            load_complete_weights(tmp_path, model)
             for key, tensor in model.state_dict().items():
                 start, length = rows_of(tensor)
                 expected = source[key] if start is None else source[key][start : start + length]
