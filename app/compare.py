@@ -94,7 +94,6 @@ def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    """Add the flags of this program."""
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="two finished run folders; without them, train both paths"
     )

@@ -35,7 +35,6 @@ BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    """Add the flags of this program."""
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
     parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
     parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")

@@ -44,7 +44,6 @@ class RankMemory:
 
     @property
     def state(self) -> int:
-        """Parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -158,7 +157,6 @@ def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -74,7 +74,6 @@ class StepProfiler:
         self.record.steps.start_clock()  # writing is not training time
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Discard an incomplete profile."""
         if self.profile is not None and self.world.device.type == "cpu":
             self.profile.stop()  # on a GPU, it would wait for kernels, which may wait for a rank that has failed
         self.profile = None
@@ -133,7 +132,6 @@ def start_profiler(steps: int, world: World) -> profile:
 
 
 def events_of(finished: profile) -> list[Event]:
-    """Return what a profiler has recorded on this rank."""
     assert finished.profiler is not None
     assert finished.profiler.kineto_results is not None
     recorded = finished.profiler.kineto_results.events()

@@ -85,7 +85,6 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
 
 
 def split_content(info: RunInfo) -> dict[str, Any]:
-    """Return the content of split.json."""
     settings, table, split = info.settings, info.table, info.split
     return {
         "csv": table.path.name,

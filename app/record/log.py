@@ -67,7 +67,6 @@ class MetricsLog:
             self.append(lines)
 
     def count_lines(self) -> int:
-        """Return the number of complete lines in the file."""
         return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
 
     def flush(self) -> None:

@@ -123,7 +123,6 @@ def _capitalize(sentence: str) -> str:
 
 
 def scores(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the table of test metrics."""
     return [
         _row(comparison, "test accuracy", "accuracy", "{:.4f}"),
         _row(comparison, "F1", "f1", "{:.4f}"),
@@ -134,7 +133,6 @@ def scores(comparison: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def costs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the table of speed and memory."""
     return [
         _row(comparison, "ranks", "world_size", "{:.0f}"),
         _row(comparison, "optimizer steps", "steps", "{:,.0f}"),

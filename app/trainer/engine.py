@@ -56,7 +56,6 @@ class TrainerEngine:
         return changes_of_config(state, self.config)
 
     def select_strategy(self, settings: Settings, plan: BatchPlan, world: World) -> Strategy:
-        """Return the engine as the strategy of a run."""
         if settings.deepspeed is not None:
             return DeepSpeed(settings, plan, world)
         return TrainerFSDP(settings, plan, world)

@@ -47,7 +47,6 @@ SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    """Add the flags of this program."""
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"which of {', '.join(SECTIONS)}; default: all"
     )
@@ -61,7 +60,6 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def size_in_mib(text: str) -> float:
-    """Parse `--largest_mib`."""
     value = positive(text)
     if not SMALLEST_LIMIT <= value <= 2**20:
         raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
@@ -92,7 +90,10 @@ def main(
         world.print_main(headline(facts))
         measured = []
         for name in names:
-            section = measure(name, settings, data, world, largest, seconds_per_point, seeds)
+            if data is None or name == "collectives":
+                section = measure_collectives(settings, world, largest, seconds_per_point)
+            else:
+                section = measure(name, settings, data, STEP_SECONDS * seconds_per_point, seeds, world)
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
@@ -142,21 +143,11 @@ def headline(facts: Mapping[str, str]) -> str:
     )
 
 
-def measure(
-    name: str, settings: Settings, data: ReviewData | None, world: World, largest: int, seconds: float, seeds: int
-) -> Section:
-    """Measure one section. Collective.
-
-    Args:
-        data: None only for `collectives`.
-        seconds: `--seconds_per_point`.
-    """
-    if name == "collectives":
-        return measure_collectives(settings, world, largest, seconds)
-    assert data is not None
+def measure(name: str, settings: Settings, data: ReviewData, seconds: float, seeds: int, world: World) -> Section:
+    """Measure one section on training. Collective."""
     if name == "compression":
-        return measure_compression(settings, data, seeds, STEP_SECONDS * seconds, world)
-    return training_step.measure_step(name, settings, data, STEP_SECONDS * seconds, world)
+        return measure_compression(settings, data, seeds, seconds, world)
+    return training_step.measure_step(name, settings, data, seconds, world)
 
 
 def describe(world: World) -> dict[str, str]:

@@ -110,7 +110,6 @@ def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
 
 
 def training_steps(settings: Settings, data: ReviewData) -> int:
-    """Return the steps of a training."""
     return settings.max_steps if settings.max_steps > 0 else min(MOST_STEPS, data.plan.total_steps)
 
 

@@ -79,7 +79,6 @@ def interval_of(effect: PairedSeeds) -> tuple[float, float] | None:
 
 
 def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Table:
-    """Return a table with one line per hook."""
     plain = measured[PLAIN]
     header = (
         "hook",
