@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line_that_names_what_to_change(trained):
     folder = trained("fast")
     mistakes = json.loads((folder / "mistakes.json").read_text())
     assert "only app.trainer_run has it" in mistakes["wrong-path"]
-    assert 'train_batch_size is 64, but --train_batch_size is 16: remove it or set "auto"' in mistakes["contradiction"]
+    assert 'train_batch_size is 64, not 16 as set: remove it or set "auto"' in mistakes["contradiction"]
     assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
     assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
     assert {mistakes[f"unused-{n}"] for n in ("1", "2", "3")} == {
