@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_answer_stop_requests_is_given_up_after_ddp_timeout
         "import signal\n"
         "from dataclasses import replace\n"
         "from datetime import timedelta\n"
-        "from app.cli import launch\n"
+        "from app.program import launch\n"
         "from app.distributed.process_group import join\n"
         "from app.distributed.preemption import StopRequest\n"
         "def main(settings):\n"
