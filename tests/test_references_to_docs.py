@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.common.paths import REPOSITORY
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 REFERENCES = sorted(
     {
