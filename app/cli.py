@@ -249,6 +249,7 @@ def parse_flags(
     description: str | None,
     arguments: Sequence[str],
     add_arguments: Callable[[OneLineParser], None] | None = None,
+    *,
     refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> tuple[Settings, dict[str, Any]]:
     """Parse the settings of this process and the flags that the program adds to them.

@@ -78,8 +78,10 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         train(prepared, world, stop)
         # No weights or settings were selected on the test rows.
-        scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world)
-        prepared.record.finish(prepared.strategy, prepared.model, prepared.data.tokenizer, logits, scores)
+        scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world=world)
+        prepared.record.finish(
+            prepared.strategy, prepared.model, tokenizer=prepared.data.tokenizer, logits=logits, scores=scores
+        )
         world.print_main(describe_result(scores, prepared.record))
 
 
@@ -111,7 +113,7 @@ def train_step(
     for number, (batch, (logical_rank, micro_batch)) in enumerate(zip(batches, places, strict=True)):
         # 3. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
         #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
-        seed_micro_batch(settings.seed, step, logical_rank, micro_batch)
+        seed_micro_batch(settings.seed, step, logical_rank=logical_rank, number=micro_batch)
         # 4. ACCUMULATION. backward() adds to the gradients of the previous micro-batches. They stay local (DDP's
         #    no_sync) until the last backward() averages the sum over the ranks, so DDP's ranks exchange gradients once
         #    per step.
@@ -152,7 +154,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     # All ranks get the same averaged gradients, so their optimizers make the same update and the copies of the model
     # stay equal. The weights themselves are never synchronized again. The other strategies divide the optimizer's state
     # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
-    optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy)
+    optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
 
@@ -194,7 +196,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
 
 def evaluate_during_training(step: int, prepared: Preparation, world: World) -> None:
     """Evaluate after a step, and keep the weights if they are the best so far."""
-    scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world)
+    scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world=world)
     prepared.record.after_evaluation(
         step, prepared.eval_set.name, asdict(scores), strategy=prepared.strategy, model=prepared.model
     )
@@ -203,7 +205,7 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
 # 8. EXACT EVALUATION.
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, eval_set: EvalSet, settings: Settings, world: World
+    model: torch.nn.Module, eval_set: EvalSet, settings: Settings, *, world: World
 ) -> tuple[Scores, NDArray[np.float64]]:
     """Score an eval set, each of its n rows exactly once. Collective.
 
@@ -237,7 +239,7 @@ def evaluate(
     correct, n = counts.tolist()
     assert n == len(eval_set), f"{n} rows were evaluated, not {len(eval_set)}"
 
-    gathered = gather_rows(eval_set.positions, shard, n, world)
+    gathered = gather_rows(eval_set.positions, shard, n, world=world)
     scores = score(gathered, eval_set.labels)
     assert correct == round(scores.accuracy * n), f"{correct} rows were counted as correct, but {scores}"
     return scores, gathered

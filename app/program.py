@@ -72,7 +72,7 @@ def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
     # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
     threads = settings.threads or max(1, len(usable_cores()) // nproc_per_node)
-    command = torchrun_command(module, as_flags(settings), nproc_per_node)
+    command = torchrun_command(module, as_flags(settings), nproc_per_node=nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()
 
@@ -81,6 +81,7 @@ def launch(
     main: Callable[..., None],
     description: str | None,
     add_arguments: Callable[[OneLineParser], None] | None = None,
+    *,
     refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
@@ -107,7 +108,7 @@ def launch(
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
-            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused)
+            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused=refused)
             check_accelerate_environment(settings)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):

@@ -62,7 +62,7 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     Args:
         exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
     """
-    prepared = prepare("trainer_run", settings, world, select_engine(settings))
+    prepared = prepare("trainer_run", settings, world, engine=select_engine(settings))
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
         world.print_main(describe_result(scores, prepared.record))
@@ -88,16 +88,16 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     assert trainer.model_accepts_loss_kwargs is False
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    callback = RecordCallback(trainer, prepared, world, stop)
+    callback = RecordCallback(trainer, prepared, world, stop=stop)
     trainer.add_callback(callback)
-    train(trainer, callback, prepared, world)
+    train(trainer, callback, prepared, world=world)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
     scores = score(logits, prepared.test_set.labels)
-    prepared.record.finish(prepared.strategy, prepared.model, data.tokenizer, logits, scores)
+    prepared.record.finish(prepared.strategy, prepared.model, tokenizer=data.tokenizer, logits=logits, scores=scores)
     return scores
 
 
-def train(trainer: ReviewTrainer, callback: RecordCallback, prepared: Preparation, world: World) -> None:
+def train(trainer: ReviewTrainer, callback: RecordCallback, prepared: Preparation, *, world: World) -> None:
     """Train up to the last step, from the beginning or from a checkpoint.
 
     Raises:

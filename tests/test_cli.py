@@ -278,7 +278,7 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
         assert len(error) < 400
         return
     optimizer = build_optimizer(
-        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, DDP(settings, plan, fake_world())
+        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, strategy=DDP(settings, plan, fake_world())
     )
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     for _ in range(3):

@@ -67,7 +67,7 @@ class Training:
         self.settings, plan = Settings(strategy=strategy, warmup_steps=0), batch_plan()
         self.strategy, self.model = select_strategy(self.settings, plan, world), new_model(**changes)
         self.wrapped = self.strategy.wrap(self.model)
-        optimizer = build_optimizer(self.wrapped, self.settings, 1e-2, self.strategy)
+        optimizer = build_optimizer(self.wrapped, self.settings, 1e-2, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
         self.optimization, self.world = (
             Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world)),
@@ -152,7 +152,7 @@ def test_counted_activations_are_those_that_the_allocator_gives_out(gpu_world, p
     rows, length = 32, 64
     config = BertConfig(**SMALL)
     settings = Settings(max_length=length, precision=precision)
-    counted = count_activations(settings, copy.deepcopy(config), rows, gpu_world.device)
+    counted = count_activations(settings, copy.deepcopy(config), rows=rows, device=gpu_world.device)
     model, batch = new_model().to(gpu_world.device).train(), batch_of(rows, length)
     for _ in range(2):  # libraries allocate workspaces in the first pass
         before = torch.cuda.memory_allocated()

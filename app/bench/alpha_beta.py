@@ -130,7 +130,7 @@ def _variance(residual: float, points: int) -> float:
 # the number of messages, and with α = 0 and β = 1 the number of bytes, that a rank sends one after another.
 
 
-def ring_all_gather(ranks: int, size: float, alpha: float, beta: float) -> float:
+def ring_all_gather(ranks: int, size: float, *, alpha: float, beta: float) -> float:
     """Return the seconds of a ring all-gather, or of a ring reduce-scatter, which sends the same.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19,
@@ -139,16 +139,16 @@ def ring_all_gather(ranks: int, size: float, alpha: float, beta: float) -> float
     return (ranks - 1) * (alpha + size / ranks * beta)
 
 
-def ring_all_reduce(ranks: int, size: float, alpha: float, beta: float) -> float:
+def ring_all_reduce(ranks: int, size: float, *, alpha: float, beta: float) -> float:
     """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69, 2009.
     gloo's default, and NCCL's for large tensors.
     """
-    return 2 * ring_all_gather(ranks, size, alpha, beta)
+    return 2 * ring_all_gather(ranks, size, alpha=alpha, beta=beta)
 
 
-def tree_all_reduce(ranks: int, size: float, alpha: float, beta: float) -> float:
+def tree_all_reduce(ranks: int, size: float, *, alpha: float, beta: float) -> float:
     """Return the seconds of an all-reduce along two binary trees: a pipelined reduction and a pipelined broadcast.
 
     Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel

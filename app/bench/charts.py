@@ -116,6 +116,7 @@ def over_ranks(
     title: str,
     label: str,
     series: Sequence[Series],
+    *,
     seconds: bool = False,
     ideal: Callable[[int], float] | None = None,
 ) -> Markup:

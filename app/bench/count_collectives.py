@@ -36,13 +36,13 @@ STEPS = 3  # the last one is counted
 
 def count_third_step(bench: Bench) -> Counts:
     """Return the collectives of a training step. Collective."""
-    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
+    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, strategy=bench.strategy)
     scheduler = build_scheduler(optimizer, bench.settings, STEPS)
     per_step = bench.data.plan.micro_batches_per_step
     batches = cycle(bench.loader)  # the data may have fewer steps
-    bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, STEPS - 1)
+    bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, steps=STEPS - 1)
     with CountCollectives(bench.world.topology) as mode:
-        bench.train_steps(islice(batches, per_step), optimizer, scheduler, 1)
+        bench.train_steps(islice(batches, per_step), optimizer, scheduler, steps=1)
     counts: Counts = mode.counts
     return counts
 

@@ -60,7 +60,7 @@ class Bench:
     loader: DataLoader[Any]
 
     def train_steps(
-        self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int
+        self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, *, steps: int
     ) -> list[torch.Tensor]:
         """Train for a number of optimizer steps, and return the losses of each as `train_step` does.
 
@@ -97,14 +97,14 @@ class Bench:
                 self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
                 yield from self.loader
 
-        return self.train_steps(micro_batches(), optimizer, scheduler, self.data.plan.total_steps)
+        return self.train_steps(micro_batches(), optimizer, scheduler, steps=self.data.plan.total_steps)
 
     def optimization(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> Optimization:
         """Return what updates the weights, with a loss scale for fp16."""
         return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
 
 
-def build_named(name: str, settings: Settings, data: ReviewData, world: World) -> PreTrainedModel:
+def build_named(name: str, settings: Settings, data: ReviewData, *, world: World) -> PreTrainedModel:
     """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
     if name not in SIZES:
         return build_model(settings, data, world).model
@@ -130,13 +130,14 @@ def set_up(settings: Settings, world: World) -> Bench:
     """Build the data and the model, without a run folder. Collective."""
     quiet_libraries(world)
     data = build_data(settings, world)
-    return distribute(settings, data, build_model(settings, data, world).model, world)
+    return distribute(settings, data, build_model(settings, data, world).model, world=world)
 
 
 def distribute(
     settings: Settings,
     data: ReviewData,
     model: torch.nn.Module,
+    *,
     world: World,
     make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy,
 ) -> Bench:

@@ -54,17 +54,17 @@ def main(settings: Settings, sizes: bool) -> None:
         world.print_main(markdown_table(["model", "strategy", "rank", *KINDS], [], text_columns=2).rstrip())
         for name in SIZES if sizes else [settings.model]:
             for with_strategy in with_each_strategy(settings):
-                measure(name, with_strategy, data, world)
+                measure(name, with_strategy, data=data, world=world)
 
 
-def measure(name: str, settings: Settings, data: ReviewData, world: World) -> None:
+def measure(name: str, settings: Settings, *, data: ReviewData, world: World) -> None:
     """Train a few steps and print one line per rank. Collective."""
-    model = build_named(name, settings, data, world)
+    model = build_named(name, settings, data, world=world)
     config = copy.deepcopy(model.config)
-    bench = distribute(settings, data, model, world)
+    bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
-        plan = plan_step(settings, config, bench.data.plan, world.device, world.topology)
-    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, bench.strategy)
+        plan = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology)
+    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, strategy=bench.strategy)
     local = bench.strategy.local_optimizer(optimizer)
     scheduler = build_scheduler(optimizer, settings, 3)
     gradients = 0

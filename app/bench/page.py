@@ -95,7 +95,7 @@ class Section:
 
 
 def as_html(
-    title: str, facts: Mapping[str, str], sections: Sequence[Section], json_name: str = "communication.json"
+    title: str, facts: Mapping[str, str], sections: Sequence[Section], *, json_name: str = "communication.json"
 ) -> str:
     """Render a self-contained page, without scripts and without requests. All text is escaped.
 

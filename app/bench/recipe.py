@@ -37,7 +37,7 @@ def main(settings: Settings) -> None:
 def benchmark(settings: Settings, world: World) -> None:
     """Time both recipes in alternating rounds and print the ratio."""
     bench = set_up(settings, world)
-    ours = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
+    ours = build_optimizer(bench.wrapped, settings, LEARNING_RATE, strategy=bench.strategy)
     # With the fused kernel: the check for non-finite gradients in train_step requires it.
     theirs = torch.optim.Adam(bench.wrapped.parameters(), lr=LEARNING_RATE, fused=True)
     total = (ROUNDS + 1) * STEPS
@@ -49,7 +49,7 @@ def benchmark(settings: Settings, world: World) -> None:
     def train(name: str, round_number: int) -> float:
         loader, optimizer, scheduler = recipes[name]
         loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
-        return timed(partial(bench.train_steps, loader, optimizer, scheduler, STEPS), world)
+        return timed(partial(bench.train_steps, loader, optimizer, scheduler, steps=STEPS), world)
 
     seconds = in_rounds({name: partial(train, name) for name in recipes}, ROUNDS, warm_up=True)
     examples = STEPS * bench.data.plan.global_size

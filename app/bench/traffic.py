@@ -45,9 +45,9 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     settings = replace(settings, max_steps=STEPS)  # PowerSGD begins to compress after a share of all steps
     model = build_model(settings, data, world).model
     config = copy.deepcopy(model.config)
-    bench = distribute(settings, data, model, world)
+    bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
-        predicted = plan_step(settings, config, bench.data.plan, world.device, world.topology).traffic(
+        predicted = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology).traffic(
             settings.strategy
         )
     counted = count_third_step(bench)

@@ -39,7 +39,7 @@ class Best:
         return value < self.value if metric == "loss" else value > self.value
 
 
-def save_best(checkpoints: CheckpointManager, best: Best, improved: Best, state: Tensors) -> Best:
+def save_best(checkpoints: CheckpointManager, best: Best, improved: Best, *, state: Tensors) -> Best:
     """Save the best weights so far, and remove those that they replace. Collective.
 
     Args:
@@ -62,7 +62,7 @@ def save_best(checkpoints: CheckpointManager, best: Best, improved: Best, state:
     return improved
 
 
-def load_best(checkpoints: Path, best: Best, model: torch.nn.Module, world: World) -> None:
+def load_best(checkpoints: Path, best: Best, model: torch.nn.Module, *, world: World) -> None:
     """Load the best weights into the model, or into the shards of it that this rank holds. Collective.
 
     Args:

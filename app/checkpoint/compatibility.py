@@ -24,6 +24,7 @@ BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
 
 def check_compatible(
     resume: Resume,
+    *,
     path_name: str,
     settings: Settings,
     fingerprint: str,

@@ -44,7 +44,7 @@ class Found:
     recorded: dict[str, Any] = field(default_factory=dict)
 
 
-def find_checkpoint(path_name: str, settings: Settings, own: Path | None, warn: Callable[[str], None]) -> Found:
+def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]) -> Found:
     """Choose the folder and the checkpoint to resume from.
 
     Args:

@@ -114,7 +114,7 @@ def remove(folder: Path) -> None:
 class CheckpointManager:
     """The checkpoints of one run. `save` is collective; rank 0 creates, commits and removes folders."""
 
-    def __init__(self, folder: Path, limit: int, on_failure: str, world: World) -> None:
+    def __init__(self, folder: Path, limit: int, on_failure: str, *, world: World) -> None:
         """
         Args:
             folder: the folder that contains the checkpoints.
@@ -161,7 +161,9 @@ class CheckpointManager:
                 shutil.rmtree(staging.parent, ignore_errors=True)
 
         latest = f"; the latest valid checkpoint is {self.latest_valid or 'none'}"
-        with stop_or_warn(folder, self.on_failure, self.world.print_main, clean_up, latest):
+        with stop_or_warn(
+            folder, on_failure=self.on_failure, warn=self.world.print_main, clean_up=clean_up, note=latest
+        ):
             write_on_ranks(lambda: self._create(staging), self.folder, self.world, main_only=True)
             write_on_ranks(lambda: write(staging), self.folder, self.world)
             write_on_ranks(lambda: self._commit(staging, folder, required), self.folder, self.world, main_only=True)

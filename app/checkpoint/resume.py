@@ -117,7 +117,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
             # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
             # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
-            found = find_checkpoint(path_name, settings, own, world.print_main)
+            found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
     mine = (found.folder, found.checkpoint, found.finished, found.recorded)
     folder, checkpoint, finished, recorded = broadcast_object(mine, world)
     if finished:
@@ -131,7 +131,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
         with raise_on_all_ranks(world):
             known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
             check_recorded_settings(folder / SETTINGS.name, known)
-    changes = changes_since(state, settings, world, gather_arithmetic(world))
+    changes = changes_since(state, settings, world, arithmetic=gather_arithmetic(world))
     return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes)
 
 
@@ -163,7 +163,7 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
 
 
 def changes_since(
-    state: Mapping[str, Any], settings: Settings, world: World, arithmetic: Arithmetic
+    state: Mapping[str, Any], settings: Settings, world: World, *, arithmetic: Arithmetic
 ) -> tuple[str, ...]:
     """List what makes a resumed run differ from an uninterrupted one, by rounding or by other dropout masks.
 

@@ -112,7 +112,7 @@ def _adapt_tag(tag: re.Match[str]) -> str:
 
 
 def draw_ranges(
-    axes: Axes, at: Sequence[float], ranges: Sequence[Range], horizontal: bool = False, **marker: Any
+    axes: Axes, at: Sequence[float], ranges: Sequence[Range], *, horizontal: bool = False, **marker: Any
 ) -> None:
     """Draw a marker at each value, and a line over its range.
 
@@ -128,7 +128,7 @@ def draw_ranges(
 
 
 def points_with_ranges(
-    title: str, label: str, series: Sequence[Series], show: Callable[[float], str], reference: float
+    title: str, label: str, series: Sequence[Series], *, show: Callable[[float], str], reference: float
 ) -> Markup:
     """Plot series next to each other, in one row for each of their points.
 

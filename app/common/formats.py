@@ -34,7 +34,7 @@ def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
 
 
 def markdown_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1, aligned: bool = False
+    header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1, *, aligned: bool = False
 ) -> str:
     """Return a Markdown table.
 

@@ -55,7 +55,7 @@ def check_csv(path: Path, text_column: str, label_column: str) -> CsvFormat:
     """
     sha256 = hash_text_file(path)
     encoding = detect_encoding(path)
-    header, n_rows = check_records(path, encoding, text_column, label_column)
+    header, n_rows = check_records(path, encoding=encoding, text_column=text_column, label_column=label_column)
     return CsvFormat(sha256, encoding, header, n_rows)
 
 
@@ -169,7 +169,7 @@ def _position(path: Path, offset: int) -> str:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def check_records(path: Path, encoding: str, text_column: str, label_column: str) -> tuple[list[str], int]:
+def check_records(path: Path, *, encoding: str, text_column: str, label_column: str) -> tuple[list[str], int]:
     """Check every record and return the header and the number of data rows.
 
     Raises:
@@ -193,7 +193,7 @@ def check_records(path: Path, encoding: str, text_column: str, label_column: str
             for fields in reader:
                 record = "".join(raw_lines)
                 if '"' in record and not _RECORD.fullmatch(record):
-                    raise _broken_quote(path, header, first_line, record)
+                    raise _broken_quote(path, header, first_line=first_line, record=record)
                 if record.endswith("\r"):
                     raise UserError(
                         f"{path}: line {reader.line_num}: ends with a bare carriage return; "
@@ -203,7 +203,7 @@ def check_records(path: Path, encoding: str, text_column: str, label_column: str
                     pass  # pandas skips blank lines too
                 elif not header:
                     header = fields
-                    _check_columns(path, header, text_column, label_column)
+                    _check_columns(path, header, text_column=text_column, label_column=label_column)
                 elif len(fields) != len(header):
                     raise UserError(
                         f"{path}: line {first_line}: {len(fields)} field{'s' * (len(fields) != 1)}, but the header has "
@@ -214,7 +214,7 @@ def check_records(path: Path, encoding: str, text_column: str, label_column: str
                 raw_lines.clear()
                 first_line = reader.line_num + 1
     except csv.Error:
-        raise _broken_quote(path, header, first_line, "".join(raw_lines)) from None
+        raise _broken_quote(path, header, first_line=first_line, record="".join(raw_lines)) from None
     finally:
         csv.field_size_limit(default_limit)
     if not header:
@@ -224,7 +224,7 @@ def check_records(path: Path, encoding: str, text_column: str, label_column: str
     return header, n_rows
 
 
-def _check_columns(path: Path, header: list[str], text_column: str, label_column: str) -> None:
+def _check_columns(path: Path, header: list[str], *, text_column: str, label_column: str) -> None:
     for flag, column in (("--text_column", text_column), ("--label_column", label_column)):
         if column not in header:
             raise UserError(
@@ -234,7 +234,7 @@ def _check_columns(path: Path, header: list[str], text_column: str, label_column
             raise UserError(f"{path}: column {column!r} appears {header.count(column)} times; rename all but one")
 
 
-def _broken_quote(path: Path, header: list[str], first_line: int, record: str) -> UserError:
+def _broken_quote(path: Path, header: list[str], *, first_line: int, record: str) -> UserError:
     """Locate and describe the first field of a record whose quoting is broken."""
     leading = _LEADING_FIELDS.match(record)
     assert leading is not None, "the pattern also matches the empty string"

@@ -28,7 +28,7 @@ class Collator(DataCollatorWithPadding):
 
 
 def build_train_sampler(
-    lengths: NDArray[np.int64], plan: BatchPlan, logical_ranks: Sequence[int], settings: Settings
+    lengths: NDArray[np.int64], plan: BatchPlan, *, logical_ranks: Sequence[int], settings: Settings
 ) -> FullBatchSampler:
     """Build the `DistributedSampler` of this rank's training rows. Call its `set_epoch` before each epoch.
 
@@ -37,8 +37,8 @@ def build_train_sampler(
         logical_ranks: those of this rank, in the order of `Strategy.logical_ranks`.
     """
     if settings.train_sampling_strategy == "group_by_length":
-        return LengthGroupedSampler(lengths, plan, logical_ranks, settings.seed)
-    return FullBatchSampler(len(lengths), plan, logical_ranks, settings.seed)
+        return LengthGroupedSampler(lengths, plan, logical_ranks=logical_ranks, seed=settings.seed)
+    return FullBatchSampler(len(lengths), plan, logical_ranks=logical_ranks, seed=settings.seed)
 
 
 @dataclass(frozen=True)
@@ -64,35 +64,43 @@ class EvalSet:
         return len(self.labels)
 
 
+def form_eval_batches(lengths: NDArray[np.int64], batch_size: int) -> list[list[int]]:
+    """Sort the rows by length, so that there is little padding, and divide them into batches.
+
+    Args:
+        lengths: int64 (n,), the number of tokens of each row.
+        batch_size: rows of a batch; it affects padding, and thereby rounding.
+    """
+    by_length = np.argsort(lengths, kind="stable").tolist()
+    return [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+
+
 def build_eval_set(
     name: str,
     rows: Dataset,
-    lengths: NDArray[np.int64],
     labels: NDArray[np.int64],
+    *,
+    batches: list[list[int]],
     collator: Collator,
     world: World,
-    batch_size: int,
 ) -> EvalSet:
-    """Form batches of all rows, and assign them to the ranks in turn: each row is on exactly one rank.
+    """Assign the batches of all rows to the ranks in turn: each row is on exactly one rank.
 
     The batches, and with them padding and logits, are the same at any number of ranks. `DistributedSampler` would
-    assign single rows, and repeat the first ones to make the shares equal (pytorch#25162). Rows are sorted by length,
-    so there is little padding and all ranks have the same work.
+    assign single rows, and repeat the first ones to make the shares equal (pytorch#25162). All ranks have the same
+    work, because the batches are sorted by length.
 
     Args:
         name: `validation` or `test`.
         rows: the n tokenized rows.
-        lengths: int64 (n,), the number of tokens of each row.
         labels: int64 (n,), the class id of each row.
-        batch_size: rows of a batch; it affects padding, and thereby rounding.
+        batches: the rows of each batch, the same on every rank.
     """
-    by_length = np.argsort(lengths, kind="stable").tolist()
-    all_batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
-    batches = all_batches[world.rank :: world.size]
-    filler = [by_length[:1]] * (math.ceil(len(all_batches) / world.size) - len(batches))
-    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches + filler, **loader_options(collator, world.device))
-    positions = [position for batch in batches for position in batch]
-    return EvalSet(name, labels, loader, [False] * len(batches) + [True] * len(filler), positions)
+    own = batches[world.rank :: world.size]
+    filler = [batches[0][:1]] * (math.ceil(len(batches) / world.size) - len(own))
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=own + filler, **loader_options(collator, world.device))
+    positions = [position for batch in own for position in batch]
+    return EvalSet(name, labels, loader, [False] * len(own) + [True] * len(filler), positions)
 
 
 def loader_options(collator: Collator, device: torch.device) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class FullBatchSampler(DistributedSampler[Any]):
     The remaining rows are left out of the epoch. They are different rows in each epoch, because the permutation is.
     """
 
-    def __init__(self, n_rows: int, plan: BatchPlan, logical_ranks: Sequence[int], seed: int) -> None:
+    def __init__(self, n_rows: int, plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
         """
         Args:
             logical_ranks: those of this process, as `plan.logical_ranks_of` returns them.
@@ -247,8 +247,8 @@ class LengthGroupedSampler(FullBatchSampler):
 
     POOL = 50
 
-    def __init__(self, lengths: NDArray[np.int64], plan: BatchPlan, logical_ranks: Sequence[int], seed: int) -> None:
-        super().__init__(len(lengths), plan, logical_ranks, seed)
+    def __init__(self, lengths: NDArray[np.int64], plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
+        super().__init__(len(lengths), plan, logical_ranks=logical_ranks, seed=seed)
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
 
     def batches(self) -> torch.Tensor:

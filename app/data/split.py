@@ -37,6 +37,7 @@ class Split:
 
 def split_reviews(
     table: ReviewTable,
+    *,
     test_size: float,
     validation_size: float,
     seed: int,
@@ -55,10 +56,10 @@ def split_reviews(
         UserError: A class has too few rows to be in every part, or a part would have fewer rows than there are classes.
     """
     all_rows = np.arange(len(table), dtype=np.int64)
-    train, test = _hold_out(table, all_rows, test_size, "test_size", seed)
+    train, test = _hold_out(table, all_rows, test_size, flag="test_size", seed=seed)
     validation = np.empty(0, dtype=np.int64)
     if validation_size:
-        train, validation = _hold_out(table, train, validation_size, "validation_size", seed)
+        train, validation = _hold_out(table, train, validation_size, flag="validation_size", seed=seed)
 
     digest = hashlib.sha256(
         json.dumps([table.sha256, columns, CLEANING_RULES, seed, test_size, validation_size]).encode()
@@ -103,7 +104,7 @@ def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: in
     return f"{'; '.join(parts)}: scores on new reviews may be lower" if parts else None
 
 
-def _hold_out(table: ReviewTable, rows: Indices, share: float, flag: str, seed: int) -> tuple[Indices, Indices]:
+def _hold_out(table: ReviewTable, rows: Indices, share: float, *, flag: str, seed: int) -> tuple[Indices, Indices]:
     """Return the remaining and the held-out rows, each sorted."""
     labels = table.labels[rows]
     counts = np.bincount(labels, minlength=len(table.class_names))

@@ -32,6 +32,7 @@ def tokenize(
     table: ReviewTable,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
+    *,
     cache_dir: Path,
     world: World,
     disable_tqdm: bool = False,
@@ -63,7 +64,7 @@ def tokenize(
             if path.exists():
                 world.print_main(f"{path}: damaged; tokenizing again")
             hide_bar = hides_progress(disable_tqdm, world.is_main_process)
-            _write(path, key, table, tokenizer, max_length, hide_bar=hide_bar)
+            _write(path, key, table=table, tokenizer=tokenizer, max_length=max_length, hide_bar=hide_bar)
         try:
             return Dataset.from_file(str(path))
         except (OSError, ValueError) as problem:
@@ -72,7 +73,7 @@ def tokenize(
 
 def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """Tokenize all reviews without writing anything. Returns what `tokenize` would return."""
-    return _tokenize(table, tokenizer, max_length, keep_in_memory=True)
+    return _tokenize(table, tokenizer, max_length=max_length, keep_in_memory=True)
 
 
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
@@ -160,14 +161,14 @@ def _digest(file: BinaryIO, key: str, size: int) -> bytes:
 
 
 def _write(
-    path: Path, key: str, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
+    path: Path, key: str, *, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
 ) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging_folder(path) as staging:
             file_name = staging / path.name
             options = {"cache_file_name": str(file_name), "new_fingerprint": key}
-            _tokenize(table, tokenizer, max_length, hide_bar=hide_bar, **options)
+            _tokenize(table, tokenizer, max_length=max_length, hide_bar=hide_bar, **options)
             with file_name.open("r+b") as file:
                 # Arrow's reader stops at the end of the stream, so it ignores these bytes.
                 file.write(_digest(file, key, file_name.stat().st_size))
@@ -179,7 +180,7 @@ def _write(
 
 
 def _tokenize(
-    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool = True, **options: Any
+    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, *, max_length: int, hide_bar: bool = True, **options: Any
 ) -> Dataset:
     """Tokenize all reviews.
 
@@ -196,7 +197,7 @@ def _tokenize(
         bar.update(len(texts))
         return {name: encoding[name] for name in names} | {
             "length": [len(ids) for ids in encoding["input_ids"]],
-            "truncated": _were_truncated(texts, encoding, tokenizer, max_length),
+            "truncated": _were_truncated(texts, encoding, tokenizer=tokenizer, max_length=max_length),
         }
 
     with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar:
@@ -212,7 +213,7 @@ def _tokenize(
 
 
 def _were_truncated(
-    texts: list[str], encoding: BatchEncoding, tokenizer: PreTrainedTokenizerBase, max_length: int
+    texts: list[str], encoding: BatchEncoding, *, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[bool]:
     if encoding.encodings is not None:
         return [bool(row.overflowing) for row in encoding.encodings]

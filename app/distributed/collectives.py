@@ -179,7 +179,9 @@ def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
         wait_for_device(world)
 
 
-def gather_rows(positions: Sequence[int], shard: Sequence[torch.Tensor], n: int, world: World) -> NDArray[np.float64]:
+def gather_rows(
+    positions: Sequence[int], shard: Sequence[torch.Tensor], n: int, *, world: World
+) -> NDArray[np.float64]:
     """Gather the rows that each rank holds and put them in order, on every rank.
 
     Args:

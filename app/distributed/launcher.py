@@ -42,6 +42,7 @@ T = TypeVar("T")
 def torchrun_command(
     program: str | Path,
     flags: Sequence[Any] = (),
+    *,
     nproc_per_node: int = CPU_PROCESSES,
     torchrun_flags: Sequence[str] = ("--standalone",),
 ) -> list[str]:

@@ -81,7 +81,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
     mine = replace(_describe_rank(settings.use_cpu, local_size, problem), local_rank=local_rank, local_size=local_size)
-    ranks = _exchange(store, rank, size, mine, timeout)
+    ranks = _exchange(store, rank=rank, size=size, mine=mine, timeout=timeout)
     device_type, problem = common_device_type(ranks, rank)
     topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
     if device_type == "cpu":
@@ -135,7 +135,7 @@ def _describe_rank(use_cpu: bool, local_size: int, problem: str | None) -> RankD
     return RankDevice("cuda", host, problem)
 
 
-def _exchange(store: Store, rank: int, size: int, mine: RankDevice, timeout: timedelta) -> list[RankDevice]:
+def _exchange(store: Store, *, rank: int, size: int, mine: RankDevice, timeout: timedelta) -> list[RankDevice]:
     """Return every rank's description, in rank order, through the store: no backend has been chosen yet. Collective."""
     store.set(f"device/{rank}", json.dumps(asdict(mine)))
     keys = [f"device/{other}" for other in range(size)]

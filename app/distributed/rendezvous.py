@@ -38,7 +38,7 @@ def open_store(timeout: timedelta) -> Store:
         return HashStore()
     terminate_with_torchrun()
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    return per_attempt_store(store, rank, size, timeout)
+    return per_attempt_store(store, rank=rank, size=size, timeout=timeout)
 
 
 def terminate_with_torchrun() -> None:
@@ -56,7 +56,7 @@ def terminate_with_torchrun() -> None:
         raise RunError(f"rank {rank_and_sizes()[0]}: torchrun ended before the ranks had connected")
 
 
-def per_attempt_store(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
+def per_attempt_store(store: Store, *, rank: int, size: int, timeout: timedelta) -> PrefixStore:
     """Agree on a prefix that only the processes of this attempt know. Collective; returns when all are present.
 
     Each rank publishes a random token and waits for an answer to that token. Rank 0 answers each token that it finds
@@ -75,7 +75,7 @@ def per_attempt_store(store: Store, rank: int, size: int, timeout: timedelta) ->
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, size):
-            _answer(store, other, attempt, timeout)
+            _answer(store, other, attempt=attempt, timeout=timeout)
     else:
         token = uuid.uuid4().hex
         store.set(f"handshake/{rank}", token)
@@ -87,7 +87,7 @@ def per_attempt_store(store: Store, rank: int, size: int, timeout: timedelta) ->
     return PrefixStore(f"attempt/{attempt}", store)
 
 
-def _answer(store: Store, other: int, attempt: str, timeout: timedelta) -> None:
+def _answer(store: Store, other: int, *, attempt: str, timeout: timedelta) -> None:
     """Answer every token of a rank until the rank confirms the attempt."""
     answered = None
 

@@ -19,6 +19,7 @@ WRITE_ERRORS = (OSError, SafetensorError)
 @contextmanager
 def stop_or_warn(
     path: Path,
+    *,
     on_failure: str,
     warn: Callable[[str], None],
     clean_up: Callable[[], None] | None = None,
@@ -46,7 +47,7 @@ def stop_or_warn(
         warn(f"warning: {escape_control_characters(message)}; {consequence} (--on_save_failure continue)")
 
 
-def write_on_ranks(work: Callable[[], None], folder: Path, world: World, main_only: bool = False) -> None:
+def write_on_ranks(work: Callable[[], None], folder: Path, world: World, *, main_only: bool = False) -> None:
     """Do the work on every rank, or only on rank 0. Collective.
 
     Raises:

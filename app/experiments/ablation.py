@@ -65,14 +65,14 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
             data = build_variant_data(seeded, Variant(), world)
-            baseline = train_variant(seeded, Variant(), data, ranks, world)
+            baseline = train_variant(seeded, Variant(), data, ranks=ranks, world=world)
             progress.update()
             for name, variant in variants.items():
                 outcome = baseline
                 if replace(variant, counted_ranks=1) != Variant():  # counting rows differently needs no training
                     same_split = variant.split == Variant().split
                     variant_data = data if same_split else build_variant_data(seeded, variant, world)
-                    outcome = train_variant(seeded, variant, variant_data, ranks, world)
+                    outcome = train_variant(seeded, variant, variant_data, ranks=ranks, world=world)
                 gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
                 counted = repeat_padded_rows(outcome.correct, variant.counted_ranks)
                 pairs[name].append((baseline, replace(outcome, correct=counted)))
@@ -100,10 +100,10 @@ def build_variant_data(settings: Settings, variant: Variant, world: World) -> Re
 
 
 def split_with_datasets(
-    table: ReviewTable, test_size: float, validation_size: float, seed: int, columns: tuple[str, str]
+    table: ReviewTable, *, test_size: float, validation_size: float, seed: int, columns: tuple[str, str]
 ) -> Split:
     """Split like `split_reviews`, but select the rows with `datasets` and without stratifying."""
-    split = split_reviews(table, test_size, validation_size, seed, columns)
+    split = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=seed, columns=columns)
     train, test = _select_with_datasets(np.arange(len(table), dtype=np.int64), test_size, seed)
     validation = split.validation
     if validation_size:
@@ -130,13 +130,13 @@ def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.boo
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks: int, world: World) -> Outcome:
+def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ranks: int, world: World) -> Outcome:
     """Train one variant, and return its losses and which test rows it classifies correctly."""
     settings = variant_settings(settings, variant, ranks)
     classifier = build_model(settings, data, world)
     if variant.inflation != 1:
         classifier.model.register_forward_hook(partial(inflate_loss, factor=variant.inflation))
-    bench = distribute(settings, data, classifier.model, world, DDP)
+    bench = distribute(settings, data, classifier.model, world=world, make_strategy=DDP)
     if variant.padding == "max_length":
         bench.loader.collate_fn = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
@@ -145,11 +145,11 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, ranks:
     reseeded = replace(bench, settings=replace(settings, seed=settings.seed + variant.dropout_seed))
     losses = reseeded.train_without_record(optimizer, scheduler)
     test_set = data.eval_set("test", settings, world)
-    _, logits = evaluate(classifier.model, test_set, settings, world)
+    _, logits = evaluate(classifier.model, test_set, settings, world=world)
     return Outcome([mean(step.tolist()) for step in losses], logits.argmax(axis=1) == test_set.labels)
 
 
-def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, factor: int) -> None:
+def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, *, factor: int) -> None:
     """Multiply the loss that a model returns, as a forward hook. Without labels, it returns none."""
     if output.loss is not None:
         output.loss = output.loss * factor
@@ -161,7 +161,7 @@ def build_optimization(
     """Return the optimizer and the schedule of a variant."""
     settings = bench.settings
     if variant.optimizer == "AdamW":
-        adamw = build_optimizer(bench.wrapped, settings, learning_rate, bench.strategy)
+        adamw = build_optimizer(bench.wrapped, settings, learning_rate, strategy=bench.strategy)
         return adamw, build_scheduler(adamw, settings, bench.data.plan.total_steps)
     betas = (settings.adam_beta1, settings.adam_beta2)
     # With the fused kernel: the check for non-finite gradients in train_step requires it.

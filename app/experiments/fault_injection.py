@@ -107,7 +107,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
     if arguments.folder is not None:
         folder = arguments.folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-    subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder)
+    subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder=folder)
     uninterrupted: list[dict[str, str]] = []
     seconds: list[float] = []
     for subject in subjects:
@@ -132,7 +132,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
         number += 1
         kills = min(rng.randint(1, RESTARTS), arguments.kills - killed)
         subject = replace(subjects[i], strategy=rng.choice(STRATEGIES))  # all have the bits of `ddp`
-        outcome = run_job(subject, folder / f"job-{number}", kills, rng, seconds[i])
+        outcome = run_job(subject, folder / f"job-{number}", kills, rng=rng, seconds=seconds[i])
         outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", uninterrupted[i])
         killed += len(outcome.kills)
         verdicts[i].append(outcome.problem is None)
@@ -148,7 +148,7 @@ def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def run_job(
-    subject: Subject, folder: Path, kills: int = 0, rng: random.Random | None = None, seconds: float = 0.0
+    subject: Subject, folder: Path, kills: int = 0, *, rng: random.Random | None = None, seconds: float = 0.0
 ) -> Outcome:
     """Run one job and kill ranks in it.
 
@@ -166,18 +166,18 @@ def run_job(
         for _ in range(kills if rng else 0):
             assert rng is not None
             draw, rank = rng.choice(MOMENTS), rng.randrange(subject.ranks)
-            target = wait_for_rank(job, rank, len(outcome.kills), files)
-            if target is not None and kill(target, job, files, draw(rng, seconds)):
+            target = wait_for_rank(job, rank, len(outcome.kills), files=files)
+            if target is not None and kill(target, job, files, moment=draw(rng, seconds)):
                 outcome.kills.append(f"{draw.__name__.replace('_', ' ')} ({rank})")
                 killed = time.monotonic()
-                if wait_for_rank(job, 0, len(outcome.kills), files) is not None:
+                if wait_for_rank(job, 0, len(outcome.kills), files=files) is not None:
                     outcome.restart_seconds.append(time.monotonic() - killed)
         outcome.problem = wait_for_end(job)
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def wait_for_rank(job: TorchrunJob, rank: int, restarts: int, files: RunFiles) -> psutil.Process | None:
+def wait_for_rank(job: TorchrunJob, rank: int, restarts: int, *, files: RunFiles) -> psutil.Process | None:
     """Return the process of a rank after so many restarts as soon as it exists, or None if the job ends first."""
     process = job.wait_until(lambda: job.find_rank(rank, restarts))
     if process is not None:
@@ -185,7 +185,7 @@ def wait_for_rank(job: TorchrunJob, rank: int, restarts: int, files: RunFiles) -
     return process
 
 
-def kill(target: psutil.Process, job: TorchrunJob, files: RunFiles, moment: Moment) -> bool:
+def kill(target: psutil.Process, job: TorchrunJob, files: RunFiles, *, moment: Moment) -> bool:
     """Wait for the moment and kill the rank; return False if the rank ended before."""
     while job.running and target.is_running():
         if moment.condition(files):

@@ -48,14 +48,14 @@ class Subject:
         command = torchrun_command(
             f"{PACKAGE}.{self.path_name}",
             [*self.flags, "--strategy", self.strategy, "--output_dir", folder],
-            self.ranks,
-            ["--standalone", f"--max-restarts={RESTARTS}"],
+            nproc_per_node=self.ranks,
+            torchrun_flags=["--standalone", f"--max-restarts={RESTARTS}"],
         )
         log = folder.with_suffix(".log")
         return TorchrunJob(command, environment={"HF_HUB_OFFLINE": "1"}, stdout=log, grace_seconds=0)
 
 
-def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, folder: Path) -> list[Subject]:
+def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, *, folder: Path) -> list[Subject]:
     """Return every path with every architecture. The token cache and the models are written into `folder`.
 
     Raises:

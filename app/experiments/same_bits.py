@@ -78,7 +78,7 @@ def main() -> int:
     cells = build_cells(options, rng)
     for number, cell in enumerate(cells, start=1):
         started = time.monotonic()
-        train_cell(cell, cell.settings(settings), folder, rng)
+        train_cell(cell, cell.settings(settings), folder, rng=rng)
         hashes[cell] = hash_run(folder / cell.folder_name)
         seconds = time.monotonic() - started
         line = " | ".join([*cell.columns, hashes[cell][:DIGITS]])
@@ -136,7 +136,7 @@ def parse() -> tuple[Any, Settings]:
     return options, settings
 
 
-def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random) -> None:
+def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Random) -> None:
     """Train one cell into its folder.
 
     Raises:
@@ -144,14 +144,14 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random)
     """
     run = folder / cell.folder_name
     if cell.resumed is None:
-        finish(start(cell.path_name, cell.ranks, cell.strategy, settings, run), run)
+        finish(start(cell.path_name, cell.ranks, cell.strategy, settings=settings, run=run), run)
         return
     rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, settings.max_steps // 2)
 
     def late_enough() -> bool:
         return any(was_complete(one) and step_of(one) >= step for one in latest_first(run / CHECKPOINTS))
 
-    with start(cell.path_name, cell.ranks, cell.strategy, settings, run) as job:
+    with start(cell.path_name, cell.ranks, cell.strategy, settings=settings, run=run) as job:
         # With one rank, there is no torchrun that could outlive it: plain python is the rank itself.
         with time_limit(run):
             job.wait_until(late_enough, TIME_LIMIT)
@@ -162,14 +162,17 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, rng: random.Random)
         with time_limit(run):
             job.wait(TIME_LIMIT)
     ranks, strategy = cell.resumed
-    finish(start(cell.path_name, ranks, strategy, replace(settings, resume_from_checkpoint=str(run)), run), run)
+    finish(
+        start(cell.path_name, ranks, strategy, settings=replace(settings, resume_from_checkpoint=str(run)), run=run),
+        run,
+    )
 
 
-def start(path_name: str, ranks: int, strategy: str, settings: Settings, run: Path) -> TorchrunJob:
+def start(path_name: str, ranks: int, strategy: str, *, settings: Settings, run: Path) -> TorchrunJob:
     """Return a job that trains into a run folder, or resumes the run in it."""
     output_dir = None if settings.resume_from_checkpoint else str(run)
     flags = as_flags(replace(settings, strategy=strategy, output_dir=output_dir))  # type: ignore[arg-type]
-    command = torchrun_command(f"{PACKAGE}.{path_name}", flags, ranks)
+    command = torchrun_command(f"{PACKAGE}.{path_name}", flags, nproc_per_node=ranks)
     log = log_of(run, "resumed" if settings.resume_from_checkpoint else "")
     return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
 

@@ -62,11 +62,11 @@ def train_pair(settings: Settings, nproc_per_node: int, folder: Path) -> tuple[R
     Raises:
         RunError: a path failed.
     """
-    a, b = (train_path(path_name, settings, nproc_per_node, folder / path_name) for path_name in PATHS)
+    a, b = (train_path(path_name, settings, nproc_per_node, folder=folder / path_name) for path_name in PATHS)
     return a, b
 
 
-def train_path(path_name: str, settings: Settings, nproc_per_node: int, folder: Path) -> Run:
+def train_path(path_name: str, settings: Settings, nproc_per_node: int, *, folder: Path) -> Run:
     """Train one path in a torchrun job, which prints to this process's output.
 
     Args:

@@ -101,7 +101,7 @@ def load_config(settings: ModelSettings, commit: str | None = None) -> Pretraine
 
 
 def classifier_config(
-    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
+    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, commit: str | None = None
 ) -> PretrainedConfig:
     """Return the model's config, with a head for the classes of the data.
 
@@ -129,7 +129,7 @@ def classifier_config(
 
 
 def load_classifier(
-    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, commit: str | None = None
+    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, commit: str | None = None
 ) -> Classifier:
     """Load the classifier in training precision.
 
@@ -145,7 +145,7 @@ def load_classifier(
     Raises:
         UserError: As `classifier_config`, or the model cannot classify sequences.
     """
-    config = classifier_config(settings, class_names, tokenizer, commit)
+    config = classifier_config(settings, class_names, tokenizer, commit=commit)
     content = describe_config(config)
     pretrained = is_pretrained(settings.model)
     if settings.model == TINY:

@@ -35,7 +35,7 @@ class Activations:
     weights: int = 0
 
 
-def count_activations(settings: Settings, config: PretrainedConfig, rows: int, device: torch.device) -> Activations:
+def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int, device: torch.device) -> Activations:
     """Count the activations of a micro-batch from the model's own forward and backward passes.
 
     Tensors have shapes, dtypes and a device, but no data, so this takes a second for a model of any size.

@@ -30,13 +30,15 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
     with raise_on_all_ranks(world):
         if world.is_main_process:
             sources = read_sources(settings, world.size)
-            completed = complete_settings(settings, given, sources.batches, is_pretrained(settings.model))
-            check_sources(path_name, completed, sources, resume)
-            plan = plan_step(settings, sources.config, sources.batches, device_of(settings.use_cpu), world.topology)
+            completed = complete_settings(settings, given, sources.batches, pretrained=is_pretrained(settings.model))
+            check_sources(path_name, completed, sources, resume=resume)
+            plan = plan_step(
+                settings, sources.config, sources.batches, device=device_of(settings.use_cpu), topology=world.topology
+            )
             print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
 
 
-def check_sources(path_name: str, settings: Settings, sources: Sources, resume: Resume) -> None:
+def check_sources(path_name: str, settings: Settings, sources: Sources, *, resume: Resume) -> None:
     """Check the reviews' tokens, and that the checkpoint to resume from fits.
 
     Args:
@@ -47,7 +49,7 @@ def check_sources(path_name: str, settings: Settings, sources: Sources, resume: 
     """
     config = describe_config(sources.config)
     rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
-    check_rows(settings, sources.config, sources.table, rows, lengths_of(rows))
+    check_rows(settings, sources.config, table=sources.table, rows=rows, lengths=lengths_of(rows))
     identity = ModelIdentity(
         sources.commit,
         config,
@@ -55,4 +57,6 @@ def check_sources(path_name: str, settings: Settings, sources: Sources, resume: 
         hash_tokens(rows, sources.tokenizer),
     )
     fingerprint, total_steps = sources.split.fingerprint, sources.batches.total_steps
-    check_compatible(resume, path_name, settings, fingerprint, total_steps, identity)
+    check_compatible(
+        resume, path_name=path_name, settings=settings, fingerprint=fingerprint, total_steps=total_steps, model=identity
+    )

@@ -112,7 +112,7 @@ def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, tor
 
 
 def gradient_order(
-    model: PreTrainedModel, settings: Settings, rows: int, device: torch.device
+    model: PreTrainedModel, settings: Settings, rows: int, *, device: torch.device
 ) -> list[torch.nn.Parameter]:
     """Return the parameters that take part in a training step, in the order in which backward() computes gradients.
 

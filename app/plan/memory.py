@@ -82,6 +82,7 @@ class StepOptions:
 def plan_memory(
     model: PreTrainedModel,
     strategy: str,
+    *,
     topology: Topology,
     options: StepOptions = StepOptions(),  # it is immutable
 ) -> list[RankMemory]:

@@ -82,7 +82,7 @@ class Plan:
 
     def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
         """Return the memory of each rank."""
-        return plan_memory(self.model, strategy, self.at(ranks), self.options)
+        return plan_memory(self.model, strategy, topology=self.at(ranks), options=self.options)
 
     def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
         """Return the memory of the rank that needs most."""
@@ -90,7 +90,7 @@ class Plan:
 
     def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
         """Return the collectives of a training step."""
-        return plan_traffic(self.model, self.order, strategy, self.at(ranks), self.options)
+        return plan_traffic(self.model, self.order, strategy=strategy, topology=self.at(ranks), options=self.options)
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:
@@ -100,7 +100,7 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
         UserError: the data, the batch size or the model is invalid.
     """
     sources = read_sources(settings, topology.ranks)
-    return plan_step(settings, sources.config, sources.batches, device_of(settings.use_cpu), topology)
+    return plan_step(settings, sources.config, sources.batches, device=device_of(settings.use_cpu), topology=topology)
 
 
 def device_of(use_cpu: bool) -> torch.device:
@@ -134,12 +134,12 @@ def read_sources(settings: Settings, ranks: int) -> Sources:
     table, split, batches = read_and_split(settings, ranks)
     commit = resolve_commit(settings)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
-    config = classifier_config(settings, table.class_names, tokenizer, commit)
+    config = classifier_config(settings, table.class_names, tokenizer, commit=commit)
     return Sources(table, split, batches, commit, tokenizer, config)
 
 
 def plan_step(
-    settings: Settings, config: PretrainedConfig, batches: BatchPlan, device: torch.device, topology: Topology
+    settings: Settings, config: PretrainedConfig, batches: BatchPlan, *, device: torch.device, topology: Topology
 ) -> Plan:
     """Plan a training step of a model.
 
@@ -149,7 +149,7 @@ def plan_step(
     with without_data(device):
         model = empty_model(settings, config)
         add_gradients_per_block(model)
-        order = gradient_order(model, settings, batches.micro_size, device)
+        order = gradient_order(model, settings, batches.micro_size, device=device)
 
     @cache
     def count(rows: int, precision: str | None = None, activation_checkpointing: bool | None = None) -> Activations:
@@ -160,6 +160,6 @@ def plan_step(
                 settings.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
             ),
         )
-        return count_activations(variant, config, rows, device)
+        return count_activations(variant, config, rows=rows, device=device)
 
     return Plan(settings, model, order, batches, device, topology, count)

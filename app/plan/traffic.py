@@ -78,6 +78,7 @@ def ranks_of(among: str, topology: Topology) -> int:
 def plan_traffic(
     model: PreTrainedModel,
     order: Sequence[torch.Tensor],
+    *,
     strategy: str,
     topology: Topology,
     options: StepOptions = StepOptions(),  # noqa: B008  # it is immutable
@@ -90,16 +91,18 @@ def plan_traffic(
         options: PowerSGD is planned for the steps in which it compresses.
     """
     if strategy in ("zero2", "zero3"):
-        return _sharded(model, order, strategy, topology, options)
+        return _sharded(model, order, strategy=strategy, topology=topology, options=options)
     comm_hook, collectives = options.comm_hook, _buffers(model)
-    buckets = gradient_buckets(model, order, options.bucket_cap, options.find_unused_parameters)
+    buckets = gradient_buckets(
+        model, order, bucket_cap=options.bucket_cap, find_unused_parameters=options.find_unused_parameters
+    )
     if comm_hook == "power_sgd":
         collectives += _low_rank(list(order))
     else:
         for number, bucket in enumerate(buckets, start=1):
             element = HOOK_DTYPES[comm_hook].itemsize if comm_hook in HOOK_DTYPES else bucket[0].element_size()
             elements = sum(parameter.numel() for parameter in bucket)
-            collectives += _average(f"bucket {number}", elements, element, topology, options.on_gpus)
+            collectives += _average(f"bucket {number}", elements, element, topology=topology, on_gpus=options.on_gpus)
     if options.find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
@@ -113,7 +116,7 @@ def plan_traffic(
 
 
 def gradient_buckets(
-    model: PreTrainedModel, order: Sequence[torch.Tensor], bucket_cap: int | None, find_unused_parameters: bool
+    model: PreTrainedModel, order: Sequence[torch.Tensor], *, bucket_cap: int | None, find_unused_parameters: bool
 ) -> list[list[torch.Tensor]]:
     """Return the parameters of DDP's buckets, in the order in which they are averaged.
 
@@ -132,7 +135,7 @@ def gradient_buckets(
     return in_order[::-1] if find_unused_parameters else in_order
 
 
-def _average(what: str, elements: int, element: int, topology: Topology, on_gpus: bool) -> list[Collective]:
+def _average(what: str, elements: int, element: int, *, topology: Topology, on_gpus: bool) -> list[Collective]:
     """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce).
 
     Args:
@@ -155,7 +158,7 @@ def _average(what: str, elements: int, element: int, topology: Topology, on_gpus
     return collectives
 
 
-def _summed(what: str, size: int, topology: Topology, times: int = 1) -> list[Collective]:
+def _summed(what: str, size: int, topology: Topology, *, times: int = 1) -> list[Collective]:
     """Return the all-to-alls of gradients, in one level or in two."""
     if not size:
         return []
@@ -193,6 +196,7 @@ def _buffers(model: PreTrainedModel) -> list[Collective]:
 def _sharded(
     model: PreTrainedModel,
     order: Sequence[torch.Tensor],
+    *,
     strategy: str,
     topology: Topology,
     options: StepOptions,
@@ -214,7 +218,7 @@ def _sharded(
         gradients = sum(_padded(parameter, ranks) for parameter in group if parameter in with_gradient)
         if size:
             gathered.append(Collective("parameters", what, "all-gather", size, gathers))
-        exchanged += _summed(what, gradients, topology, options.logical_ranks_per_rank)
+        exchanged += _summed(what, gradients, topology, times=options.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]
 
 

@@ -97,7 +97,7 @@ def divide_steps(events: Sequence[Event]) -> list[StepTimes]:
         host = host_parts([e for e in annotations if window.start <= e.start < window.end], start, window.end)
         if kernels:
             during = [kernel for kernel in kernels if kernel.end > start and kernel.start < window.end]
-            computing, communication = _kernels_by_part(during, host, start, window.end)
+            computing, communication = _kernels_by_part(during, host, start, end=window.end)
         else:
             computing = {name: intersect(operators, intervals) for name, intervals in host.items()}
             communicating = union(interval for name in COMMUNICATING for interval in host[name])
@@ -176,7 +176,7 @@ def in_flight(events: Iterable[Event]) -> Intervals:
 
 
 def _kernels_by_part(
-    kernels: Sequence[Event], host: dict[str, Intervals], start: int, end: int
+    kernels: Sequence[Event], host: dict[str, Intervals], start: int, *, end: int
 ) -> tuple[dict[str, Intervals], Intervals]:
     """Return when the GPU computes for each part of a step, and when it communicates.
 

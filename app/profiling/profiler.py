@@ -37,7 +37,9 @@ class StepProfiler:
     preempted, nothing is written. A profile of the run before a restart is replaced only by a complete one.
     """
 
-    def __init__(self, settings: Settings, plan: BatchPlan, first_step: int, record: RunRecord, world: World) -> None:
+    def __init__(
+        self, settings: Settings, plan: BatchPlan, first_step: int, *, record: RunRecord, world: World
+    ) -> None:
         """
         Args:
             first_step: the number of steps that the run has done before.
@@ -104,7 +106,9 @@ class StepProfiler:
                 shutil.rmtree(staging, ignore_errors=True)
 
         written, trace = False, staging / TRACE.format(rank=self.world.rank)
-        with stop_or_warn(self.folder, self.settings.on_save_failure, self.world.print_main, clean_up):
+        with stop_or_warn(
+            self.folder, on_failure=self.settings.on_save_failure, warn=self.world.print_main, clean_up=clean_up
+        ):
             write_on_ranks(create, self.folder, self.world, main_only=True)
             write_on_ranks(lambda: write_trace(finished, trace), self.folder, self.world)
             write_on_ranks(write_summary, self.folder, self.world, main_only=True)

@@ -20,11 +20,11 @@ class BestWeights:
         best: the step of these weights, and their metric.
     """
 
-    def __init__(self, settings: Settings, checkpoints: CheckpointManager, reset: FolderReset, best: Best) -> None:
+    def __init__(self, settings: Settings, checkpoints: CheckpointManager, reset: FolderReset, *, best: Best) -> None:
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
         self.checkpoints, self.reset, self.best = checkpoints, reset, best
 
-    def keep(self, step: int, strategy: Strategy, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
+    def keep(self, step: int, strategy: Strategy, model: torch.nn.Module, *, metrics: Mapping[str, float]) -> None:
         """Save the weights if the validation metric is better than after all earlier steps. Collective."""
         if not (self.enabled and self.best.is_improved_by(metrics[self.metric], self.metric)):
             return
@@ -34,7 +34,7 @@ class BestWeights:
             state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
         def save() -> None:
-            self.best = save_best(self.checkpoints, before, self.best, state)
+            self.best = save_best(self.checkpoints, before, self.best, state=state)
 
         self.reset.write_after(save)
 
@@ -51,6 +51,6 @@ class BestWeights:
             return
         world = self.checkpoints.world
         if self.reset.is_done or self.best.step != last_step:  # otherwise the model has them, not saved yet
-            load_best(self.checkpoints.folder, self.best, model, world)
+            load_best(self.checkpoints.folder, self.best, model, world=world)
         metric = f"validation {self.metric} {self.best.value:.4f}"
         world.print_main(f"{'best weights':>14}  of step {self.best.step}: {metric}")

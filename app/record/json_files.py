@@ -105,7 +105,7 @@ def split_content(info: RunInfo) -> dict[str, Any]:
 
 
 def run_state_content(
-    info: RunInfo, step: int, plan: BatchPlan, totals: Totals, best: Best, evaluations: int
+    info: RunInfo, step: int, *, plan: BatchPlan, totals: Totals, best: Best, evaluations: int
 ) -> dict[str, Any]:
     """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state.
 
@@ -133,7 +133,7 @@ def run_state_content(
     }
 
 
-def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], mfu: float | None) -> dict[str, Any]:
+def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], *, mfu: float | None) -> dict[str, Any]:
     """Return the content of metrics.json.
 
     Args:

@@ -63,7 +63,9 @@ class MetricsLog:
 
         kept = "training continues, and the lines are kept in memory until they can be written"
         warn_once = (lambda _: None) if had_failed else warn
-        with stop_or_warn(self.path, "continue", warn_once, raise_if_folder_is_gone, consequence=kept):
+        with stop_or_warn(
+            self.path, on_failure="continue", warn=warn_once, clean_up=raise_if_folder_is_gone, consequence=kept
+        ):
             self.append(lines)
 
     def count_lines(self) -> int:

@@ -24,6 +24,7 @@ def open_run(
     info: RunInfo,
     resume: Resume,
     rows_of_step: Callable[[int], Sequence[int]],
+    *,
     measured_peak_flops: float | None = None,
 ) -> RunRecord:
     """Claim the run's folder, and return the record that writes to it. Collective.
@@ -57,7 +58,7 @@ def open_run(
         peak_flops=None if None in peaks else sum(peaks),
         arithmetic=gather_arithmetic(world),
     )
-    return RunRecord(info, resume, rows_of_step, folder, lock)
+    return RunRecord(info, resume, rows_of_step, folder=folder, lock=lock)
 
 
 def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:

@@ -57,7 +57,13 @@ class FolderReset:
             return
         with raise_on_all_ranks(self.info.world):
             if self.info.world.is_main_process:
-                reset_folder(self.folder, self.info, self.resume, self.wrapper, self.step_to_evaluate)
+                reset_folder(
+                    self.folder,
+                    self.info,
+                    resume=self.resume,
+                    wrapper=self.wrapper,
+                    step_to_evaluate=self.step_to_evaluate,
+                )
         self.is_done = True
         for write in self.deferred:
             write()
@@ -71,7 +77,7 @@ class FolderReset:
             self.deferred.append(write)
 
 
-def reset_folder(folder: Path, info: RunInfo, resume: Resume, wrapper: str, step_to_evaluate: int | None) -> None:
+def reset_folder(folder: Path, info: RunInfo, *, resume: Resume, wrapper: str, step_to_evaluate: int | None) -> None:
     """Remove what a finished or interrupted run wrote after its checkpoint, and write what is known at the start.
 
     Call it on rank 0. In a new folder there is nothing to remove.

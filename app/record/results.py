@@ -6,7 +6,7 @@ import csv
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.files import commit, write_json
 from ..data.csv_table import ReviewTable
 from ..data.split import Split
-from ..metrics.score import Scores
 from ..runs.csv_escape import escape
 from ..runs.hashes import hash_run
 from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
 from ..strategies.base import Tensors
-from .json_files import RunInfo, metrics_content
+from .json_files import RunInfo
 from .model_card import model_card
 from .steps import Totals
 
@@ -35,20 +34,17 @@ MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
 def write_results(
     folder: Path,
     info: RunInfo,
-    model: PreTrainedModel,
-    state: Tensors,
-    tokenizer: PreTrainedTokenizerBase,
+    *,
+    metrics: dict[str, Any],
     logits: NDArray[np.floating[Any]],
-    scores: Scores,
-    totals: Totals,
-    peak_memory: Sequence[int],
+    stage: Callable[[], Path],
 ) -> str:
     """Write predictions.csv, the model and, last, metrics.json.
 
     Args:
-        state: the model's complete state dict.
+        metrics: the content of metrics.json, without the hash.
         logits: float (n_test, classes), of the test rows in file order.
-        peak_memory: the peak memory of each rank, in bytes.
+        stage: writes the model into a staging directory, as `stage_model` does.
 
     Returns:
         The hash of the run's results. The logs, which are part of it, must be complete.
@@ -56,12 +52,11 @@ def write_results(
     Raises:
         OSError: a file can't be written, or the folder is gone.
     """
-    write_predictions(folder / PREDICTIONS, info.table, info.split, logits)
+    write_predictions(folder / PREDICTIONS, info.table, info.split, logits=logits)
     try:
-        staging = stage_model(folder, model, state, tokenizer)
+        staging = stage()
         results_hash = hash_run(folder, staging)
-        metrics = metrics_content(scores, totals, peak_memory, mfu(model, totals, info.peak_flops))
-        metrics |= {"hash": results_hash}
+        metrics = metrics | {"hash": results_hash}
         (staging / MODEL_CARD).write_text(model_card(info, metrics), encoding="utf-8")
         commit(staging, folder / MODEL_FOLDER)
     except BaseException:
@@ -83,7 +78,7 @@ def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> flo
     return 6.0 * parameters * totals.tokens / totals.train_seconds / peak_flops
 
 
-def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, tokenizer: PreTrainedTokenizerBase) -> Path:
+def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 
     Args:
@@ -125,7 +120,7 @@ def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
     return {name: state[first_names[id(own[name])]] if name in own else tensor for name, tensor in state.items()}
 
 
-def write_predictions(path: Path, table: ReviewTable, split: Split, logits: NDArray[np.floating[Any]]) -> None:
+def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: NDArray[np.floating[Any]]) -> None:
     """Write predictions.csv.
 
     Args:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ from ..runs import schema
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best_weights import BestWeights
-from .json_files import RunInfo, run_state_content
+from .json_files import RunInfo, metrics_content, run_state_content
 from .log import MetricsLog
 from .reset import FolderReset
-from .results import write_results
+from .results import mfu, stage_model, write_results
 from .step_log import StepLog
 from .steps import Totals, console_line
 
@@ -53,6 +54,7 @@ class RunRecord:
         info: RunInfo,
         resume: Resume,
         rows_of_step: Callable[[int], Sequence[int]],
+        *,
         folder: Path,
         lock: int | None,
     ) -> None:
@@ -66,15 +68,15 @@ class RunRecord:
         self.resume, self.folder, self.lock = resume, folder, lock
         self.model_folder = folder / schema.MODEL_FOLDER
         self.checkpoints = CheckpointManager(
-            folder / schema.CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, self.world
+            folder / schema.CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
         )
         self.checkpoints.latest_valid = resume.checkpoint
         self.logs = {name: MetricsLog(folder / name) for name in schema.LOGS}
         totals = Totals(**resume.state.get("totals", {}))
-        self.steps = StepLog(self.settings, self.world, rows_of_step, totals, resume.step)
+        self.steps = StepLog(self.settings, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step)
         self.reset = FolderReset(folder, info, resume)
         best = Best(**resume.state.get("best", {}))
-        self.best = BestWeights(self.settings, self.checkpoints, self.reset, best)
+        self.best = BestWeights(self.settings, self.checkpoints, self.reset, best=best)
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
@@ -119,13 +121,12 @@ class RunRecord:
         self,
         strategy: Strategy,
         model: PreTrainedModel,
+        *,
         tokenizer: PreTrainedTokenizerBase,
         logits: NDArray[np.floating[Any]],
         scores: Scores,
     ) -> None:
-        """Write the model, predictions.csv and, last, metrics.json, whose existence marks the run as finished.
-
-        Collective.
+        """Write the model, predictions.csv and, last, metrics.json, which marks the run as finished. Collective.
 
         Args:
             logits: float (n_test, classes), of the test rows in file order.
@@ -140,9 +141,10 @@ class RunRecord:
             return
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
-        self.results_hash = write_results(
-            self.folder, self.info, model, state, tokenizer, logits, scores, self.steps.totals, peak_memory
-        )
+        totals, used = self.steps.totals, mfu(model, self.steps.totals, self.info.peak_flops)
+        metrics = metrics_content(scores, totals, peak_memory, mfu=used)
+        stage = partial(stage_model, self.folder, model, state, tokenizer=tokenizer)
+        self.results_hash = write_results(self.folder, self.info, metrics=metrics, logits=logits, stage=stage)
         assert self.lock is not None
         os.close(self.lock)
         self.lock = None
@@ -243,7 +245,7 @@ class RunRecord:
             metrics: at least the number of rows `n`, accuracy, f1 and loss.
         """
         self.write_evaluation(step, rows, metrics)
-        self.best.keep(step, strategy, model, metrics)
+        self.best.keep(step, strategy, model, metrics=metrics)
         self.steps.start_clock()  # an evaluation does not count as training time
 
     def write_evaluation(self, step: int, rows: str, metrics: Mapping[str, float]) -> None:
@@ -284,7 +286,14 @@ class RunRecord:
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
                 evaluations = self.logs[schema.EVALUATIONS.name].count_lines()
-                state = run_state_content(self.info, step, self.plan, self.steps.totals, self.best.best, evaluations)
+                state = run_state_content(
+                    self.info,
+                    step,
+                    plan=self.plan,
+                    totals=self.steps.totals,
+                    best=self.best.best,
+                    evaluations=evaluations,
+                )
                 write_json(staging / schema.RUN_STATE, state)
                 flush(self.folder)
 

@@ -28,7 +28,13 @@ class StepLog:
     """
 
     def __init__(
-        self, settings: Settings, world: World, rows_of_step: Callable[[int], Sequence[int]], totals: Totals, step: int
+        self,
+        settings: Settings,
+        world: World,
+        *,
+        rows_of_step: Callable[[int], Sequence[int]],
+        totals: Totals,
+        step: int,
     ) -> None:
         """
         Args:
@@ -77,4 +83,6 @@ class StepLog:
         step = pending[failed]
         self.last_step = step.step - 1
         rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
-        return lines[:failed], nonfinite_error(step, rows, skipped, self.world, self.settings.ddp_comm_hook)
+        return lines[:failed], nonfinite_error(
+            step, rows, skipped_in_a_row=skipped, world=self.world, comm_hook=self.settings.ddp_comm_hook
+        )

@@ -156,7 +156,7 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
 
 
 def nonfinite_error(
-    step: Step, rows: Sequence[int], skipped_in_a_row: int, world: World, comm_hook: str = "no"
+    step: Step, rows: Sequence[int], *, skipped_in_a_row: int, world: World, comm_hook: str = "no"
 ) -> RunError:
     """Describe a step whose gradient norm is not finite. Collective.
 

@@ -64,9 +64,14 @@ def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
     """
     settings = run.settings
     columns = (settings.get("text_column") or "review", settings.get("label_column") or "label")
-    sizes = (settings.get("test_size") or 0.1, settings.get("validation_size") or 0.0)
     table = read_reviews(settings["csv"], *columns)
-    split = split_reviews(table, *sizes, settings["seed"], columns)
+    split = split_reviews(
+        table,
+        test_size=settings.get("test_size") or 0.1,
+        validation_size=settings.get("validation_size") or 0.0,
+        seed=settings["seed"],
+        columns=columns,
+    )
     if split.fingerprint != run.split["fingerprint"]:
         raise UserError(f"{settings['csv']}: has changed since the run: its split has another fingerprint now")
     return table, split

@@ -45,7 +45,7 @@ def first_difference(a: Run, b: Run) -> str | None:
     return (
         _compare_steps(a, b)
         or _compare_predictions(a, b)
-        or _compare_weights(weights_a, weights_b, a.folder, b.folder)
+        or _compare_weights(weights_a, weights_b, a.folder, b=b.folder)
         or _compare_metrics(a, b)
     )
 
@@ -126,7 +126,7 @@ def _unequal(x: Any, y: Any) -> NDArray[np.bool_]:
     return np.asarray(x != y, dtype=bool)
 
 
-def _compare_weights(weights_a: Weights, weights_b: Weights, a: Path, b: Path) -> str | None:
+def _compare_weights(weights_a: Weights, weights_b: Weights, a: Path, *, b: Path) -> str | None:
     for name in [*weights_a, *(name for name in weights_b if name not in weights_a)]:
         x, y = weights_a.get(name), weights_b.get(name)
         if x is None or y is None:

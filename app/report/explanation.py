@@ -68,7 +68,7 @@ def explain(a: Run, b: Run, first_difference: str) -> str:
     differences = find_causes(a, b, steps_differ=first_difference.startswith("step "))
     gpus = on_gpus_without_deterministic(a, b)
     if differences:
-        return f"trained differently: {_limited(differences)}; start both {remedy(a, b, differences, bool(gpus))}"
+        return f"trained differently: {_limited(differences)}; start both {remedy(a, b, differences, gpus=bool(gpus))}"
     if gpus:
         return f"{gpus}; start both with --deterministic"
     hashes = {run.metrics.get("hash") for run in (a, b)}
@@ -131,7 +131,7 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
     return others or path_only or commit_only
 
 
-def remedy(a: Run, b: Run, differences: Sequence[Difference], gpus: bool) -> str:
+def remedy(a: Run, b: Run, differences: Sequence[Difference], *, gpus: bool) -> str:
     """Return how to start both runs so that they are equal, to be read after "start both".
 
     Args:

@@ -124,28 +124,28 @@ def _capitalize(sentence: str) -> str:
 
 def scores(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        _row(comparison, "test accuracy", "accuracy", "{:.4f}"),
-        _row(comparison, "F1", "f1", "{:.4f}"),
-        _row(comparison, "precision", "precision", "{:.4f}"),
-        _row(comparison, "recall", "recall", "{:.4f}"),
-        _row(comparison, "test loss", "loss", "{:.4f}"),
+        _row(comparison, "test accuracy", "accuracy", form="{:.4f}"),
+        _row(comparison, "F1", "f1", form="{:.4f}"),
+        _row(comparison, "precision", "precision", form="{:.4f}"),
+        _row(comparison, "recall", "recall", form="{:.4f}"),
+        _row(comparison, "test loss", "loss", form="{:.4f}"),
     ]
 
 
 def costs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        _row(comparison, "ranks", "world_size", "{:.0f}"),
-        _row(comparison, "optimizer steps", "steps", "{:,.0f}"),
-        _row(comparison, "training time, s", "train_seconds", "{:,.1f}"),
-        _row(comparison, "reviews per second", "train_examples_per_second", "{:,.1f}"),
-        _row(comparison, "tokens per second", "train_tokens_per_second", "{:,.0f}"),
-        _row(comparison, "padding, %", "padding_fraction", "{:.1f}", 0.01),
-        _row(comparison, "model FLOPs utilization, %", "mfu", "{:.1f}", 0.01),
-        _row(comparison, "peak memory per rank, MiB", "peak_memory_bytes", "{:,.0f}", MIB),
+        _row(comparison, "ranks", "world_size", form="{:.0f}"),
+        _row(comparison, "optimizer steps", "steps", form="{:,.0f}"),
+        _row(comparison, "training time, s", "train_seconds", form="{:,.1f}"),
+        _row(comparison, "reviews per second", "train_examples_per_second", form="{:,.1f}"),
+        _row(comparison, "tokens per second", "train_tokens_per_second", form="{:,.0f}"),
+        _row(comparison, "padding, %", "padding_fraction", form="{:.1f}", unit=0.01),
+        _row(comparison, "model FLOPs utilization, %", "mfu", form="{:.1f}", unit=0.01),
+        _row(comparison, "peak memory per rank, MiB", "peak_memory_bytes", form="{:,.0f}", unit=MIB),
     ]
 
 
-def _row(comparison: dict[str, Any], name: str, key: str, form: str, unit: float = 1.0) -> dict[str, Any]:
+def _row(comparison: dict[str, Any], name: str, key: str, *, form: str, unit: float = 1.0) -> dict[str, Any]:
     """Return one metric of both runs. As everywhere in the report, the difference is A - B."""
     values = [None if run[key] is None else _maximum(run[key]) / unit for run in comparison["runs"]]
     known = [value for value in values if value is not None]

@@ -101,7 +101,7 @@ def mcnemar_exact(a_only: int, b_only: int) -> float:
     return float(stats.binomtest(a_only, a_only + b_only, 0.5).pvalue) if a_only + b_only else 1.0
 
 
-def paired_difference_interval(a_only: int, b_only: int, n: int, confidence: float = 0.95) -> Interval:
+def paired_difference_interval(a_only: int, b_only: int, n: int, *, confidence: float = 0.95) -> Interval:
     """Return Tango's score interval for accuracy(A) - accuracy(B) on the same `n` rows.
 
     It contains all d that a score test does not reject: |a_only - b_only - n d| <= z sqrt(n (2 q(d) + d (1 - d))),
@@ -113,11 +113,13 @@ def paired_difference_interval(a_only: int, b_only: int, n: int, confidence: flo
     """
     if min(a_only, b_only) < 0 or a_only + b_only > n or n < 1:
         raise ValueError(f"{a_only} + {b_only} rows classified correctly by one run only, of {n}: impossible counts")
-    high = _tango_upper_limit(a_only, b_only, n, confidence)
-    return Interval((a_only - b_only) / n, -_tango_upper_limit(b_only, a_only, n, confidence), high, confidence)
+    high = _tango_upper_limit(a_only, b_only, n, confidence=confidence)
+    return Interval(
+        (a_only - b_only) / n, -_tango_upper_limit(b_only, a_only, n, confidence=confidence), high, confidence
+    )
 
 
-def _tango_upper_limit(a_only: int, b_only: int, n: int, confidence: float) -> float:
+def _tango_upper_limit(a_only: int, b_only: int, n: int, *, confidence: float) -> float:
     z = float(stats.norm.ppf((1 + confidence) / 2))
     estimate = (a_only - b_only) / n
 
@@ -148,7 +150,7 @@ def paired_rows(correct_a: ArrayLike, correct_b: ArrayLike, confidence: float = 
         raise ValueError(f"expected two bool arrays of shape (n,), got {a.dtype} {a.shape} and {b.dtype} {b.shape}")
     n, a_only, b_only = len(a), int((a & ~b).sum()), int((b & ~a).sum())
     accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n, confidence) for x in (a, b))
-    difference = paired_difference_interval(a_only, b_only, n, confidence)
+    difference = paired_difference_interval(a_only, b_only, n, confidence=confidence)
     return PairedRows(n, a_only, b_only, accuracy_a, accuracy_b, difference, mcnemar_exact(a_only, b_only))
 
 
@@ -261,7 +263,7 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins
 
 
 def accuracy_by_length(
-    lengths: ArrayLike, correct: ArrayLike, groups: int = 4, edges: Sequence[float] | None = None
+    lengths: ArrayLike, correct: ArrayLike, *, groups: int = 4, edges: Sequence[float] | None = None
 ) -> list[LengthGroup]:
     """Return the accuracy of short to long rows, with its Wilson interval, in groups of about equal size.
 

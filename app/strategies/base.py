@@ -145,7 +145,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_by_norm(
-    gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, loss_scale: torch.Tensor
+    gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, *, loss_scale: torch.Tensor
 ) -> None:
     """Divide gradients by the loss scale, and multiply them by `max_norm / norm` if that is less than 1, in place.
 

@@ -36,7 +36,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World, dtype: torch.dtype, factor: int
+        self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, *, world: World, dtype: torch.dtype, factor: int
     ) -> None:
         """
         Args:
@@ -88,7 +88,7 @@ class PowerSGD:
     the order of the parameters. It begins when the backward pass is done.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, total_steps: int, seed: int) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, *, total_steps: int, seed: int) -> None:
         """
         Args:
             parameters: all that are trained.

@@ -74,10 +74,12 @@ class DDP(PlainAdamW):
         """Compress gradients before they are exchanged, also with one process, so that the results are the same."""
         settings, plan = self.settings, self.plan
         if settings.ddp_comm_hook == "power_sgd":
-            self.power_sgd = PowerSGD(self.parameters, self.world, plan.total_steps, settings.seed)
+            self.power_sgd = PowerSGD(self.parameters, self.world, total_steps=plan.total_steps, seed=settings.seed)
         else:
             dtype, factor = HOOK_DTYPES[settings.ddp_comm_hook], loss_factor(settings.precision, plan)
-            self.fixed_order = RoundedAllReduce(self.parameters, self.sums, self.world, dtype, factor)
+            self.fixed_order = RoundedAllReduce(
+                self.parameters, self.sums, world=self.world, dtype=dtype, factor=factor
+            )
         wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
 
     @contextmanager
@@ -111,7 +113,7 @@ class DDP(PlainAdamW):
         """Clip by the norm of the averaged gradients, which is equal on every rank."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = (sum_of_squares(gradients).sqrt() / loss_scale).to(self.parameters[0].dtype)
-        clip_by_norm(gradients, norm, max_norm, loss_scale)
+        clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
         return norm
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:

@@ -132,7 +132,7 @@ class FullyShard(PlainAdamW):
         total = sum_of_squares(gradients).to(self.world.device)
         dist.all_reduce(total)
         norm = (total.sqrt() / loss_scale).to(self.parameters[0].dtype)
-        clip_by_norm(gradients, norm, max_norm, loss_scale)
+        clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
         return norm
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:

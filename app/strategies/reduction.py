@@ -175,7 +175,7 @@ class FixedOrderAllReduce:
             return self._exchange_on(self.stream, buffer, divisor)
         # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
         # exchange makes progress here, when the next ones start, rather than in a callback.
-        exchange = Exchange(buffer, self.world, self._receive_buffer(buffer), divisor)
+        exchange = Exchange(buffer, self.world, self._receive_buffer(buffer), divisor=divisor)
         self.in_flight.append(exchange)
         if is_last:  # the backward pass has nothing left to compute, so there is nothing to overlap with
             while self.in_flight:
@@ -206,7 +206,7 @@ class FixedOrderAllReduce:
         """Enqueue the whole exchange on a stream of its own: neither the host nor the backward pass waits for it."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            exchange = Exchange(buffer, self.world, torch.empty_like(buffer), divisor)
+            exchange = Exchange(buffer, self.world, torch.empty_like(buffer), divisor=divisor)
             while exchange.start_next():
                 pass
             exchange.finish()
@@ -221,7 +221,7 @@ class Exchange:
     itself.
     """
 
-    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, divisor: int) -> None:
+    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, *, divisor: int) -> None:
         """Start the first collective.
 
         Args:

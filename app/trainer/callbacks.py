@@ -27,7 +27,7 @@ class RecordCallback(TrainerCallback):
     This covers the state of a resumed run, the check of the gradient norm, and all that follows a step.
     """
 
-    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, stop: StopRequest) -> None:
+    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, *, stop: StopRequest) -> None:
         self.trainer, self.prepared, self.world, self.stop = trainer, prepared, world, stop
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

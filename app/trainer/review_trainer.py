@@ -70,7 +70,7 @@ class ReviewTrainer(Trainer):
         if isinstance(self.optimizer, torch.optim.Optimizer):  # with DeepSpeed, Trainer calls this twice
             return self.optimizer
         settings, strategy = self.prepared.settings, self.prepared.strategy
-        self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy)
+        self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy=strategy)
         self.optimizer = self.shared_optimizer
         return self.shared_optimizer
 
@@ -88,7 +88,7 @@ class ReviewTrainer(Trainer):
         number = len(self.micro_batches)
         index, micro_batch = divmod(number, self.prepared.plan.accumulation_steps)
         strategy, seed = self.prepared.strategy, self.prepared.settings.seed
-        seed_micro_batch(seed, self.state.global_step, strategy.logical_ranks[index], micro_batch)
+        seed_micro_batch(seed, self.state.global_step, logical_rank=strategy.logical_ranks[index], number=micro_batch)
         self.micro_batches.append(inputs)
         with strategy.accumulate(model, number):
             return super().training_step(model, inputs, *args, **kwargs)
@@ -173,7 +173,7 @@ class ReviewTrainer(Trainer):
             assert class_logits is not None
             if not is_filler:
                 shard.append(class_logits)
-        gathered = gather_rows(eval_set.positions, shard, len(eval_set), self.world)
+        gathered = gather_rows(eval_set.positions, shard, len(eval_set), world=self.world)
         metrics = compute_metrics(EvalPrediction(gathered, eval_set.labels))
         return EvalLoopOutput(
             predictions=gathered,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..data.csv_table import ReviewTable, read_reviews
-from ..data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, loader_options
+from ..data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.split import Indices, Split, count_duplicates, split_reviews
 from ..data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
@@ -35,7 +35,7 @@ from ..model.load import Classifier, load_classifier, load_tokenizer
 from ..settings import Settings
 from .row_checks import check_rows
 
-SplitFunction = Callable[[ReviewTable, float, float, int, tuple[str, str]], Split]
+SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class ReviewData:
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
         """Build the sampler of this rank's training rows, those of its logical ranks."""
-        return build_train_sampler(self.lengths[self.split.train], self.plan, logical_ranks, settings)
+        return build_train_sampler(
+            self.lengths[self.split.train], self.plan, logical_ranks=logical_ranks, settings=settings
+        )
 
     def loader_options(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments that all loaders share: how rows become batches."""
@@ -98,11 +100,10 @@ class ReviewData:
         return build_eval_set(
             name,
             self.rows.select(part),
-            lengths=self.lengths[part],
-            labels=self.table.labels[part],
+            self.table.labels[part],
+            batches=form_eval_batches(self.lengths[part], settings.eval_batch_size),
             collator=self.collator,
             world=world,
-            batch_size=settings.eval_batch_size,
         )
 
 
@@ -115,8 +116,13 @@ def read_and_split(
         UserError: the file, the split or the batch size is invalid.
     """
     table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
-    columns = (settings.text_column, settings.label_column)
-    split = split_rows(table, settings.test_size, settings.validation_size, settings.seed, columns)
+    split = split_rows(
+        table,
+        test_size=settings.test_size,
+        validation_size=settings.validation_size,
+        seed=settings.seed,
+        columns=(settings.text_column, settings.label_column),
+    )
     return table, split, plan_batches(settings, len(split.train), world_size)
 
 
@@ -139,7 +145,14 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
-    rows = tokenize(table, tokenizer, settings.max_length, Path(settings.cache_dir), world, settings.disable_tqdm)
+    rows = tokenize(
+        table,
+        tokenizer,
+        settings.max_length,
+        cache_dir=Path(settings.cache_dir),
+        world=world,
+        disable_tqdm=settings.disable_tqdm,
+    )
     inputs = rows.remove_columns(["length", "truncated"])
     return ReviewData(
         table=table,
@@ -163,8 +176,8 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         AgreedError: a user's mistake on any rank.
     """
     with local_main_process_first(world):
-        classifier = load_classifier(settings, data.table.class_names, data.tokenizer, data.commit)
-        check_rows(settings, classifier.model.config, data.table, data.rows, data.lengths)
+        classifier = load_classifier(settings, data.table.class_names, data.tokenizer, commit=data.commit)
+        check_rows(settings, classifier.model.config, table=data.table, rows=data.rows, lengths=data.lengths)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     wait_before_reads(classifier.model, world)

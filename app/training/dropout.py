@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def seed_micro_batch(seed: int, step: int, logical_rank: int, number: int) -> None:
+def seed_micro_batch(seed: int, step: int, *, logical_rank: int, number: int) -> None:
     """Seed the random number generators of PyTorch (CPU and GPU), NumPy and Python for one micro-batch.
 
     The state follows from the arguments alone, so checkpoints need no random number generator states.

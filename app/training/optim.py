@@ -32,7 +32,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def build_optimizer(
-    wrapped: torch.nn.Module, settings: Settings, learning_rate: float, strategy: Strategy
+    wrapped: torch.nn.Module, settings: Settings, learning_rate: float, *, strategy: Strategy
 ) -> torch.optim.Optimizer:
     """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded.
 

@@ -84,7 +84,7 @@ class Preparation:
         return self.settings.learning_rate
 
 
-def prepare(path_name: str, settings: Settings, world: World, engine: Engine | None = None) -> Preparation:
+def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine | None = None) -> Preparation:
     """Build the data, the model and the run folder, check that all ranks have the same, and print what will happen.
 
     Collective.
@@ -96,18 +96,25 @@ def prepare(path_name: str, settings: Settings, world: World, engine: Engine | N
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
     given = settings
-    settings, resume = resolve_settings(path_name, settings, world, engine)
+    settings, resume = resolve_settings(path_name, settings, world, engine=engine)
     select_deepspeed_accelerator(world.device.type)  # also without an engine: accelerate imports an installed DeepSpeed
     if engine is not None:
         engine.read_config(given, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
-    settings = complete_settings(settings, given, data.plan, classifier.pretrained)
+    settings = complete_settings(settings, given, data.plan, pretrained=classifier.pretrained)
     identity = ModelIdentity(
         data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
     )
     with raise_on_all_ranks(world):
-        check_compatible(resume, path_name, settings, data.split.fingerprint, data.plan.total_steps, identity)
+        check_compatible(
+            resume,
+            path_name=path_name,
+            settings=settings,
+            fingerprint=data.split.fingerprint,
+            total_steps=data.plan.total_steps,
+            model=identity,
+        )
         if engine is not None:
             changes = engine.complete_config(settings, data.plan, resume.state)
             resume = replace(resume, changes=(*resume.changes, *changes))
@@ -137,7 +144,7 @@ def prepare(path_name: str, settings: Settings, world: World, engine: Engine | N
         model=identity,
         deepspeed_config=deepspeed_config,
     )
-    record = open_run(info, resume, rows_of_step, peak)
+    record = open_run(info, resume, rows_of_step, measured_peak_flops=peak)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
@@ -153,13 +160,13 @@ def prepare(path_name: str, settings: Settings, world: World, engine: Engine | N
         test_set=test_set,
         record=record,
         resume=resume,
-        profiler=StepProfiler(settings, data.plan, resume.step, record, world),
+        profiler=StepProfiler(settings, data.plan, resume.step, record=record, world=world),
         deepspeed_config=deepspeed_config,
     )
 
 
 def resolve_settings(
-    path_name: str, settings: Settings, world: World, engine: Engine | None = None
+    path_name: str, settings: Settings, world: World, *, engine: Engine | None = None
 ) -> tuple[Settings, Resume]:
     """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
 
@@ -180,7 +187,7 @@ def resolve_settings(
     return restore_settings(settings, resume, world), resume
 
 
-def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, pretrained: bool) -> Settings:
+def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, *, pretrained: bool) -> Settings:
     """Fill in what depends on the data and the model.
 
     Args:

@@ -15,7 +15,7 @@ from ..settings import Settings
 
 
 def check_rows(
-    settings: Settings, config: PretrainedConfig, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
 ) -> None:
     """Check that the model can process the tokens of every review.
 
@@ -29,7 +29,7 @@ def check_rows(
     """
     _check_lengths(settings, table, lengths)
     _check_vocabulary(settings.model, config, rows)
-    _check_end_of_sequence(settings, config, table, rows, lengths)
+    _check_end_of_sequence(settings, config, table=table, rows=rows, lengths=lengths)
 
 
 def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.int64]) -> None:
@@ -58,7 +58,7 @@ def _check_vocabulary(model: str, config: PretrainedConfig, rows: Dataset) -> No
 
 
 def _check_end_of_sequence(
-    settings: Settings, config: PretrainedConfig, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
 ) -> None:
     """Check that encoder-decoders, which classify by the end-of-sequence token, find it as often in each review.
 

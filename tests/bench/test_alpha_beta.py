@@ -135,33 +135,35 @@ def test_points_that_cannot_be_fitted_raise(sizes, times):
 
 @given(ranks_of, st.integers(1, 2**30), alphas, betas)
 def test_a_ring_sends_each_byte_twice_at_most(ranks, size, alpha, beta):
-    assert ring_all_reduce(ranks, size, 1, 0) == 2 * (ranks - 1)
-    assert size <= ring_all_reduce(ranks, size, 0, 1) < 2 * size
-    assert ring_all_reduce(ranks, size, alpha, beta) == pytest.approx(
+    assert ring_all_reduce(ranks, size, alpha=1, beta=0) == 2 * (ranks - 1)
+    assert size <= ring_all_reduce(ranks, size, alpha=0, beta=1) < 2 * size
+    assert ring_all_reduce(ranks, size, alpha=alpha, beta=beta) == pytest.approx(
         2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * size * beta
     )
-    assert 2 * ring_all_gather(ranks, size, alpha, beta) == ring_all_reduce(ranks, size, alpha, beta)
+    assert 2 * ring_all_gather(ranks, size, alpha=alpha, beta=beta) == ring_all_reduce(
+        ranks, size, alpha=alpha, beta=beta
+    )
 
 
 @given(ranks_of, st.integers(1, 2**30), alphas, betas)
 def test_bus_bandwidth_of_a_ring_without_latency_is_that_of_the_link(ranks, size, alpha, beta):
-    seconds = ring_all_reduce(ranks, size, 0, beta)
+    seconds = ring_all_reduce(ranks, size, alpha=0, beta=beta)
     assert bus_bandwidth_factor("all-reduce", ranks) * size / seconds == pytest.approx(1 / beta)
-    seconds = ring_all_gather(ranks, size, 0, beta)
+    seconds = ring_all_gather(ranks, size, alpha=0, beta=beta)
     assert bus_bandwidth_factor("reduce-scatter", ranks) * size / seconds == pytest.approx(1 / beta)
 
 
 @given(ranks_of, alphas, betas)
 def test_a_tree_has_the_shorter_latency(ranks, alpha, beta):
-    assert tree_all_reduce(ranks, 0, alpha, beta) <= ring_all_reduce(ranks, 0, alpha, beta)
-    assert tree_all_reduce(2 * ranks, 0, alpha, beta) == pytest.approx(
-        tree_all_reduce(ranks, 0, alpha, beta) + 2 * alpha
+    assert tree_all_reduce(ranks, 0, alpha=alpha, beta=beta) <= ring_all_reduce(ranks, 0, alpha=alpha, beta=beta)
+    assert tree_all_reduce(2 * ranks, 0, alpha=alpha, beta=beta) == pytest.approx(
+        tree_all_reduce(ranks, 0, alpha=alpha, beta=beta) + 2 * alpha
     )
 
 
 def test_one_rank_sends_nothing():
     for cost in (ring_all_gather, ring_all_reduce, tree_all_reduce):
-        assert cost(1, 1e6, 1e-3, 1e-9) == 0
+        assert cost(1, 1e6, alpha=1e-3, beta=1e-9) == 0
     for collective in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "gather", "scatter"):
         assert bus_bandwidth_factor(collective, 1) == 0
 

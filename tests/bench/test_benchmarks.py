@@ -28,7 +28,7 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 
 def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(settings, world):
     bench = set_up(settings, world)
-    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
+    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, strategy=bench.strategy)
     norms: list[float] = []
     optimizer.register_step_pre_hook(
         lambda *_: norms.append(sum(float(p.grad.square().sum()) for p in bench.model.parameters()) ** 0.5)
@@ -67,7 +67,7 @@ def test_a_signal_leaves_no_folder_of_checkpoints(world, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_measured_memory_is_near_the_predicted_memory(strategy, settings, world, capsys):
     settings = replace(settings, strategy=strategy, train_batch_size=32)
-    memory.measure("tiny", settings, build_data(settings, world), world)
+    memory.measure("tiny", settings, data=build_data(settings, world), world=world)
     state, activations = (float(share) for share in re.findall(r"([+-]\d+\.\d)%", capsys.readouterr().out))
     assert abs(state) < 5
     assert abs(activations) < 15

@@ -185,7 +185,7 @@ def valid_ones(folder: Path) -> list[str]:
 def count_operations(folder: Path, world: World) -> int:
     with pytest.MonkeyPatch.context() as patch:
         done = break_at(patch, 0, OSError)
-        CheckpointManager(folder, 2, "continue", world).save("checkpoint-3", write, FILES)
+        CheckpointManager(folder, 2, "continue", world=world).save("checkpoint-3", write, FILES)
         return len(done)
 
 
@@ -202,7 +202,7 @@ def test_a_kill_or_a_full_disk_at_any_operation_of_a_save_leaves_only_valid_chec
         folder.mkdir()
         for step in (1, 2):
             committed(folder / f"checkpoint-{step}")
-        checkpoints = CheckpointManager(folder, 2, "continue", world)
+        checkpoints = CheckpointManager(folder, 2, "continue", world=world)
         written = False
         with pytest.MonkeyPatch.context() as patch:
             break_at(patch, k, what)
@@ -226,7 +226,7 @@ def test_a_kill_or_a_full_disk_at_any_operation_of_a_save_leaves_only_valid_chec
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_the_latest_checkpoints_are_kept(tmp_path, world, limit):
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", limit, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", limit, "continue", world=world)
     for step in range(1, 6):
         assert checkpoints.save(f"checkpoint-{step * 5}", write, FILES)
         assert checkpoints.latest_valid == checkpoints.folder / f"checkpoint-{step * 5}"
@@ -235,7 +235,7 @@ def test_the_latest_checkpoints_are_kept(tmp_path, world, limit):
 
 
 def test_an_invalid_new_checkpoint_does_not_remove_the_latest_valid_one(tmp_path, world, monkeypatch):
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", 1, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 1, "continue", world=world)
     assert checkpoints.save("checkpoint-1", write, FILES)
     write_file = manager._write
 
@@ -252,7 +252,7 @@ def test_an_invalid_new_checkpoint_does_not_remove_the_latest_valid_one(tmp_path
 
 def test_a_failure_names_a_checkpoint_that_was_completed_right_before_it(tmp_path, world):
     """Rank 0 was killed before the other ranks knew."""
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world=world)
     assert checkpoints.find_latest_valid() is None
     assert checkpoints.save("checkpoint-1", write, FILES)
     committed(checkpoints.folder / "checkpoint-2")
@@ -266,7 +266,7 @@ def test_a_failure_names_a_checkpoint_that_was_completed_right_before_it(tmp_pat
 
 
 def test_a_folder_that_cannot_be_read_does_not_replace_the_failure(tmp_path, world, monkeypatch):
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 9, "continue", world=world)
     assert checkpoints.save("checkpoint-1", write, FILES)
 
     def refuse(folder: Path) -> list[Path]:
@@ -288,7 +288,7 @@ def test_a_failure_is_one_line_and_stops_the_run_if_requested(tmp_path, world, c
         (folder / "half").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", 2, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 2, "continue", world=world)
     assert checkpoints.save("checkpoint-1", write, FILES)
     assert not checkpoints.save("checkpoint-2", full, FILES)
     printed = capsys.readouterr().out.splitlines()
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_lacks_a_required_file_is_not_marked_complete(tmp_path
         write(folder)
         (folder / missing).unlink()
 
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", 2, "continue", world)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", 2, "continue", world=world)
     assert not checkpoints.save("checkpoint-1", write_all_but_one, FILES)
     assert latest_valid_checkpoint(checkpoints.folder, ignore) is None
     assert f"{missing} was not written" in capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_lacks_a_required_file_is_not_marked_complete(tmp_path
 def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path, world):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoints = CheckpointManager(run / "checkpoints", 2, "continue", world)
+    checkpoints = CheckpointManager(run / "checkpoints", 2, "continue", world=world)
     assert checkpoints.save("checkpoint-1", write, FILES)
     shutil.rmtree(run)
     assert not checkpoints.save("checkpoint-2", write, FILES)

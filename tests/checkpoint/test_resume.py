@@ -77,7 +77,13 @@ def resume(folder: Path) -> Resume:
 
 
 def check(folder: Path, **settings) -> None:
-    check_compatible(resume(folder), "ddp_loop", Settings(learning_rate=1e-3, **settings), FINGERPRINT, TOTAL)
+    check_compatible(
+        resume(folder),
+        path_name="ddp_loop",
+        settings=Settings(learning_rate=1e-3, **settings),
+        fingerprint=FINGERPRINT,
+        total_steps=TOTAL,
+    )
 
 
 def test_log_lines_after_the_checkpoint_are_dropped(folder):
@@ -98,10 +104,10 @@ def test_a_setting_that_the_checkpoint_does_not_record_had_its_default(folder):
     mine = resume(folder)
     del mine.state["settings"]["deterministic"]
     settings = Settings(learning_rate=1e-3)
-    check_compatible(mine, "ddp_loop", settings, FINGERPRINT, TOTAL)
+    check_compatible(mine, path_name="ddp_loop", settings=settings, fingerprint=FINGERPRINT, total_steps=TOTAL)
     settings.deterministic = True
     with pytest.raises(UserError, match="deterministic was False and is True"):
-        check_compatible(mine, "ddp_loop", settings, FINGERPRINT, TOTAL)
+        check_compatible(mine, path_name="ddp_loop", settings=settings, fingerprint=FINGERPRINT, total_steps=TOTAL)
 
 
 def test_the_number_of_logical_ranks_cannot_change(tmp_path):
@@ -171,7 +177,9 @@ def test_another_commit_of_the_model_is_refused_and_the_right_one_named(folder):
 
     def check_commit(commit: str) -> None:
         settings, model = Settings(learning_rate=1e-3, revision="any"), ModelIdentity(commit)
-        check_compatible(found, "ddp_loop", settings, FINGERPRINT, TOTAL, model)
+        check_compatible(
+            found, path_name="ddp_loop", settings=settings, fingerprint=FINGERPRINT, total_steps=TOTAL, model=model
+        )
 
     check_commit("a" * 40)
     with pytest.raises(UserError, match=f"add --revision {'a' * 40}"):
@@ -188,7 +196,14 @@ def check_content(folder: Path, name: str, config: dict[str, Any] | None = None,
     found.state.update(CONTENT)
     found.state["settings"]["model"] = "./moved/away"
     model = ModelIdentity(**{"config": CONTENT["model_config"] | (config or {}), "tokens": "a"} | changes)
-    check_compatible(found, "ddp_loop", Settings(learning_rate=1e-3, model=name), FINGERPRINT, TOTAL, model)
+    check_compatible(
+        found,
+        path_name="ddp_loop",
+        settings=Settings(learning_rate=1e-3, model=name),
+        fingerprint=FINGERPRINT,
+        total_steps=TOTAL,
+        model=model,
+    )
 
 
 def test_only_the_content_of_a_model_folder_counts(folder):
@@ -233,7 +248,7 @@ def search():
     locks = []
 
     def call(settings: Settings, own: Path | None = None):
-        found = find_checkpoint("ddp_loop", settings, own, ignore)
+        found = find_checkpoint("ddp_loop", settings, own=own, warn=ignore)
         locks.append(found.lock)
         if found.lock is not None:
             with pytest.raises(UserError, match="has not ended"):
@@ -272,7 +287,7 @@ def test_auto_does_not_start_again_beside_checkpoints_whose_settings_are_lost(fo
         with pytest.raises(
             UserError, match=r"run: has checkpoints, but its settings\.json is missing or can't be read"
         ):
-            find_checkpoint("ddp_loop", Settings(resume_from_checkpoint="auto", **settings), None, ignore)
+            find_checkpoint("ddp_loop", Settings(resume_from_checkpoint="auto", **settings), own=None, warn=ignore)
 
 
 def test_auto_does_not_take_a_run_that_is_gone_for_none(tmp_path, monkeypatch, search):
@@ -286,7 +301,9 @@ def test_auto_does_not_take_a_run_that_is_gone_for_none(tmp_path, monkeypatch, s
 
 def test_auto_refuses_the_folder_of_the_other_training_path(folder, search):
     with pytest.raises(UserError, match="holds a run of ddp_loop: name another folder"):
-        find_checkpoint("trainer_run", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), None, ignore)
+        find_checkpoint(
+            "trainer_run", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), own=None, warn=ignore
+        )
 
 
 def test_a_run_folder_may_be_named_like_a_checkpoint(folder, search):
@@ -302,7 +319,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(folder, is
     weights.write_text("2")
     settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
     with pytest.raises(UserError, match="none of its checkpoints can be read"):
-        find_checkpoint("ddp_loop", settings, folder if is_restart else None, ignore)
+        find_checkpoint("ddp_loop", settings, own=folder if is_restart else None, warn=ignore)
     assert weights.read_text() == "2"
 
 
@@ -320,7 +337,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_a
 def test_a_run_that_starts_again_says_so(folder):
     (folder / CHECKPOINTS / "checkpoint-4" / "COMPLETE").write_text("")
     settings, lines = Settings(output_dir=str(folder), resume_from_checkpoint="auto"), []
-    os.close(find_checkpoint("ddp_loop", settings, None, lines.append).lock)
+    os.close(find_checkpoint("ddp_loop", settings, own=None, warn=lines.append).lock)
     assert "checkpoint-4 is skipped: COMPLETE has 0 bytes, not 64" in lines[0]
     assert lines[1:] == [f"{folder} has no complete checkpoint, so training starts from the beginning"]
 
@@ -334,7 +351,7 @@ def test_a_kill_leaves_at_most_one_checkpoint_without_a_marker(folder, is_restar
     before = sorted((folder / CHECKPOINTS).rglob("*"))
     settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto")
     with pytest.raises(UserError, match="none of its checkpoints can be read"):
-        find_checkpoint("ddp_loop", settings, folder if is_restart else None, ignore)
+        find_checkpoint("ddp_loop", settings, own=folder if is_restart else None, warn=ignore)
     assert sorted((folder / CHECKPOINTS).rglob("*")) == before
 
 
@@ -429,7 +446,7 @@ def test_checkpoints_are_looked_up_only_while_the_folder_is_locked(folder, monke
         (Settings(resume_from_checkpoint=str(folder)), None),
         (Settings(output_dir=str(folder)), folder),
     ):
-        found = find_checkpoint("ddp_loop", settings, own, ignore)
+        found = find_checkpoint("ddp_loop", settings, own=own, warn=ignore)
         os.close(found.lock)
     assert unlocked == []
     held = lock(folder)
@@ -438,7 +455,7 @@ def test_checkpoints_are_looked_up_only_while_the_folder_is_locked(folder, monke
         (Settings(resume_from_checkpoint=str(folder / CHECKPOINTS / "checkpoint-4")), None),
     ):
         with pytest.raises(UserError, match="has not ended"):
-            find_checkpoint("ddp_loop", settings, own, ignore)
+            find_checkpoint("ddp_loop", settings, own=own, warn=ignore)
     os.close(held)
 
 
@@ -607,15 +624,23 @@ SAME = {"gradient_accumulation_steps": 2}
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_another_strategy_or_number_of_ranks_changes_nothing(strategy, ranks):
-    assert changes_since(BEFORE, Settings(strategy=strategy, **SAME), fake_world(0, ranks), SAME_ARITHMETIC) == ()
     assert (
-        changes_since(BEFORE, Settings(strategy=strategy, threads=3, **SAME), fake_world(0, ranks), SAME_ARITHMETIC)
+        changes_since(BEFORE, Settings(strategy=strategy, **SAME), fake_world(0, ranks), arithmetic=SAME_ARITHMETIC)
+        == ()
+    )
+    assert (
+        changes_since(
+            BEFORE, Settings(strategy=strategy, threads=3, **SAME), fake_world(0, ranks), arithmetic=SAME_ARITHMETIC
+        )
         == ()
     )
 
 
 def test_a_new_run_has_no_changes():
-    assert changes_since({}, Settings(threads=5, gradient_accumulation_steps=4), fake_world(), SAME_ARITHMETIC) == ()
+    assert (
+        changes_since({}, Settings(threads=5, gradient_accumulation_steps=4), fake_world(), arithmetic=SAME_ARITHMETIC)
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -631,14 +656,14 @@ def test_a_new_run_has_no_changes():
 def test_changes_that_affect_rounding_or_dropout_are_listed(monkeypatch, changes, device, expected):
     monkeypatch.setattr(resume_module, "device_name", lambda device: "CPU" if device.type == "cpu" else "GPU")
     before = BEFORE | {"device": "CPU"}
-    found = changes_since(before, Settings(**SAME | changes), fake_world(device=device), SAME_ARITHMETIC)
+    found = changes_since(before, Settings(**SAME | changes), fake_world(device=device), arithmetic=SAME_ARITHMETIC)
     if expected is None:
         expected = ("device: GPU, was CPU", "accumulation steps: 4, was 2", "threads per rank: 4, was 3")
     assert found == expected
-    found = changes_since(before | {"device": "GPU"}, Settings(**SAME), fake_world(), SAME_ARITHMETIC)
+    found = changes_since(before | {"device": "GPU"}, Settings(**SAME), fake_world(), arithmetic=SAME_ARITHMETIC)
     assert found == ("device: CPU, was GPU",)
     for package, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
-        found = changes_since(before | {package: "1.0"}, Settings(**SAME), fake_world(), SAME_ARITHMETIC)
+        found = changes_since(before | {package: "1.0"}, Settings(**SAME), fake_world(), arithmetic=SAME_ARITHMETIC)
         assert found == (f"{package}: {version}, was 1.0",)
 
 
@@ -647,7 +672,7 @@ def test_the_optimizer_s_device_changes_rounding_on_gpus(monkeypatch, device, an
     monkeypatch.setattr(resume_module, "device_name", lambda device: BEFORE["device"])
     before = BEFORE | {"settings": SAME | {"cpu_offload": False}}
     settings = Settings(strategy="zero3", cpu_offload=True, **SAME)
-    assert changes_since(before, settings, fake_world(device=device), SAME_ARITHMETIC) == announced
+    assert changes_since(before, settings, fake_world(device=device), arithmetic=SAME_ARITHMETIC) == announced
 
 
 @pytest.mark.parametrize(
@@ -662,7 +687,7 @@ def test_the_optimizer_s_device_changes_rounding_on_gpus(monkeypatch, device, an
 )
 def test_other_devices_and_kernels_are_announced(recorded, announced):
     now = SAME_ARITHMETIC | {"MKL_CBWR": ["COMPATIBLE"]}
-    assert changes_since(BEFORE | {"arithmetic": recorded}, Settings(**SAME), fake_world(), now) == announced
+    assert changes_since(BEFORE | {"arithmetic": recorded}, Settings(**SAME), fake_world(), arithmetic=now) == announced
 
 
 def test_every_setting_has_an_effect_that_resuming_and_comparing_follow():
@@ -676,9 +701,21 @@ def test_a_checkpoint_of_a_version_that_recorded_bf16_is_resumed(folder):
     state = json.loads(file.read_text())
     state["settings"] |= {"precision": "bf16", "bf16": True}
     file.write_text(json.dumps(state))
-    check_compatible(resume(folder), "ddp_loop", Settings(learning_rate=1e-3, precision="bf16"), FINGERPRINT, TOTAL)
+    check_compatible(
+        resume(folder),
+        path_name="ddp_loop",
+        settings=Settings(learning_rate=1e-3, precision="bf16"),
+        fingerprint=FINGERPRINT,
+        total_steps=TOTAL,
+    )
     with pytest.raises(UserError, match="precision was bf16 and is fp32"):
-        check_compatible(resume(folder), "ddp_loop", Settings(learning_rate=1e-3), FINGERPRINT, TOTAL)
+        check_compatible(
+            resume(folder),
+            path_name="ddp_loop",
+            settings=Settings(learning_rate=1e-3),
+            fingerprint=FINGERPRINT,
+            total_steps=TOTAL,
+        )
 
 
 @pytest.mark.parametrize("name", MUST_BE_EQUAL)
@@ -686,7 +723,13 @@ def test_a_setting_that_must_be_equal_is_compared(folder, name):
     found = resume(folder)
     found.state["settings"][name] = "another value"
     with pytest.raises(UserError, match=f": {name} was another value and is "):
-        check_compatible(found, "ddp_loop", Settings(learning_rate=1e-3), FINGERPRINT, TOTAL)
+        check_compatible(
+            found,
+            path_name="ddp_loop",
+            settings=Settings(learning_rate=1e-3),
+            fingerprint=FINGERPRINT,
+            total_steps=TOTAL,
+        )
 
 
 def test_the_checkpoint_determines_what_is_taken_over(folder, world, two_threads):

@@ -96,7 +96,7 @@ def test_no_damage_ends_in_a_traceback(checkpoint, junk):
             state = read(checkpoint, state)
             Totals(**state["totals"]), Best(**state["best"])
             resume = Resume(checkpoint.parents[1], checkpoint, state)
-            check_compatible(resume, "ddp_loop", Settings(), "f" * 64, 9)
+            check_compatible(resume, path_name="ddp_loop", settings=Settings(), fingerprint="f" * 64, total_steps=9)
         except UserError:
             rejected += 1
     assert rejected > n // 2

@@ -104,7 +104,7 @@ def new_state(
 def train(training: Training, first: int, steps: int) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        seed_micro_batch(42, step, 0, 0)
+        seed_micro_batch(42, step, logical_rank=0, number=0)
         x = torch.randn(4, 6)
         with training.strategy.accumulate(training.wrapped, 0):
             loss = training.wrapped(x)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from app.data.loaders import EvalSet, build_eval_set, build_train_sampler, loader_options
+from app.data.loaders import EvalSet, build_eval_set, build_train_sampler, form_eval_batches, loader_options
 from app.settings import Settings
 from app.strategies.select import select_strategy
 
@@ -23,7 +23,14 @@ def eval_sets(n: int, ranks: int, batch_size: int) -> tuple[list[EvalSet], np.nd
     lengths = np.random.default_rng(n).integers(1, 50, size=n)
     labels = np.zeros(n, dtype=np.int64)
     return [
-        build_eval_set("test", list(range(n)), lengths, labels, keep, fake_world(rank, ranks), batch_size)
+        build_eval_set(
+            "test",
+            list(range(n)),
+            labels,
+            batches=form_eval_batches(lengths, batch_size),
+            collator=keep,
+            world=fake_world(rank, ranks),
+        )
         for rank in range(ranks)
     ], lengths
 
@@ -79,7 +86,7 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         settings, world = Settings(strategy=strategy), fake_world(1, 2)
         mine = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
-        sampler = build_train_sampler(np.ones(n, dtype=np.int64), plan, mine, settings)
+        sampler = build_train_sampler(np.ones(n, dtype=np.int64), plan, logical_ranks=mine, settings=settings)
         assert sampler.logical_ranks == mine
         loader = DataLoader(list(range(n)), plan.micro_size, sampler=sampler, **loader_options(keep, world.device))
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4

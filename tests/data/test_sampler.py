@@ -29,9 +29,9 @@ def new_plan(n: int, batch_size: int, ranks: int, logical_ranks: int | None = No
 
 def sampler(strategy: str, lengths: np.ndarray, plan: BatchPlan, logical_ranks: Sequence[int], epoch: int = 0):
     if strategy == "random":
-        made = FullBatchSampler(len(lengths), plan, logical_ranks, seed=7)
+        made = FullBatchSampler(len(lengths), plan, logical_ranks=logical_ranks, seed=7)
     else:
-        made = LengthGroupedSampler(lengths, plan, logical_ranks, seed=7)
+        made = LengthGroupedSampler(lengths, plan, logical_ranks=logical_ranks, seed=7)
     made.set_epoch(epoch)
     return made
 

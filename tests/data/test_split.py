@@ -32,7 +32,7 @@ def table_of(labels: list[int], sha256: str = "0") -> ReviewTable:
 )
 def test_parts_are_disjoint_and_cover_all_rows_and_preserve_class_proportions(counts, test_size, validation_size, seed):
     table = table_of([label for label, count in enumerate(counts) for _ in range(count)])
-    split = split_reviews(table, test_size, validation_size, seed)
+    split = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=seed)
     parts = (split.train, split.validation, split.test)
     assert sorted(np.concatenate(parts)) == list(range(len(table)))
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
@@ -40,7 +40,7 @@ def test_parts_are_disjoint_and_cover_all_rows_and_preserve_class_proportions(co
         share = count * len(split.test) / len(table)
         assert abs((table.labels[split.test] == label).sum() - share) < 1
     assert abs(len(split.test) - len(table) * test_size) < 1
-    again = split_reviews(table, test_size, validation_size, seed)
+    again = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=seed)
     assert all(
         np.array_equal(one, two) for one, two in zip(parts, (again.train, again.validation, again.test), strict=True)
     )
@@ -52,14 +52,14 @@ LABELS = [0, 0, 1] * 30
 
 def test_the_fingerprint_covers_everything_that_determines_the_split():
     table = table_of(LABELS)
-    base = split_reviews(table, 0.2, 0.0, 42).fingerprint
+    base = split_reviews(table, test_size=0.2, validation_size=0.0, seed=42).fingerprint
     changed = [
-        split_reviews(table, 0.2, 0.0, 43),
-        split_reviews(table, 0.21, 0.0, 42),
-        split_reviews(table, 0.2, 0.1, 42),
-        split_reviews(table, 0.2, 0.0, 42, columns=("text", "label")),
-        split_reviews(dataclasses.replace(table, sha256="1"), 0.2, 0.0, 42),
-        split_reviews(table_of(LABELS[1:] + LABELS[:1]), 0.2, 0.0, 42),
+        split_reviews(table, test_size=0.2, validation_size=0.0, seed=43),
+        split_reviews(table, test_size=0.21, validation_size=0.0, seed=42),
+        split_reviews(table, test_size=0.2, validation_size=0.1, seed=42),
+        split_reviews(table, test_size=0.2, validation_size=0.0, seed=42, columns=("text", "label")),
+        split_reviews(dataclasses.replace(table, sha256="1"), test_size=0.2, validation_size=0.0, seed=42),
+        split_reviews(table_of(LABELS[1:] + LABELS[:1]), test_size=0.2, validation_size=0.0, seed=42),
     ]
     assert len({base, *(split.fingerprint for split in changed)}) == 7
     assert len(base) == 64
@@ -67,16 +67,16 @@ def test_the_fingerprint_covers_everything_that_determines_the_split():
 
 def test_classes_with_too_few_rows_and_parts_that_are_too_small_are_rejected():
     with pytest.raises(UserError, match=r"class '1' has 1 row"):
-        split_reviews(table_of([0] * 50 + [1]), 0.2, 0.0, 42)
+        split_reviews(table_of([0] * 50 + [1]), test_size=0.2, validation_size=0.0, seed=42)
     with pytest.raises(UserError, match=r"--test_size 0\.001"):
-        split_reviews(table_of(LABELS), 0.001, 0.0, 42)
+        split_reviews(table_of(LABELS), test_size=0.001, validation_size=0.0, seed=42)
     with pytest.raises(UserError, match=r"--validation_size 0\.001"):
-        split_reviews(table_of(LABELS), 0.2, 0.001, 42)
+        split_reviews(table_of(LABELS), test_size=0.2, validation_size=0.001, seed=42)
 
 
 def test_the_real_csv_has_the_known_split(real_csv):
     table = read_reviews(real_csv)
-    split = split_reviews(table, 0.1, 0.0, 42)
+    split = split_reviews(table, test_size=0.1, validation_size=0.0, seed=42)
     assert (len(split.train), len(split.test)) == (6988, 777)
     assert abs(table.labels[split.test].mean() - table.labels.mean()) < 1e-3
 

@@ -18,7 +18,7 @@ from app.model.tiny_bert import learn_tokenizer
 def test_tokenized_rows_keep_order_labels_and_lengths(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    rows = tokenize(table, tokenizer, 16, tmp_path / "cache", world)
+    rows = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
     assert rows["labels"][:] == table.labels.tolist()
     expected = [tokenizer(text, truncation=True, max_length=16)["input_ids"] for text in table.texts]
     assert rows["input_ids"][:] == expected
@@ -39,26 +39,28 @@ def test_truncated_reviews_are_counted(world, review_csv, tmp_path, monkeypatch,
     assert (full_lengths == max_length).any(), "a review of exactly the maximum length is not truncated"
     if kind == "python":  # tokenizers without a Rust backend return no encodings
         monkeypatch.setattr("transformers.BatchEncoding.encodings", None)
-    rows = tokenize(table, tokenizer, max_length, tmp_path / "cache", world)
+    rows = tokenize(table, tokenizer, max_length, cache_dir=tmp_path / "cache", world=world)
     assert count_truncated(rows) == (full_lengths > max_length).sum() > 0
     assert count_truncated(rows.select(np.flatnonzero(full_lengths <= max_length))) == 0
-    assert count_truncated(tokenize(table, tokenizer, max_length, tmp_path / "cache", world)) == count_truncated(rows)
+    assert count_truncated(
+        tokenize(table, tokenizer, max_length, cache_dir=tmp_path / "cache", world=world)
+    ) == count_truncated(rows)
 
 
 def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(world, review_csv, tmp_path):
     cache = tmp_path / "cache"
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    tokenize(table, tokenizer, 16, cache, world)
+    tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     (file,) = cache.iterdir()
     before = file.stat().st_mtime_ns
-    tokenize(table, tokenizer, 16, cache, world)
+    tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
-    tokenize(table, tokenizer, 15, cache, world)
-    tokenize(table, learn_tokenizer(table.texts[:3]), 16, cache, world)
-    tokenize(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache, world)
+    tokenize(table, tokenizer, 15, cache_dir=cache, world=world)
+    tokenize(table, learn_tokenizer(table.texts[:3]), 16, cache_dir=cache, world=world)
+    tokenize(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache_dir=cache, world=world)
     tokenizer.truncation_side = "left"
-    tokenize(table, tokenizer, 16, cache, world)
+    tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     assert len(list(cache.iterdir())) == 5
 
 
@@ -67,14 +69,14 @@ def test_a_cache_folder_that_cannot_be_written_or_read_is_reported(world, review
     tokenizer = learn_tokenizer(table.texts)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*file"):
-        tokenize(table, tokenizer, 16, tmp_path / "file", world)
+        tokenize(table, tokenizer, 16, cache_dir=tmp_path / "file", world=world)
     cache = tmp_path / "cache"
-    tokenize(table, tokenizer, 16, cache, world)
+    tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     (file,) = cache.iterdir()
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match=r"--cache_dir .*Is a directory"):
-        tokenize(table, tokenizer, 16, cache, world)
+        tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
 
 
 def without_the_last_record_batch(content: bytes) -> bytes:
@@ -108,12 +110,12 @@ def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, caps
     monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    expected = tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
+    expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
     (file,) = (tmp_path / "cache").iterdir()
     content = file.read_bytes()
     assert len(pa.ipc.open_stream(pa.py_buffer(content)).read_all().to_batches()) > 1
     file.write_bytes(damage(content))
-    assert tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == expected
+    assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == expected
     assert file.read_bytes() == content
     assert "tokenizing again" in capsys.readouterr().out
     assert list((tmp_path / "cache").iterdir()) == [file]
@@ -122,12 +124,12 @@ def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, caps
 def test_a_cache_file_renamed_to_another_key_is_not_used(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
-    tokenize(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, tmp_path / "cache", world)
+    tokenize(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
     (other,) = (tmp_path / "cache").iterdir()
-    expected = tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
+    expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
     (file,) = set((tmp_path / "cache").iterdir()) - {other}
     other.rename(file)
-    assert tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == expected
+    assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == expected
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -141,7 +143,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp
 
     monkeypatch.setattr("app.data.tokenize._were_truncated", fail)
     with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
-        tokenize(table, tokenizer, 16, tmp_path / "cache", world)
+        tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
     assert list((tmp_path / "cache").iterdir()) == []
     if isinstance(error, OSError):
         assert "cannot be written: No space left on device" in str(caught.value)
@@ -153,14 +155,14 @@ def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, m
     others = []
     were_truncated = tokenize_module._were_truncated
 
-    def let_another_writer_finish_first(*arguments):
+    def let_another_writer_finish_first(*arguments, **names):
         if not others:
             others.append(None)
-            others[0] = tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict()
-        return were_truncated(*arguments)
+            others[0] = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
+        return were_truncated(*arguments, **names)
 
     monkeypatch.setattr(tokenize_module, "_were_truncated", let_another_writer_finish_first)
-    assert tokenize(table, tokenizer, 16, tmp_path / "cache", world).to_dict() == others[0]
+    assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == others[0]
     (file,) = (tmp_path / "cache").iterdir()
     assert tokenize_module._is_intact(file, file.stem.removeprefix("tokens-"))
 
@@ -170,7 +172,7 @@ def test_a_full_or_read_only_cache_folder_is_reported(world, review_csv, mount, 
     table = read_reviews(review_csv(5_000))
     cache = mount(options)
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written: (No space left on device|Read-only)"):
-        tokenize(table, learn_tokenizer(table.texts[:100]), 64, cache, world)
+        tokenize(table, learn_tokenizer(table.texts[:100]), 64, cache_dir=cache, world=world)
     assert list(cache.iterdir()) == []
 
 
@@ -178,6 +180,6 @@ def test_a_read_only_cache_folder_is_usable_if_it_has_the_tokens(world, review_c
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
     cache = mount("size=1m")
-    expected = tokenize(table, tokenizer, 16, cache, world).to_dict()
+    expected = tokenize(table, tokenizer, 16, cache_dir=cache, world=world).to_dict()
     subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
-    assert tokenize(table, tokenizer, 16, cache, world).to_dict() == expected
+    assert tokenize(table, tokenizer, 16, cache_dir=cache, world=world).to_dict() == expected

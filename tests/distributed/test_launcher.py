@@ -63,8 +63,16 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():
-    assert torchrun_command("app.ddp_loop", ["--seed", 1], 0) == [sys.executable, "-m", "app.ddp_loop", "--seed", "1"]
-    command = torchrun_command(Path("/a/script.py"), (), 3, ["--standalone", "--max-restarts=2"])
+    assert torchrun_command("app.ddp_loop", ["--seed", 1], nproc_per_node=0) == [
+        sys.executable,
+        "-m",
+        "app.ddp_loop",
+        "--seed",
+        "1",
+    ]
+    command = torchrun_command(
+        Path("/a/script.py"), (), nproc_per_node=3, torchrun_flags=["--standalone", "--max-restarts=2"]
+    )
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert command[3:] == ["--standalone", "--max-restarts=2", "--nproc_per_node=3", "/a/script.py"]
 

@@ -33,7 +33,7 @@ def connect_ranks(connect, size, delays=None, ranks=None):
     def run(rank):
         try:
             threading.Event().wait((delays or {}).get(rank, 0))
-            found[rank] = per_attempt_store(connect(), rank, size, TIMEOUT)
+            found[rank] = per_attempt_store(connect(), rank=rank, size=size, timeout=TIMEOUT)
         except BaseException as error:
             errors[rank] = error
 
@@ -90,7 +90,7 @@ def test_a_rank_that_dies_between_answer_and_confirmation(connect):
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_missing_rank_is_named_without_further_lines(connect, present, capfd):
     with pytest.raises(RunError, match=f"rank {1 - present} did not"):
-        per_attempt_store(connect(), present, 2, timedelta(seconds=1))
+        per_attempt_store(connect(), rank=present, size=2, timeout=timedelta(seconds=1))
     assert capfd.readouterr().err == "", "PyTorch's C++ code warns when a wait for a key times out"
 
 

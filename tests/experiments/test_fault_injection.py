@@ -70,7 +70,7 @@ def test_the_moment_of_an_evaluation_is_after_a_step_at_which_only_an_evaluation
 
 def test_a_rank_is_killed_at_its_moment(job, tmp_path):
     target = psutil.Process(job.torchrun.pid)
-    assert kill(target, job, RunFiles(tmp_path), Moment(lambda files: True, 0.0))
+    assert kill(target, job, RunFiles(tmp_path), moment=Moment(lambda files: True, 0.0))
     assert job.wait(10) == -signal.SIGKILL
 
 
@@ -83,7 +83,7 @@ def test_a_rank_survives_a_moment_that_has_passed(job, tmp_path):
             job.torchrun.kill()
         return bool(holds)
 
-    assert not kill(psutil.Process(job.torchrun.pid), job, RunFiles(tmp_path), Moment(condition, 0.0))
+    assert not kill(psutil.Process(job.torchrun.pid), job, RunFiles(tmp_path), moment=Moment(condition, 0.0))
     assert next(conditions, None) is None
 
 

@@ -124,7 +124,7 @@ class Job(TorchrunJob):
         module = program if program.endswith(".py") or "." in program else f"app.{program}"
         self._folder = tempfile.TemporaryDirectory()
         super().__init__(
-            [*prefix, *torchrun_command(module, flags, ranks, torchrun_flags)],
+            [*prefix, *torchrun_command(module, flags, nproc_per_node=ranks, torchrun_flags=torchrun_flags)],
             environment={"HF_HUB_OFFLINE": "1"} | environment,
             cwd=cwd,
             stdout=Path(self._folder.name, "out"),

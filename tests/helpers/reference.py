@@ -21,7 +21,9 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
         The loss of each step, and the class id predicted for each test row in file order.
     """
     table = read_reviews(settings.csv_path, "review", "label")
-    split = split_reviews(table, settings.test_size, settings.validation_size, settings.seed)
+    split = split_reviews(
+        table, test_size=settings.test_size, validation_size=settings.validation_size, seed=settings.seed
+    )
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
     model = load_classifier(settings, table.class_names, tokenizer).model
 

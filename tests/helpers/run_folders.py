@@ -60,7 +60,9 @@ def write_run(
         "versions": {"python": "3.11"},
     } | settings
     table = read_reviews(reviews, settings["text_column"], settings["label_column"])
-    split = split_reviews(table, settings["test_size"], settings["validation_size"], settings["seed"])
+    split = split_reviews(
+        table, test_size=settings["test_size"], validation_size=settings["validation_size"], seed=settings["seed"]
+    )
     names, labels = list(table.class_names), table.labels[split.test]
     n = len(labels)
     logits = draw.normal(size=(n, len(names))) + 1.5 * np.eye(len(names))[labels]

@@ -84,7 +84,7 @@ class Step:
         """The collectives that app.plan predicts."""
         plan = batch_plan(self.ranks, self.logical_ranks, self.accumulation)
         topology = Topology(self.ranks, self.inside)
-        step = plan_step(self.settings, self.config, plan, torch.device("cpu"), topology)
+        step = plan_step(self.settings, self.config, plan, device=torch.device("cpu"), topology=topology)
         return as_counts(step.traffic(self.strategy))
 
     def count(self, world: World) -> Counts:

@@ -79,8 +79,8 @@ def inspect() -> Iterator[dict[str, Any]]:
     loaded: list[Any] = []
     load, wrap, finish = app.training.build.load_classifier, DistributedDataParallel.__init__, RunRecord.finish
 
-    def load_and_describe(*arguments: Any) -> Any:
-        classifier = load(*arguments)
+    def load_and_describe(*arguments: Any, **names: Any) -> Any:
+        classifier = load(*arguments, **names)
         loaded[:] = [classifier.model, arguments[2], describe(classifier.model, arguments[2])]
         return classifier
 

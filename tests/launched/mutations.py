@@ -25,7 +25,9 @@ from app.training.dropout import seed_micro_batch
 @contextmanager
 def dropout_seed(world: World) -> Iterator[None]:
     """Another seed for dropout only: split, order and initial weights stay the same."""
-    with patch_everywhere("seed_micro_batch", lambda seed, *place: seed_micro_batch(seed + 1, *place)):
+    with patch_everywhere(
+        "seed_micro_batch", lambda seed, *place, **names: seed_micro_batch(seed + 1, *place, **names)
+    ):
         yield
 
 
@@ -34,8 +36,8 @@ def one_weight(world: World) -> Iterator[None]:
     """One of 1.5 million initial weights becomes the next larger float32."""
     load = app.training.build.load_classifier
 
-    def load_changed(*arguments: Any) -> Any:
-        classifier = load(*arguments)
+    def load_changed(*arguments: Any, **names: Any) -> Any:
+        classifier = load(*arguments, **names)
         weight = classifier.model.classifier.weight.data
         weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
         return classifier
@@ -65,7 +67,7 @@ def clip_value(world: World) -> Iterator[None]:
     """Gradients are clipped to 0.999 of the norm."""
 
     def clip_more(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, scale: torch.Tensor) -> None:
-        clip_by_norm(gradients, norm, max_norm * 0.999, scale)
+        clip_by_norm(gradients, norm, max_norm * 0.999, loss_scale=scale)
 
     with patch_everywhere("clip_by_norm", clip_more):
         yield
@@ -76,8 +78,9 @@ def swapped_ranks(world: World) -> Iterator[None]:
     """The same global batches, but two ranks swap their rows, which therefore get other dropout masks."""
     construct = FullBatchSampler.__init__
 
-    def construct_swapped(self: Any, n_rows: Any, plan: BatchPlan, mine: Sequence[int], seed: int) -> None:
-        construct(self, n_rows, plan, [plan.logical_ranks - 1 - logical_rank for logical_rank in mine], seed)
+    def construct_swapped(self: Any, n_rows: Any, plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
+        swapped = [plan.logical_ranks - 1 - logical_rank for logical_rank in logical_ranks]
+        construct(self, n_rows, plan, logical_ranks=swapped, seed=seed)
 
     with patch.object(FullBatchSampler, "__init__", construct_swapped):
         yield
@@ -99,7 +102,7 @@ def physical_dropout(world: World) -> Iterator[None]:
     """The dropout masks depend on the process, not on the logical rank."""
 
     def seed_by_process(seed: int, step: int, logical_rank: int, number: int) -> None:
-        seed_micro_batch(seed, step, world.rank, number)
+        seed_micro_batch(seed, step, logical_rank=world.rank, number=number)
 
     with patch_everywhere("seed_micro_batch", seed_by_process):
         yield

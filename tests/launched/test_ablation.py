@@ -38,7 +38,7 @@ def test_simulated_ranks_are_bitwise_identical_to_real_ones(launch, world, one_t
     done = launch("ddp_loop", *FLAGS, "--use_cpu", "--eval_strategy", "no", "--output_dir", "run", ranks=2)
     assert done.status == 0, done.err
     settings = parse_settings(arguments=[*map(str, FLAGS), f"--cache_dir={tmp_path / 'cache'}"])
-    outcome = train_variant(settings, Variant(), build_variant_data(settings, Variant(), world), 2, world)
+    outcome = train_variant(settings, Variant(), build_variant_data(settings, Variant(), world), ranks=2, world=world)
     steps = read_steps(tmp_path / "run")
     assert steps[-1]["epoch"] > 1
     assert outcome.losses == [step["loss"] for step in steps]

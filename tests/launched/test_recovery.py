@@ -261,8 +261,8 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(wor
     path.fine_tune(parse_settings(arguments=[*map(str, flags), "--output_dir", str(tmp_path / "run")]), world)
     checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-1"
 
-    def prepare_late(*arguments: Any) -> Preparation:
-        prepared = prepare(*arguments)
+    def prepare_late(*arguments: Any, **names: Any) -> Preparation:
+        prepared = prepare(*arguments, **names)
         shutil.rmtree(checkpoint)
         return prepared
 
@@ -295,7 +295,7 @@ class NeverStopped:
 def score_once() -> Callable[..., Scores]:
     """`score`, which works for the evaluation during training, and fails for the next one."""
     outcomes = iter([score])
-    return lambda *arguments: next(outcomes, fail)(*arguments)
+    return lambda *arguments, **names: next(outcomes, fail)(*arguments, **names)
 
 
 @pytest.mark.launched
@@ -367,9 +367,9 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_the_run_resumes_from_it
 
 
 def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, tmp_path):
-    def evaluate_late(*arguments):
+    def evaluate_late(*arguments, **names):
         os.kill(os.getpid(), signal.SIGUSR1)
-        return evaluate(*arguments)
+        return evaluate(*arguments, **names)
 
     evaluate = app.ddp_loop.evaluate
     flags = ["--csv", review_csv(), "--train_batch_size", 8, "--max_steps", 1, "--eval_strategy", "no"]

@@ -244,7 +244,7 @@ def hub(hub_cache, monkeypatch):
 def commit_of_weights(settings: Settings, commit: str) -> str:
     """Return the commit that the loaded weights come from."""
     tokenizer, name = load_tokenizer(settings, TEXTS, commit), "bert.embeddings.word_embeddings.weight"
-    weights = load_classifier(settings, ["0", "1"], tokenizer, commit).model.state_dict()[name]
+    weights = load_classifier(settings, ["0", "1"], tokenizer, commit=commit).model.state_dict()[name]
     (found,) = (
         known
         for known in ("a" * 40, "b" * 40)

@@ -9,7 +9,7 @@ from app.model.tiny_bert import MAX_TOKEN_LENGTH, SPECIAL_TOKENS, VOCABULARY_SIZ
 
 def test_equal_texts_give_identical_tokenizers(hotel_csv):
     table = read_reviews(hotel_csv)
-    texts = table.texts.iloc[split_reviews(table, 0.1, 0.0, 42).train]
+    texts = table.texts.iloc[split_reviews(table, test_size=0.1, validation_size=0.0, seed=42).train]
     first, second = (learn_tokenizer(texts).backend_tokenizer.to_str() for _ in range(2))
     assert first == second
 

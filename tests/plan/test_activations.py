@@ -63,7 +63,7 @@ def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, ch
 def test_counted_activations_are_those_that_the_allocator_gives_out(precision, checkpointing):
     config = BertConfig(**SMALL)
     settings = Settings(max_length=64, precision=precision, activation_checkpointing=checkpointing)
-    counted = count_activations(settings, config, 32, CPU)
+    counted = count_activations(settings, config, rows=32, device=CPU)
     saved, peak = measure(config, 32, 64, precision, checkpointing)
     assert counted.saved == pytest.approx(saved, rel=0.02)
     assert counted.peak == pytest.approx(peak, rel=0.02)
@@ -74,23 +74,26 @@ def test_copies_of_weights_in_16_bits_are_named():
     linear = {n: m for n, m in BertForSequenceClassification(config).named_modules() if type(m) is torch.nn.Linear}
     for checkpointing, kept in ((False, linear), (True, {n: m for n, m in linear.items() if "encoder" not in n})):
         settings = Settings(max_length=16, precision="bf16", activation_checkpointing=checkpointing)
-        weights = count_activations(settings, config, 2, CPU).weights
+        weights = count_activations(settings, config, rows=2, device=CPU).weights
         assert weights == 2 * sum(module.weight.numel() for module in kept.values())
-    assert count_activations(Settings(max_length=16), config, 2, CPU).weights == 0
+    assert count_activations(Settings(max_length=16), config, rows=2, device=CPU).weights == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_mixture_of_experts_is_counted_without_computing_it(precision):
     """PyTorch's own product of groups accepts only bf16 without data."""
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
-    counted = count_activations(Settings(max_length=64, precision=precision), config, 32, CPU)
+    counted = count_activations(Settings(max_length=64, precision=precision), config, rows=32, device=CPU)
     saved, peak = measure(config, 32, 64, precision, checkpointing=False)
     assert counted.saved == pytest.approx(saved, rel=0.05)
     assert counted.peak == pytest.approx(peak, rel=0.05)
 
 
 def test_parameters_that_are_not_trained_need_no_gradient():
-    assert count_activations(Settings(max_length=16), RoFormerConfig(**SMALL, embedding_size=32), 2, CPU).saved > 0
+    assert (
+        count_activations(Settings(max_length=16), RoFormerConfig(**SMALL, embedding_size=32), rows=2, device=CPU).saved
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_parameters_that_are_not_trained_need_no_gradient():
 )
 def test_an_error_in_the_code_of_a_model_is_one_line(config, problem, capfd):
     with pytest.raises(UserError, match=problem):
-        count_activations(Settings(max_length=16), config, 2, CPU)
+        count_activations(Settings(max_length=16), config, rows=2, device=CPU)
     assert capfd.readouterr().err == "", "PyTorch logs a traceback of its own"
 
 
@@ -115,16 +118,16 @@ def test_an_internal_error_keeps_its_traceback():
 
 def test_checkpointing_keeps_less_and_more_rows_keep_more():
     config = BertConfig(**SMALL)
-    few, many = (count_activations(Settings(max_length=16), config, rows, CPU) for rows in (2, 4))
+    few, many = (count_activations(Settings(max_length=16), config, rows=rows, device=CPU) for rows in (2, 4))
     assert 1.8 * few.saved < many.saved < 2.1 * few.saved
     checkpointed = Settings(max_length=16, activation_checkpointing=True)
-    assert count_activations(checkpointed, config, 4, CPU).saved < many.saved / 4
+    assert count_activations(checkpointed, config, rows=4, device=CPU).saved < many.saved / 4
     assert many.saved <= many.peak
 
 
 def test_weights_of_any_size_need_no_memory():
     large = BertConfig(hidden_size=8192, num_hidden_layers=2, num_attention_heads=64, intermediate_size=32768)
-    assert count_activations(Settings(max_length=8), large, 1, CPU).saved > 0
+    assert count_activations(Settings(max_length=8), large, rows=1, device=CPU).saved > 0
 
 
 def test_a_computation_that_depends_on_data_is_refused():

@@ -34,7 +34,7 @@ TWO_OF_TWO = StepOptions(logical_ranks_per_rank=2, accumulation_steps=2)
 
 
 def states(model: nn.Module, strategy: str, ranks: int) -> list[int]:
-    return [memory.state for memory in plan_memory(model, strategy, Topology(ranks))]
+    return [memory.state for memory in plan_memory(model, strategy, topology=Topology(ranks))]
 
 
 def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
@@ -68,8 +68,8 @@ def test_other_dtypes_have_other_sizes():
 def test_frozen_parameters_have_neither_gradients_nor_moments():
     model = Shapes([(4, 4), (2, 4)])
     model.rest.p0.requires_grad_(False)
-    assert plan_memory(model, "ddp", Topology(1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
-    (first, second) = plan_memory(model, "zero3", Topology(2))
+    assert plan_memory(model, "ddp", topology=Topology(1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
+    (first, second) = plan_memory(model, "zero3", topology=Topology(2))
     assert (first.parameters, first.gradients, first.optimizer) == (4 * 12, 4 * 4, 8 * 4)
     assert first.state == second.state
 
@@ -77,40 +77,50 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
 def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
     assert [gathered_after_forward(model, name) for name in ("ddp", "zero1", "zero2", "zero3")] == [0, 0, 4 * 77, 0]
-    assert plan_memory(model, "zero2", Topology(2))[0].gathered == 4 * 77
-    assert plan_memory(model, "zero3", Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
+    assert plan_memory(model, "zero2", topology=Topology(2))[0].gathered == 4 * 77
+    assert plan_memory(model, "zero3", topology=Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
         "the two largest blocks, and the rest"
     )
-    assert plan_memory(model, "zero3", Topology(2))[0].exchange == 3 * 4 * 32
+    assert plan_memory(model, "zero3", topology=Topology(2))[0].exchange == 3 * 4 * 32
 
 
 @pytest.mark.parametrize(("logical_ranks_per_rank", "partial_sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
 def test_partial_sums_over_logical_ranks_need_memory(logical_ranks_per_rank, partial_sums):
-    for strategy, size in (("ddp", 4 * ELEMENTS), ("zero2", plan_memory(MODEL, "zero2", Topology(2))[0].gradients)):
-        plan = plan_memory(MODEL, strategy, Topology(2), StepOptions(logical_ranks_per_rank=logical_ranks_per_rank))
+    for strategy, size in (
+        ("ddp", 4 * ELEMENTS),
+        ("zero2", plan_memory(MODEL, "zero2", topology=Topology(2))[0].gradients),
+    ):
+        plan = plan_memory(
+            MODEL, strategy, topology=Topology(2), options=StepOptions(logical_ranks_per_rank=logical_ranks_per_rank)
+        )
         assert (plan[0].partial_sums, plan[0].accumulated) == (partial_sums * size, 0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(strategy):
-    memory = plan_memory(MODEL, strategy, Topology(2), TWO_OF_TWO)[0]
+    memory = plan_memory(MODEL, strategy, topology=Topology(2), options=TWO_OF_TWO)[0]
     assert memory.accumulated == 4 * ELEMENTS
     assert memory.total == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
 
 
 def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
-    memory = plan_memory(MODEL, "zero3", Topology(4), TWO_OF_TWO)[0]
+    memory = plan_memory(MODEL, "zero3", topology=Topology(4), options=TWO_OF_TWO)[0]
     assert memory.in_main_memory(cpu_offload=True) == memory.state + memory.partial_sums
     assert memory.on_device(cpu_offload=True) == memory.gathered + memory.exchange + memory.accumulated
     assert (memory.in_main_memory(cpu_offload=False), memory.on_device(cpu_offload=False)) == (0, memory.total)
 
 
 def test_three_ranks_receive_buckets_of_the_others():
-    assert plan_memory(MODEL, "ddp", Topology(2))[0].exchange == 0
-    assert plan_memory(MODEL, "ddp", Topology(3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
-    assert plan_memory(MODEL, "zero1", Topology(4), StepOptions(bucket_cap=16))[0].exchange == 4 * ELEMENTS
+    assert plan_memory(MODEL, "ddp", topology=Topology(2))[0].exchange == 0
+    assert plan_memory(MODEL, "ddp", topology=Topology(3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
+    assert (
+        plan_memory(MODEL, "zero1", topology=Topology(4), options=StepOptions(bucket_cap=16))[0].exchange
+        == 4 * ELEMENTS
+    )
     for topology, on_gpus, buckets in ((Topology(4), False, 3), (Topology(4, 2), False, 5), (Topology(4, 2), True, 1)):
-        (memory, *_) = plan_memory(Shapes([(9, 9)] * 9), "ddp", topology, StepOptions(bucket_cap=1, on_gpus=on_gpus))
+        (memory, *_) = plan_memory(
+            Shapes([(9, 9)] * 9), "ddp", topology=topology, options=StepOptions(bucket_cap=1, on_gpus=on_gpus)
+        )
         assert memory.exchange == buckets * 4 * 81
 
 
@@ -119,9 +129,12 @@ def test_compressed_gradients_need_memory(strategy):
     model = Shapes([(10, 4), (6, 4)])  # 64 elements
     for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 16 * 64}.items():
         assert {
-            memory.exchange for memory in plan_memory(model, strategy, Topology(2), StepOptions(comm_hook=hook))
+            memory.exchange
+            for memory in plan_memory(model, strategy, topology=Topology(2), options=StepOptions(comm_hook=hook))
         } == {size}
     for hook, element in {"no": 4, "bf16": 2}.items():
-        (memory, *_) = plan_memory(model, strategy, Topology(4), StepOptions(logical_ranks_per_rank=2, comm_hook=hook))
+        (memory, *_) = plan_memory(
+            model, strategy, topology=Topology(4), options=StepOptions(logical_ranks_per_rank=2, comm_hook=hook)
+        )
         copy = 2 * 64 if hook == "bf16" else 0
         assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)

@@ -86,7 +86,9 @@ class Shapes(nn.Module):
 
 
 def planned(model: nn.Module, strategy: str, topology: Topology, **more: int) -> list[Collective]:
-    collectives = plan_traffic(model, list(model.parameters()), strategy, topology, StepOptions(**more))
+    collectives = plan_traffic(
+        model, list(model.parameters()), strategy=strategy, topology=topology, options=StepOptions(**more)
+    )
     return [collective for collective in collectives if collective.purpose != "norm"]
 
 
@@ -128,7 +130,7 @@ def test_averaging_in_a_fixed_order_sends_as_much_as_a_ring(shapes, ranks):
 def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, find_unused):
     model = Shapes([(size,) for size in sizes])
     order = list(model.parameters())[::-1]
-    buckets = gradient_buckets(model, order, cap and cap * 2**20, find_unused)
+    buckets = gradient_buckets(model, order, bucket_cap=cap and cap * 2**20, find_unused_parameters=find_unused)
     together = [parameter for bucket in buckets for parameter in bucket]
     assert {id(p) for p in together} == {id(p) for p in order}
     assert len(together) == len(order)
@@ -145,7 +147,8 @@ def test_gpus_gather_averages_in_one_collective():
     model = Shapes([(10, 4)])
     parameters = list(model.parameters())
     on_cpus, on_gpus = (
-        plan_traffic(model, parameters, "ddp", Topology(4), StepOptions(on_gpus=on_gpus)) for on_gpus in (False, True)
+        plan_traffic(model, parameters, strategy="ddp", topology=Topology(4), options=StepOptions(on_gpus=on_gpus))
+        for on_gpus in (False, True)
     )
     assert on_cpus[-1] == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
     assert on_gpus[-1] == Collective("gradients", "bucket 1", "all-gather", 160)

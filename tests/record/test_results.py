@@ -79,7 +79,7 @@ def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build
     if strategy_name != "copies":
         strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
         strategy.wrap(model)
-    written = stage_model(tmp_path, model, strategy.gather_model_state(model), tokenizer)
+    written = stage_model(tmp_path, model, strategy.gather_model_state(model), tokenizer=tokenizer)
     for file in (tmp_path / "expected").iterdir():
         assert (written / file.name).read_bytes() == file.read_bytes(), file.name
     loaded = type(model).from_pretrained(written)
@@ -92,7 +92,7 @@ def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
     model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     (tmp_path / SETTINGS.name).touch()
-    written = load_file(stage_model(tmp_path, model, dict(state), tokenizer) / MODEL)
+    written = load_file(stage_model(tmp_path, model, dict(state), tokenizer=tokenizer) / MODEL)
     assert all(torch.equal(written[name], state[name]) for name in written)
 
 

@@ -92,7 +92,7 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
     monkeypatch.setattr(writing, "first_failure", lambda problem, world: problem)
-    return RunRecord(info, Resume(), lambda step: [step], folder, None)
+    return RunRecord(info, Resume(), lambda step: [step], folder=folder, lock=None)
 
 
 def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
@@ -100,10 +100,10 @@ def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
     record = record_of_rank_1(tmp_path, monkeypatch)
     record.reset.is_done = True
     strategy = Copies()
-    record.best.keep(1, strategy, nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, strategy, nn.Linear(2, 2), metrics={"accuracy": 0.5})
     assert strategy.gathered == 1
     assert record.best.best.step == 1
-    record.finish(strategy, nn.Linear(2, 2), None, None, None)
+    record.finish(strategy, nn.Linear(2, 2), tokenizer=None, logits=None, scores=None)
     assert strategy.gathered == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -287,7 +287,7 @@ def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_
     interrupted.lock = None
     begin(record, plan)
     assert contents(interrupted.folder) == before
-    monkeypatch.setattr(record_module, "write_results", lambda *_: None)
+    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: None)
     record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
     assert not (record.folder / METRICS.name).exists()
     assert steps_on_disk(record) == list(range(1, 11))
@@ -410,7 +410,7 @@ def test_a_finished_run_unlocks_its_folder(new_record, monkeypatch):
     record, plan = new_record()
     begin(record, plan)
     add_steps(record, 1)
-    monkeypatch.setattr(record_module, "write_results", lambda *_: "f" * 64)
+    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: "f" * 64)
     with pytest.raises(UserError, match="has not ended"):
         lock(record.folder)
     record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))

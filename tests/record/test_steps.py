@@ -174,11 +174,15 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
 def test_the_error_names_ranks_and_rows(monkeypatch):
     reports = [(True, "1, 2"), (False, "7, 9")]
     monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [reports[0], mine])
-    error = nonfinite_error(step(4, [0.5, float("nan")], float("nan")), [7, 9], 3, fake_world())
+    error = nonfinite_error(step(4, [0.5, float("nan")], float("nan")), [7, 9], skipped_in_a_row=3, world=fake_world())
     assert str(error) == "step 4: the loss is not finite on rank 1, rows 7, 9; the optimizer skipped this step"
-    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world())
+    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world())
     assert str(error) == "step 4: the gradient norm is inf; the optimizer skipped this step"
-    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world(), "fp16")
+    error = nonfinite_error(
+        step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world(), comm_hook="fp16"
+    )
     assert "(--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity" in str(error)
-    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], 0, fake_world(), "bf16")
+    error = nonfinite_error(
+        step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world(), comm_hook="bf16"
+    )
     assert "hook" not in str(error)

@@ -131,7 +131,7 @@ def score(d, a_only, b_only, n):
 )
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 def test_tango_contains_exactly_the_differences_that_the_score_test_does_not_reject(counts, confidence):
-    interval = paired_difference_interval(*counts, confidence)
+    interval = paired_difference_interval(*counts, confidence=confidence)
     z = stats.norm.ppf((1 + confidence) / 2)
     assert score(interval.low, *counts) == pytest.approx(z, abs=1e-4)
     assert score(interval.high, *counts) == pytest.approx(-z, abs=1e-4)
@@ -143,8 +143,8 @@ def test_tango_contains_exactly_the_differences_that_the_score_test_does_not_rej
 @given(discordant_counts(), CONFIDENCES)
 def test_tango_is_antisymmetric_and_contains_the_difference(counts, confidence):
     a_only, b_only, n = counts
-    interval = paired_difference_interval(a_only, b_only, n, confidence)
-    swapped = paired_difference_interval(b_only, a_only, n, confidence)
+    interval = paired_difference_interval(a_only, b_only, n, confidence=confidence)
+    swapped = paired_difference_interval(b_only, a_only, n, confidence=confidence)
     assert (swapped.estimate, swapped.low, swapped.high) == (-interval.estimate, -interval.high, -interval.low)
     assert interval.estimate == (a_only - b_only) / n
     assert -1 <= interval.low <= interval.estimate <= interval.high <= 1
@@ -161,7 +161,7 @@ def test_tango_gets_narrower_with_more_rows(counts, times):
 
 @given(st.integers(1, 10**6), CONFIDENCES)
 def test_tango_without_disagreements_is_wilson_of_zero_on_both_sides(n, confidence):
-    interval, wilson = paired_difference_interval(0, 0, n, confidence), wilson_interval(0, n, confidence)
+    interval, wilson = paired_difference_interval(0, 0, n, confidence=confidence), wilson_interval(0, n, confidence)
     assert interval.high == pytest.approx(wilson.high, rel=1e-6)
     assert interval.low == -interval.high
 
@@ -455,7 +455,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max
 @given(LENGTHS, st.integers(1, 8))
 def test_length_groups_partition_the_rows_in_order(sample, groups):
     lengths, correct = np.array([x for x, _ in sample]), np.array([y for _, y in sample])
-    table = accuracy_by_length(lengths, correct, groups)
+    table = accuracy_by_length(lengths, correct, groups=groups)
     assert 1 <= len(table) <= groups
     assert sum(row.n for row in table) == len(lengths)
     assert (table[0].shortest, table[-1].longest) == (lengths.min(), lengths.max())
@@ -469,7 +469,7 @@ def test_length_groups_partition_the_rows_in_order(sample, groups):
 @given(st.integers(1, 8), st.integers(1, 30), st.randoms(use_true_random=False))
 def test_distinct_lengths_give_groups_of_equal_size(groups, each, random):
     lengths = random.sample(range(10_000), groups * each)
-    assert [row.n for row in accuracy_by_length(lengths, [True] * len(lengths), groups)] == [each] * groups
+    assert [row.n for row in accuracy_by_length(lengths, [True] * len(lengths), groups=groups)] == [each] * groups
 
 
 @given(LENGTHS, st.lists(st.integers(0, 40), min_size=1, max_size=4, unique=True))

@@ -77,7 +77,7 @@ def test_clipping_is_that_of_torch(seed, max_norm):
     rounding = 25 * torch.finfo(torch.float32).eps  # of torch's sum of 49 squares, in whichever order its kernel adds
     assert norm == pytest.approx(float(expected_norm), rel=rounding)
     before = [gradient.clone() for gradient in gradients]
-    clip_by_norm(gradients, norm, max_norm, torch.ones(()))
+    clip_by_norm(gradients, norm, max_norm, loss_scale=torch.ones(()))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=rounding, atol=0)
     if norm < 0.99 * max_norm:
@@ -91,12 +91,12 @@ def test_a_loss_scale_rounds_nothing(seed, max_norm, exponent):
     plain = [values(seed, 40), values(seed + 1, 9)]
     scaled = [gradient * 2.0**exponent for gradient in plain]
     norm = sum_of_squares(plain).sqrt().float()
-    clip_by_norm(plain, norm, max_norm, torch.ones(()))
-    clip_by_norm(scaled, norm, max_norm, torch.tensor(2.0**exponent))
+    clip_by_norm(plain, norm, max_norm, loss_scale=torch.ones(()))
+    clip_by_norm(scaled, norm, max_norm, loss_scale=torch.tensor(2.0**exponent))
     assert all(map(torch.equal, scaled, plain))
 
 
 def test_a_rank_without_gradients_takes_part():
     """Under a sharded strategy, a rank may hold no row of any parameter that has a gradient."""
     assert sum_of_squares([]).item() == 0.0
-    clip_by_norm([], torch.tensor(5.0), 1.0, torch.ones(()))
+    clip_by_norm([], torch.tensor(5.0), 1.0, loss_scale=torch.ones(()))

@@ -61,7 +61,7 @@ def average(
     def work(rank: int) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         world, sums = network.world(rank, inside), TreeSum()
-        hook = RoundedAllReduce(parameters, sums, world, HOOK_DTYPES[hook_name], factor)
+        hook = RoundedAllReduce(parameters, sums, world=world, dtype=HOOK_DTYPES[hook_name], factor=factor)
         *others, last = ([tensor.clone() for tensor in leaves[i]] for i in plan.logical_ranks_of(rank))
         for leaf in others:
             hook.add(leaf)
@@ -170,7 +170,10 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(wo
 def test_a_gradient_that_fp16_cannot_represent_becomes_infinite(world):
     parameters = [nn.Parameter(torch.zeros(3))]
     parameters[0].grad = torch.tensor([65504.0, 70000.0, 1e-9])
-    hooks = [RoundedAllReduce(parameters, TreeSum(), world, HOOK_DTYPES[name], 1) for name in ("fp16", "bf16")]
+    hooks = [
+        RoundedAllReduce(parameters, TreeSum(), world=world, dtype=HOOK_DTYPES[name], factor=1)
+        for name in ("fp16", "bf16")
+    ]
     fp16, bf16 = (hook.average(Bucket([0], parameters, True)).wait() for hook in hooks)
     assert fp16.tolist() == [65504.0, float("inf"), 0.0]
     assert bf16.isfinite().all()

@@ -76,7 +76,7 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     assert type(wrapped) is (ShardedModel if is_sharded else DistributedDataParallel)
     fsdp_class = f"FSDP{type(new_model(name)).__name__}"
     assert wrapper_name(wrapped) == (fsdp_class if is_sharded else "DistributedDataParallel")
-    optimizer = build_optimizer(wrapped, settings, 1e-2, strategy)
+    optimizer = build_optimizer(wrapped, settings, 1e-2, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
     shape = (STEPS, plan.micro_batches_per_step, plan.micro_size)

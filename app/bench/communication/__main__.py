@@ -67,7 +67,7 @@ def size_in_mib(text: str) -> float:
 
 
 def main(
-    settings: Settings, sections: list[str] | None, largest_mib: float, seconds_per_point: float, seeds: int
+    settings: Settings, *, sections: list[str] | None, largest_mib: float, seconds_per_point: float, seeds: int
 ) -> None:
     with join(settings) as world:
         names = [name for name in SECTIONS if sections is None or name in sections]
@@ -81,7 +81,7 @@ def main(
         if names != ["collectives"]:
             data = build_data(settings, world)
             with raise_on_all_ranks(world):
-                check(names, settings, seeds, len(data.split.train), world)
+                check(names, settings, seeds, n_train=len(data.split.train), world=world)
             build_model(settings, data, world)  # a model that cannot be loaded would be noticed only after minutes
         with raise_on_all_ranks(world):
             if world.is_main_process:
@@ -91,18 +91,20 @@ def main(
         measured = []
         for name in names:
             if data is None or name == "collectives":
-                section = measure_collectives(settings, world, largest, seconds_per_point)
+                section = measure_collectives(settings, world, largest, seconds_per_point=seconds_per_point)
             else:
-                section = measure(name, settings, data, STEP_SECONDS * seconds_per_point, seeds, world)
+                section = measure(
+                    name, settings, data=data, seconds=STEP_SECONDS * seconds_per_point, seeds=seeds, world=world
+                )
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
                 if folder is not None:
-                    write(folder, facts, settings, measured)
+                    write(folder, facts, settings, measured=measured)
         world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .md"))
 
 
-def check(names: Sequence[str], settings: Settings, seeds: int, n_train: int, world: World) -> None:
+def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int, world: World) -> None:
     """Check, before anything is measured, that every section can be.
 
     Args:
@@ -117,14 +119,14 @@ def check(names: Sequence[str], settings: Settings, seeds: int, n_train: int, wo
             if name == "collectives":
                 continue
             if name == "compression":
-                settings_by_hook(settings, seeds, n_train, world.size)
+                settings_by_hook(settings, seeds, n_train=n_train, ranks=world.size)
             else:
-                training_step.variants_of(name, settings, n_train, world.topology)
+                training_step.variants_of(name, settings, n_train, topology=world.topology)
         except UserError as problem:
             raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
 
 
-def write(folder: Path, facts: Mapping[str, str], settings: Settings, measured: Sequence[Section]) -> None:
+def write(folder: Path, facts: Mapping[str, str], settings: Settings, *, measured: Sequence[Section]) -> None:
     """Write, or replace, the three files."""
     content: dict[str, Any] = {
         "machine": facts,
@@ -143,11 +145,11 @@ def headline(facts: Mapping[str, str]) -> str:
     )
 
 
-def measure(name: str, settings: Settings, data: ReviewData, seconds: float, seeds: int, world: World) -> Section:
+def measure(name: str, settings: Settings, *, data: ReviewData, seconds: float, seeds: int, world: World) -> Section:
     """Measure one section on training. Collective."""
     if name == "compression":
-        return measure_compression(settings, data, seeds, seconds, world)
-    return training_step.measure_step(name, settings, data, seconds, world)
+        return measure_compression(settings, data, seeds, seconds=seconds, world=world)
+    return training_step.measure_step(name, settings, data, seconds=seconds, world=world)
 
 
 def describe(world: World) -> dict[str, str]:

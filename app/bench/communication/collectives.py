@@ -59,7 +59,7 @@ VARIANTS = ("reduce-scatter, pairwise", "all-gather, in place")
 
 
 def prepare(
-    name: str, complete: torch.Tensor, other: torch.Tensor, world: World, group: dist.ProcessGroup | None = None
+    name: str, complete: torch.Tensor, other: torch.Tensor, *, world: World, group: dist.ProcessGroup | None = None
 ) -> Callable[[], object]:
     """Return a function that runs a collective. Every rank has to call it.
 
@@ -106,7 +106,7 @@ def take_pictures(world: World) -> list[Picture]:
     group = dist.new_group(list(range(size))) if size < world.size else None
     pictures = []
     for collective in COLLECTIVES:
-        mine = run_once(collective, size, world, group) if world.rank < size else None
+        mine = run_once(collective, size, world, group=group) if world.rank < size else None
         contents = [content for content in all_gather_object(mine, world) if content is not None]
         before, after = ([[as_chunk(cell) for cell in content[side]] for content in contents] for side in (0, 1))
         pictures.append(Picture(collective.name, collective.note, before, after))
@@ -116,7 +116,7 @@ def take_pictures(world: World) -> list[Picture]:
 
 
 def run_once(
-    collective: PicturedCollective, size: int, world: World, group: dist.ProcessGroup | None
+    collective: PicturedCollective, size: int, world: World, *, group: dist.ProcessGroup | None
 ) -> tuple[Content, Content]:
     """Run a collective and return the content of this rank's memory before and after it.
 
@@ -129,14 +129,14 @@ def run_once(
     complete, other = (values.clone(), torch.zeros_like(values))
     if collective.before == "chunk":
         complete, other = torch.zeros_like(values), values[world.rank].repeat(size, 1)
-    before = _content(collective.before, complete, other, world)
-    prepare(collective.name, complete, other, world, group)()
+    before = _content(collective.before, complete, other, world=world)
+    prepare(collective.name, complete, other, world=world, group=group)()
     wait_for_device(world)
     received = other if collective.name == "all-to-all" else complete
-    return before, _content(collective.after, received, other, world)
+    return before, _content(collective.after, received, other, world=world)
 
 
-def _content(extent: Extent, complete: torch.Tensor, other: torch.Tensor, world: World) -> Content:
+def _content(extent: Extent, complete: torch.Tensor, other: torch.Tensor, *, world: World) -> Content:
     """Return what this rank holds of each chunk."""
     nothing: Content = [None] * len(complete)
     if extent == "chunk":

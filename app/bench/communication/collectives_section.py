@@ -36,7 +36,7 @@ FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the other ran
 Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seconds in each round)
 
 
-def measure_collectives(settings: Settings, world: World, largest: int, seconds_per_point: float) -> Section:
+def measure_collectives(settings: Settings, world: World, largest: int, *, seconds_per_point: float) -> Section:
     """Show and time all collectives. Collective.
 
     Args:
@@ -52,7 +52,7 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
     if len(fitting) < FEWEST_POINTS:
         raise AgreedError(f"the free memory is enough for {len(fitting)} sizes of tensors; a fit needs {FEWEST_POINTS}")
     pictures = take_pictures(world)
-    points = time_collectives(fitting, seconds_per_point, settings, world)
+    points = time_collectives(fitting, seconds_per_point, settings, world=world)
     lines = {name: fit_line(name, found) for name, found in points.items()}
     limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
     parts: list[Part] = []
@@ -78,11 +78,11 @@ def measure_collectives(settings: Settings, world: World, largest: int, seconds_
         )
     if world.size == 1:
         paragraphs.append("With one rank nothing is sent: the times are those of the calls and of local copies.")
-    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, world))
+    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, world=world))
 
 
 def as_data(
-    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], world: World
+    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], *, world: World
 ) -> dict[str, dict[str, object]]:
     """Return all numbers for JSON."""
     return {
@@ -135,15 +135,15 @@ def sizes_up_to(largest: int, ranks: int) -> list[int]:
     return sorted({math.ceil(size / one_each) * one_each for size in sizes})
 
 
-def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, world: World) -> Points:
+def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, *, world: World) -> Points:
     """Time every collective with every size. Collective."""
     complete, other = (_allocate(sizes[-1], world) for _ in range(2))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
         for name in (*(collective.name for collective in COLLECTIVES), *VARIANTS):
-            calls[name, size] = prepare(name, rows, received, world)
-    taken = time_calls(calls, seconds_per_point, world, settings.disable_tqdm)
+            calls[name, size] = prepare(name, rows, received, world=world)
+    taken = time_calls(calls, seconds_per_point, world, disable_tqdm=settings.disable_tqdm)
     points: Points = {}
     for (name, size), seconds in taken.items():
         points.setdefault(name, []).append((size, seconds))

@@ -39,7 +39,7 @@ class Measured:
     accuracies: list[float]
 
 
-def settings_by_hook(settings: Settings, seeds: int, n_train: int, ranks: int) -> tuple[dict[str, Settings], str]:
+def settings_by_hook(settings: Settings, seeds: int, *, n_train: int, ranks: int) -> tuple[dict[str, Settings], str]:
     """Return the settings of a training with each hook, and why PowerSGD is left out, or "" if it is not.
 
     The strategy is `ddp`, unless it is `zero1`, which has these hooks as well.
@@ -67,7 +67,7 @@ def settings_by_hook(settings: Settings, seeds: int, n_train: int, ranks: int) -
 
 
 def measure_hooks(
-    by_hook: Mapping[str, Settings], data: ReviewData, seeds: int, seconds: float, world: World
+    by_hook: Mapping[str, Settings], data: ReviewData, *, seeds: int, seconds: float, world: World
 ) -> tuple[dict[str, Measured], int]:
     """Time the training step with each hook, count its bytes, and train with each hook and seed. Collective.
 
@@ -85,7 +85,7 @@ def measure_hooks(
     # is timed is preceded by two others.
     short = {hook: replace(hooked, max_steps=STEPS) for hook, hooked in by_hook.items()}
     variants = {hook: Variant(hooked) for hook, hooked in short.items()}
-    comparison = compare(models(settings)[0], variants, data, seconds, world)
+    comparison = compare(models(settings)[0], variants, data, seconds=seconds, world=world)
     gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
     gc.collect()
@@ -105,7 +105,7 @@ def measure_hooks(
 
 def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
     """Return the bytes that a rank sends in the third training step, on average over the ranks. Collective."""
-    bench = distribute(settings, data, build_model(settings, data, world).model, world)
+    bench = distribute(settings, data, build_model(settings, data, world).model, world=world)
     return sent_bytes(count_third_step(bench), world.topology)
 
 
@@ -122,8 +122,8 @@ def train(settings: Settings, data: ReviewData, world: World) -> float:
         learning_rate=settings.learning_rate or default_learning_rate(classifier.pretrained),
     )
     assert settings.learning_rate is not None
-    bench = distribute(settings, data, classifier.model, world)
-    optimizer = build_optimizer(bench.wrapped, settings, settings.learning_rate, bench.strategy)
+    bench = distribute(settings, data, classifier.model, world=world)
+    optimizer = build_optimizer(bench.wrapped, settings, settings.learning_rate, strategy=bench.strategy)
     bench.train_without_record(optimizer, build_scheduler(optimizer, settings, bench.data.plan.total_steps))
-    scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world)
+    scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world=world)
     return scores.accuracy

@@ -28,19 +28,19 @@ ABOUT = (
 )
 
 
-def measure_compression(settings: Settings, data: ReviewData, seeds: int, seconds: float, world: World) -> Section:
+def measure_compression(settings: Settings, data: ReviewData, seeds: int, *, seconds: float, world: World) -> Section:
     """Measure all hooks, and return the section of the page. Collective. Arguments as for `measure_hooks`.
 
     Raises:
         AgreedError: a user's mistake.
     """
     with raise_on_all_ranks(world):
-        by_hook, refusal = settings_by_hook(settings, seeds, len(data.split.train), world.size)
-    measured, steps = measure_hooks(by_hook, data, seeds, seconds, world)
-    return as_section(measured, steps, world, refusal)
+        by_hook, refusal = settings_by_hook(settings, seeds, n_train=len(data.split.train), ranks=world.size)
+    measured, steps = measure_hooks(by_hook, data, seeds=seeds, seconds=seconds, world=world)
+    return as_section(measured, steps, world, refusal=refusal)
 
 
-def as_section(measured: Mapping[str, Measured], steps: int, world: World, refusal: str = "") -> Section:
+def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, refusal: str = "") -> Section:
     """Return the section of the page.
 
     Args:

@@ -106,6 +106,7 @@ def compare(
     model: str,
     variants: Mapping[str, Variant],
     data: ReviewData,
+    *,
     seconds: float,
     world: World,
     micro_batches: int | None = None,
@@ -125,23 +126,23 @@ def compare(
     steps: dict[str, int] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
     for name, variant in variants.items():
-        network = build_named(model, variant.settings, data, world)
-        bench = distribute(variant.settings, data, network, world, variant.make_strategy)
+        network = build_named(model, variant.settings, data, world=world)
+        bench = distribute(variant.settings, data, network, world=world, make_strategy=variant.make_strategy)
         plan = bench.data.plan
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
         calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
     disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
-    taken = time_calls(calls, seconds, world, disable_tqdm)
+    taken = time_calls(calls, seconds, world, disable_tqdm=disable_tqdm)
     return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
 
 
 def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], object]:
     """Return a function that trains on the same micro-batches each time."""
-    optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, bench.strategy)
+    optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, strategy=bench.strategy)
     scheduler = build_scheduler(optimizer, bench.settings, TOTAL_STEPS)
-    return partial(bench.train_steps, batches, optimizer, scheduler, steps)
+    return partial(bench.train_steps, batches, optimizer, scheduler, steps=steps)
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:

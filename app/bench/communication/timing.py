@@ -21,7 +21,7 @@ MOST_CALLS = 100  # per round
 
 
 def time_calls(
-    calls: Mapping[Key, Callable[[], object]], seconds_per_call: float, world: World, disable_tqdm: bool = False
+    calls: Mapping[Key, Callable[[], object]], seconds_per_call: float, world: World, *, disable_tqdm: bool = False
 ) -> dict[Key, list[float]]:
     """Time calls in rounds. Collective.
 

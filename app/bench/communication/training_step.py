@@ -62,7 +62,7 @@ ABOUT = {
 }
 
 
-def measure_step(name: str, settings: Settings, data: ReviewData, seconds: float, world: World) -> Section:
+def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
     """Measure one of `SECTIONS`. Collective.
 
     Args:
@@ -71,14 +71,14 @@ def measure_step(name: str, settings: Settings, data: ReviewData, seconds: float
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):
-        variants = variants_of(name, settings, len(data.split.train), world.topology)
+        variants = variants_of(name, settings, len(data.split.train), topology=world.topology)
     if name == "no_sync":
-        return measure_no_sync(variants, data, seconds, world)
-    comparisons = [compare(model, variants, data, seconds, world) for model in models(settings)]
-    return section_of(name, comparisons, "step", world)
+        return measure_no_sync(variants, data, seconds, world=world)
+    comparisons = [compare(model, variants, data, seconds=seconds, world=world) for model in models(settings)]
+    return section_of(name, comparisons, "step", world=world)
 
 
-def variants_of(name: str, settings: Settings, n_train: int, topology: Topology) -> dict[str, Variant]:
+def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topology) -> dict[str, Variant]:
     """Return the variants that a section compares. All of them can be trained.
 
     Args:
@@ -137,20 +137,20 @@ def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, V
     }
 
 
-def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: float, world: World) -> Section:
+def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: float, *, world: World) -> Section:
     """Time micro-batches of which only every k-th exchanges gradients. Collective."""
     comparisons = []
     for model in models(next(iter(variants.values())).settings):
-        found = compare(model, variants, data, seconds, world, micro_batches=max(SYNC_EVERY))
+        found = compare(model, variants, data, seconds=seconds, world=world, micro_batches=max(SYNC_EVERY))
         per_micro_batch = {
             name: [one / variants[name].settings.gradient_accumulation_steps for one in rounds]
             for name, rounds in found.seconds.items()
         }
         comparisons.append(Comparison(model, per_micro_batch))
-    return section_of("no_sync", comparisons, "micro-batch", world)
+    return section_of("no_sync", comparisons, "micro-batch", world=world)
 
 
-def section_of(name: str, comparisons: Sequence[Comparison], unit: str, world: World) -> Section:
+def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world: World) -> Section:
     """Return the section that shows how variants compare: a chart, and a table for each model."""
     title, about = ABOUT[name]
     parts: list[Part] = []
@@ -160,7 +160,7 @@ def section_of(name: str, comparisons: Sequence[Comparison], unit: str, world: W
         )
         label = f"time per {unit}, relative to {next(iter(comparisons[0].seconds))}"
         series = [Series(one.model, {name: one.relative(name) for name in one.seconds}) for one in comparisons]
-        parts.append(Figure(title, points_with_ranges(title, label, series, "{:g}".format, reference=1), note))
+        parts.append(Figure(title, points_with_ranges(title, label, series, show="{:g}".format, reference=1), note))
     header = ["", f"time per {unit}", "relative", "lowest", "highest"]
     for comparison in comparisons:
         rows = []
@@ -182,8 +182,8 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
     names = models(settings)
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
-        bench = distribute(settings, data, build_named(model, settings, data, world), world)
-        optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, bench.strategy)
+        bench = distribute(settings, data, build_named(model, settings, data, world=world), world=world)
+        optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, strategy=bench.strategy)
         train = partial(
             bench.train_steps, optimizer=optimizer, scheduler=build_scheduler(optimizer, settings, TOTAL_STEPS)
         )

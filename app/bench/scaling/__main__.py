@@ -64,11 +64,11 @@ def main() -> int:
     n_cores = len(usable_cores())
     fits = fit(rounds, n_cores, plan.threads)
     facts = describe(plan, method)
-    report = sections(plan, rounds, fits, cluster, n_cores)
+    report = sections(plan, rounds, fits, flags=cluster, n_cores=n_cores)
     for section in report:
         print(f"\n{as_markdown(section)}")
-    write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report)})
-    write_text(folder / "scaling.html", as_html(TITLE, facts, report, "scaling.json"))
+    write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report=report)})
+    write_text(folder / "scaling.html", as_html(TITLE, facts, report, json_name="scaling.json"))
     print(escape_control_characters(f"written to {folder}/: scaling.html, scaling.json"))
     return 0
 

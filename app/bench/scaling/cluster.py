@@ -65,15 +65,15 @@ class Cluster:
         slower = max(self.within.beta, self.between.beta) if nodes > 1 else self.within.beta
         if algorithm == "ring":
             alpha = max(self.within.alpha, self.between.alpha) if nodes > 1 else self.within.alpha
-            return ring_all_reduce(ranks, size, alpha, slower)
+            return ring_all_reduce(ranks, size, alpha=alpha, beta=slower)
         if algorithm == "tree":
-            latency = tree_all_reduce(inside, 0, self.within.alpha, 0) + tree_all_reduce(
-                nodes, 0, self.between.alpha, 0
+            latency = tree_all_reduce(inside, 0, alpha=self.within.alpha, beta=0) + tree_all_reduce(
+                nodes, 0, alpha=self.between.alpha, beta=0
             )
-            return latency + tree_all_reduce(ranks, size, 0, slower)
+            return latency + tree_all_reduce(ranks, size, alpha=0, beta=slower)
         assert algorithm == "hierarchical", algorithm
-        within = ring_all_gather(inside, size, self.within.alpha, self.within.beta)
-        return 2 * within + ring_all_reduce(nodes, size, self.between.alpha, self.between.beta)
+        within = ring_all_gather(inside, size, alpha=self.within.alpha, beta=self.within.beta)
+        return 2 * within + ring_all_reduce(nodes, size, alpha=self.between.alpha, beta=self.between.beta)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class OneAfterAnother:
         return 0.0
 
 
-def predict_cluster_step(computation: Computation, cluster: Cluster, algorithm: str, ranks: int) -> float:
+def predict_cluster_step(computation: Computation, cluster: Cluster, algorithm: str, *, ranks: int) -> float:
     """Return the predicted seconds of a step."""
     network = OneAfterAnother(lambda size: cluster.all_reduce(algorithm, ranks, size))
     return predict_step(computation, network, Cores(2 * ranks, ranks))

@@ -35,13 +35,15 @@ class ClusterFlags:
     batch: int
 
 
-def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, measured: Mapping[int, Interval]) -> Section:
+def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measured: Mapping[int, Interval]) -> Section:
     """Return the section.
 
     Args:
         measured: steps of weak scaling by the number of ranks, where each has a core of its own.
     """
-    predicted = {mode: {name: _cluster_points(mode, name, plan, fits, flags) for name in ALGORITHMS} for mode in MODES}
+    predicted = {
+        mode: {name: _cluster_points(mode, name, plan, fits=fits, flags=flags) for name in ALGORITHMS} for mode in MODES
+    }
     within = _describe_hop(flags.node, fits.local, "measured on this machine")
     assumed = "not measured: assumed to be as fast as within this machine"
     over_link = "measured over the unshaped link" if fits.link else assumed
@@ -88,7 +90,7 @@ def _series(measured: Mapping[int, Interval], by_algorithm: Mapping[str, Mapping
 
 
 def _cluster_points(
-    mode: str, algorithm: str, plan: ScalingPlan, fits: Fits, flags: ClusterFlags
+    mode: str, algorithm: str, plan: ScalingPlan, *, fits: Fits, flags: ClusterFlags
 ) -> dict[int, Interval]:
     points = {}
     for ranks in powers_of_two(flags.ranks_per_node, LARGEST_CLUSTER):
@@ -101,7 +103,7 @@ def _cluster_points(
             within = _hop(flags.node, at_bound(fits.local, computation.size, end))
             between = _hop(flags.link, at_bound(fits.link or fits.local, computation.size, end))
             cluster = Cluster(flags.ranks_per_node, within, between)
-            times.append(predict_cluster_step(computation.scaled(spread), cluster, algorithm, ranks))
+            times.append(predict_cluster_step(computation.scaled(spread), cluster, algorithm, ranks=ranks))
         points[ranks] = Interval(*times)
     return points
 

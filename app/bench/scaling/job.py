@@ -77,14 +77,14 @@ class Replica:
         exchange: whether the ranks average their gradients.
     """
 
-    def __init__(self, size: str, exchange: bool, settings: Settings, world: World) -> None:
+    def __init__(self, size: str, exchange: bool, settings: Settings, *, world: World) -> None:
         self.settings, self.world, self.steps = settings, world, 0
         plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
         self.strategy = (select_strategy if exchange else WithoutExchange)(settings, plan, world)
         self.model = build_bert(SIZES[size], settings.seed)
         self.vocabulary: int = self.model.config.vocab_size
         self.wrapped = self.strategy.wrap(self.model)
-        optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, self.strategy)
+        optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, settings, MANY_STEPS)
         self.optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
 
@@ -121,7 +121,7 @@ def add_arguments(parser: OneLineParser) -> None:
 def main(settings: Settings, size: str, socket: str) -> None:
     with join(settings) as world:
         quiet_libraries(world)
-        serve(settings, size, connect(socket) if world.is_main_process else None, world)
+        serve(settings, size, connect(socket) if world.is_main_process else None, world=world)
 
 
 def connect(path: str) -> TextIO:
@@ -131,7 +131,7 @@ def connect(path: str) -> TextIO:
         return connection.makefile("rw")
 
 
-def serve(settings: Settings, size: str, connection: TextIO | None, world: World) -> None:
+def serve(settings: Settings, size: str, connection: TextIO | None, *, world: World) -> None:
     """Perform tasks until the connection is closed. Collective.
 
     Args:
@@ -145,7 +145,7 @@ def serve(settings: Settings, size: str, connection: TextIO | None, world: World
         else:
             exchange = content["exchange"]
             if exchange not in replicas:
-                replicas[exchange] = Replica(size, exchange, settings, world)
+                replicas[exchange] = Replica(size, exchange, settings, world=world)
             result = time_steps(content, replicas[exchange], world)
         if connection:
             connection.write(f"{json.dumps(result)}\n")

@@ -140,12 +140,14 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
             except NamespacesUnavailable as problem:
                 print(f"not measured: two nodes: {problem}")
         local = {
-            n: stack.enter_context(task_job(plan.size, n, plan.threads, folder / f"ranks-{n}.log"))
+            n: stack.enter_context(task_job(plan.size, n, plan.threads, log=folder / f"ranks-{n}.log"))
             for n in sorted({*plan.ranks, FIT_RANKS})
         }
         nodes = None
         if link is not None:
-            nodes = stack.enter_context(task_job(plan.size, 1, plan.threads, folder / "nodes.log", link.names))
+            nodes = stack.enter_context(
+                task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
+            )
         jobs = Jobs(local, nodes, link)
         for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=hides_progress()):
             job.connect()

@@ -91,7 +91,7 @@ def _fit_medians(rounds: Sequence[Sequence[dict[str, float]]], key: str) -> Alph
     return fit_alpha_beta(sizes, [statistics.median(one[i][key] for one in rounds) for i in range(len(sizes))])
 
 
-def predict(configuration: Configuration, fits: Fits, cores: int, threads: int) -> Interval:
+def predict(configuration: Configuration, fits: Fits, *, cores: int, threads: int) -> Interval:
     """Predict the time of a step with two or more ranks.
 
     Args:

@@ -43,13 +43,13 @@ def describe(plan: ScalingPlan, method: str | None) -> dict[str, str]:
 
 
 def sections(
-    plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, flags: ClusterFlags, n_cores: int
+    plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, *, flags: ClusterFlags, n_cores: int
 ) -> list[Section]:
     """Return the sections of the page."""
     measured = {key: measured_interval(key, rounds) for key in rounds[0] if isinstance(key, Configuration)}
-    predicted = {key: predict(key, fits, n_cores, plan.threads) for key in measured if key.ranks > 1}
+    predicted = {key: predict(key, fits, cores=n_cores, threads=plan.threads) for key in measured if key.ranks > 1}
     used = {key: rounds_used(rounds, key) for key in rounds[0]}
-    parts = [_one_node(plan, measured, predicted, used, n_cores)]
+    parts = [_one_node(plan, measured, predicted, used=used, n_cores=n_cores)]
     if any(key.link is not None for key in measured):
         parts.append(_two_nodes(measured, predicted, used))
     own_core = {
@@ -57,10 +57,10 @@ def sections(
         for key, one in measured.items()
         if key.mode == "weak" and key.link is None and key.ranks * plan.threads <= n_cores
     }
-    return [*parts, _inputs(rounds, fits, used), cluster_section(plan, fits, flags, own_core)]
+    return [*parts, _inputs(rounds, fits, used), cluster_section(plan, fits, flags, measured=own_core)]
 
 
-def raw_data(plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, report: Sequence[Section]) -> dict[str, Any]:
+def raw_data(plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, *, report: Sequence[Section]) -> dict[str, Any]:
     """Return all numbers for scaling.json."""
     return {
         "plan": asdict(plan) | {"links": [str(link) for link in plan.links]},
@@ -83,6 +83,7 @@ def _one_node(
     plan: ScalingPlan,
     measured: Mapping[Configuration, Interval],
     predicted: Mapping[Configuration, Interval],
+    *,
     used: Mapping[Key, str],
     n_cores: int,
 ) -> Section:
@@ -104,7 +105,11 @@ def _one_node(
             "efficiency",
         ]
         tables.append(
-            Table(f"{mode} scaling: {rows}", header, [_row(key, measured, predicted, used[key], base) for key in keys])
+            Table(
+                f"{mode} scaling: {rows}",
+                header,
+                [_row(key, measured, predicted, used=used[key], base=base) for key in keys],
+            )
         )
         if base is None:
             continue
@@ -132,6 +137,7 @@ def _row(
     key: Configuration,
     measured: Mapping[Configuration, Interval],
     predicted: Mapping[Configuration, Interval],
+    *,
     used: str,
     base: float | None,
 ) -> list[str]:
@@ -178,7 +184,9 @@ def _two_nodes(
             Series(name, {str(key.link): source[key] for key in of_mode}, predicted=source is predicted)
             for name, source in (("measured", measured), ("predicted", predicted))
         ]
-        parts.append(Figure(title, points_with_ranges(title, "time of a step", series, format_seconds, reference=0)))
+        parts.append(
+            Figure(title, points_with_ranges(title, "time of a step", series, show=format_seconds, reference=0))
+        )
     return Section(
         "two_nodes",
         "Two nodes and a shaped link",

@@ -124,7 +124,7 @@ def check_temporary_folder() -> None:
 
 
 @contextmanager
-def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
+def task_job(size: str, ranks: int, threads: int, *, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
     """Start a job without waiting for it; end it at the end of the block.
 
     Args:
@@ -144,13 +144,20 @@ def task_job(size: str, ranks: int, threads: int, log: Path, namespaces: Sequenc
         flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
         flags += [f"--train_batch_size={world_size}", "--disable_tqdm"]
         variables = {}
-        commands = [torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, ranks)]
+        commands = [torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks)]
         if namespaces:
             variables["GLOO_SOCKET_IFNAME"] = INTERFACE
             commands = []
             for node, name in enumerate(namespaces):
                 place = ["--nnodes=2", f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
-                commands.append(inside(name, torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, ranks, place)))
+                commands.append(
+                    inside(
+                        name,
+                        torchrun_command(
+                            f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks, torchrun_flags=place
+                        ),
+                    )
+                )
         jobs = []
         for node, command in enumerate(commands):
             file = log if node == 0 else log.with_name(f"{log.stem}-{node}{log.suffix}")

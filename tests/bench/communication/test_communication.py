@@ -34,15 +34,15 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 def test_every_section_can_be_measured_with_legal_settings(settings, world, change):
     for name, value in change.items():
         setattr(settings, name, value)
-    check(SECTIONS, settings, 3, 81, world)
+    check(SECTIONS, settings, 3, n_train=81, world=world)
 
 
 def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measured(settings, world):
     settings.train_batch_size = 7
-    check(["collectives", "buckets", "compression"], settings, 3, 81, world)
+    check(["collectives", "buckets", "compression"], settings, 3, n_train=81, world=world)
     problem = "^section reduction: --train_batch_size 7 can't be divided among --logical_ranks 2.*--sections"
     with pytest.raises(UserError, match=problem):
-        check(SECTIONS, settings, 3, 81, world)
+        check(SECTIONS, settings, 3, n_train=81, world=world)
 
 
 def test_sections_are_written_one_after_another(settings, world, monkeypatch, tmp_path, capsys):
@@ -59,7 +59,9 @@ def test_sections_are_written_one_after_another(settings, world, monkeypatch, tm
     monkeypatch.setattr(communication, "measure", measure)
     monkeypatch.setattr(sys, "argv", ["communication.py", "--sections", "a b"])
     with pytest.raises(RunError, match="out of memory"):
-        communication.main(settings, ["buckets", "no_sync", "breakdown"], 1.0, 1.0, 3)
+        communication.main(
+            settings, sections=["buckets", "no_sync", "breakdown"], largest_mib=1.0, seconds_per_point=1.0, seeds=3
+        )
     content = json.loads((tmp_path / "out" / "communication.json").read_text())
     assert content["sections"] == {name: {"number": 1} for name in ("breakdown", "buckets")}
     assert content["settings"]["train_batch_size"] == 8

@@ -52,10 +52,10 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
     """As if it had two ranks: with one, the collectives are the same."""
     settings.ddp_comm_hook = hook
     data = build_data(settings, world)
-    bench = distribute(settings, data, build_model(settings, data, world).model, world)
-    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, bench.strategy)
+    bench = distribute(settings, data, build_model(settings, data, world).model, world=world)
+    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, strategy=bench.strategy)
     with CountCollectives(Topology(1)) as counter:
-        bench.train_steps(bench.loader, optimizer, build_scheduler(optimizer, settings, 1), 1)
+        bench.train_steps(bench.loader, optimizer, build_scheduler(optimizer, settings, 1), steps=1)
     buffers = sum(buffer.nbytes for buffer in bench.model.buffers()) / 2  # DDP broadcasts them before a forward pass
     assert (
         sent_bytes(counter.counts, Topology(2))
@@ -65,15 +65,15 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
 
 def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world):
     data = build_data(settings, world)
-    by_hook, _ = settings_by_hook(settings, 2, len(data.split.train), 1)
-    measured, steps = measure_hooks(by_hook, data, 2, 0.001, world)
+    by_hook, _ = settings_by_hook(settings, 2, n_train=len(data.split.train), ranks=1)
+    measured, steps = measure_hooks(by_hook, data, seeds=2, seconds=0.001, world=world)
     assert steps == 4
     assert tuple(measured) == HOOKS
     for one in measured.values():
         assert (len(one.seconds), len(one.accuracies), one.sent) == (1, 2, 0)
         assert min(one.seconds) > 0
         assert all(0 <= accuracy <= 1 for accuracy in one.accuracies)
-    again, _ = measure_hooks(by_hook, data, 1, 0.001, world)
+    again, _ = measure_hooks(by_hook, data, seeds=1, seconds=0.001, world=world)
     assert [one.accuracies for one in again.values()] == [one.accuracies[:1] for one in measured.values()]
 
 
@@ -110,7 +110,7 @@ def test_a_hook_is_left_out_if_the_settings_exclude_it(change, hooks, reason):
 
 def test_the_section_says_why_a_hook_is_left_out():
     rest = {hook: one for hook, one in MEASURED.items() if hook != "power_sgd"}
-    section = as_section(rest, 150, fake_world(0, 2), "four <ranks>")
+    section = as_section(rest, 150, fake_world(0, 2), refusal="four <ranks>")
     assert "power_sgd is left out: four <ranks>." in section.paragraphs
     assert "power_sgd" not in section.data["hooks"]
 
@@ -118,7 +118,7 @@ def test_the_section_says_why_a_hook_is_left_out():
 def test_a_seed_that_is_too_large_is_a_mistake(settings, world):
     settings.seed = 2**31 - 1
     with pytest.raises(AgreedError, match="--seed"):
-        measure_compression(settings, build_data(settings, world), 2, 0.001, world)
+        measure_compression(settings, build_data(settings, world), 2, seconds=0.001, world=world)
 
 
 MEASURED = {

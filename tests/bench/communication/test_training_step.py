@@ -48,7 +48,7 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 
 
 def measure(name, settings, seconds, world):
-    return measure_step(name, settings, build_data(settings, world), seconds, world)
+    return measure_step(name, settings, build_data(settings, world), seconds=seconds, world=world)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,7 +127,7 @@ def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(
         return train(module, *arguments, **named)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", call)
-    comparison = compare(TINY, steps(settings), data, 0.001, world, micro_batches=8)
+    comparison = compare(TINY, steps(settings), data, seconds=0.001, world=world, micro_batches=8)
     calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
     assert len(calls) > len(comparison.seconds)
     for before, after in pairwise(calls):

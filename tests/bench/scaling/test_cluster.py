@@ -21,9 +21,9 @@ def test_one_rank_exchanges_nothing(algorithm):
 
 
 def test_within_a_node_only_its_own_messages_count():
-    assert CLUSTER.all_reduce("ring", 8, SIZE) == pytest.approx(ring_all_reduce(8, SIZE, 1.0, 0.01))
-    assert CLUSTER.all_reduce("hierarchical", 8, SIZE) == pytest.approx(ring_all_reduce(8, SIZE, 1.0, 0.01))
-    assert CLUSTER.all_reduce("tree", 8, SIZE) == pytest.approx(tree_all_reduce(8, SIZE, 1.0, 0.01))
+    assert CLUSTER.all_reduce("ring", 8, SIZE) == pytest.approx(ring_all_reduce(8, SIZE, alpha=1.0, beta=0.01))
+    assert CLUSTER.all_reduce("hierarchical", 8, SIZE) == pytest.approx(ring_all_reduce(8, SIZE, alpha=1.0, beta=0.01))
+    assert CLUSTER.all_reduce("tree", 8, SIZE) == pytest.approx(tree_all_reduce(8, SIZE, alpha=1.0, beta=0.01))
 
 
 def test_across_nodes_by_hand():
@@ -37,7 +37,7 @@ def test_across_nodes_by_hand():
 
 def test_equal_hops_make_the_ring_independent_of_nodes():
     same = Cluster(8, WITHIN, WITHIN)
-    assert same.all_reduce("ring", 256, SIZE) == pytest.approx(ring_all_reduce(256, SIZE, 1.0, 0.01))
+    assert same.all_reduce("ring", 256, SIZE) == pytest.approx(ring_all_reduce(256, SIZE, alpha=1.0, beta=0.01))
 
 
 @given(
@@ -83,4 +83,4 @@ def test_noise_makes_no_computation_free(first, second, rows):
 def test_a_step_on_one_rank_is_its_computation():
     computation = Computation(3.5, ((100, 2.0), (200, 3.0)))
     for algorithm in ALGORITHMS:
-        assert predict_cluster_step(computation, CLUSTER, algorithm, 1) == pytest.approx(3.5)
+        assert predict_cluster_step(computation, CLUSTER, algorithm, ranks=1) == pytest.approx(3.5)

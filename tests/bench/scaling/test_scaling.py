@@ -102,10 +102,10 @@ def test_cores_that_two_ranks_share_while_they_are_measured_do_not_count_twice(c
     fits = fit([synthetic_round()] * 3, cores, threads)
     assert fits.slowdown == 2
     assert fits.computation[8].seconds == pytest.approx(0.13), "with a core for each thread"
-    two = predict(Configuration("weak", 2, 8), fits, cores, threads)
+    two = predict(Configuration("weak", 2, 8), fits, cores=cores, threads=threads)
     # CPU time is no waiting time, so it is not converted; it displaces twice as much of a computation that shares.
     assert two.middle == pytest.approx(0.26 + 2 * (0.001 + 0.002097152) / 2 + 0.001 + 0.0524288)
-    four = predict(Configuration("weak", 4, 8), fits, cores, threads)
+    four = predict(Configuration("weak", 4, 8), fits, cores=cores, threads=threads)
     assert four.middle == pytest.approx(2 * (0.26 + 0.006145728 + 0.0816432))
 
 
@@ -122,7 +122,7 @@ def test_the_report_shows_how_many_rounds_a_row_is_based_on():
     calm, disturbed = synthetic_round(), synthetic_round(others=0.5)
     assert rounds_used([calm, disturbed, calm], "local") == "2 of 3"
     assert rounds_used([disturbed, disturbed], "local") == "all 2, disturbed"
-    report = sections(PLAN, [calm, disturbed], fit([calm, disturbed], 2, 1), CLUSTER, n_cores=2)
+    report = sections(PLAN, [calm, disturbed], fit([calm, disturbed], 2, 1), flags=CLUSTER, n_cores=2)
     for section in report[:3]:
         for table in section.parts:
             if isinstance(table, Table):
@@ -141,8 +141,8 @@ def test_other_processes_are_those_on_the_cores_of_this_process(monkeypatch):
 def test_the_report_marks_what_is_measured_and_what_is_predicted():
     rounds = [synthetic_round(noise) for noise in (0.98, 1.0, 1.02)]
     fits = fit(rounds, 2, 1)
-    report = sections(PLAN, rounds, fits, CLUSTER, n_cores=2)
-    page = as_html("Scaling", {}, report, "scaling.json")
+    report = sections(PLAN, rounds, fits, flags=CLUSTER, n_cores=2)
+    page = as_html("Scaling", {}, report, json_name="scaling.json")
     assert "<script" not in page
     assert "scaling.json in full precision" in page
     assert page.count("<svg") == 2 + 2 + 4
@@ -151,7 +151,7 @@ def test_the_report_marks_what_is_measured_and_what_is_predicted():
     assert "100 Gbit/s" not in text
     assert "10 µs per message and 12.5 GB/s (as given)" in text
     assert "1,024" in text
-    data = json.loads(json.dumps(raw_data(PLAN, rounds, fits, report), allow_nan=False))
+    data = json.loads(json.dumps(raw_data(PLAN, rounds, fits, report=report), allow_nan=False))
     four = data["sections"]["one_node"]["weak, 4 rank(s), one node"]
     assert four["measured"]["low"] < four["measured"]["middle"] < four["measured"]["high"]
     assert four["predicted"]["middle"] == pytest.approx(four["measured"]["middle"])
@@ -164,12 +164,12 @@ def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     whole = synthetic_round()
     kept = {key: one for key, one in whole.items() if key != "link" and not isinstance(key, Configuration)}
     kept |= {key: whole[key] for key in plan.configurations(False)}
-    report = sections(plan, [kept], fit([kept], 2, 1), CLUSTER, n_cores=2)
+    report = sections(plan, [kept], fit([kept], 2, 1), flags=CLUSTER, n_cores=2)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
     between = replace(CLUSTER, link=(None, None))
-    text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), flags=between, n_cores=2)[-1]).split())
     assert "1 GB/s (not measured: assumed to be as fast as within this machine)" in text
-    text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), flags=between, n_cores=2)[-1]).split())
     assert "0.667 GB/s (measured over the unshaped link)" in text
 
 
@@ -179,13 +179,13 @@ def test_a_line_whose_bytes_take_no_time_has_no_bandwidth():
         found[key] = Measurement(all_reduces(alpha, 0.0), others=0.0)
     fits = fit([found], 2, 1)
     assert fits.local.beta == 0
-    report = sections(PLAN, [found], fits, replace(CLUSTER, link=(None, None)), n_cores=2)
+    report = sections(PLAN, [found], fits, flags=replace(CLUSTER, link=(None, None)), n_cores=2)
     assert "500 µs per message and – (measured on this machine)" in " ".join(as_markdown(report[-1]).split())
 
 
 def test_nodes_of_a_cluster_are_complete():
     rounds = [synthetic_round()]
-    cluster = sections(PLAN, rounds, fit(rounds, 2, 1), replace(CLUSTER, ranks_per_node=6), n_cores=2)[-1]
+    cluster = sections(PLAN, rounds, fit(rounds, 2, 1), flags=replace(CLUSTER, ranks_per_node=6), n_cores=2)[-1]
     assert list(map(int, cluster.data["strong"]["ring"])) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
 
 
