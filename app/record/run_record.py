@@ -44,10 +44,7 @@ from .steps import Totals, console_line
 
 
 class RunRecord:
-    """The files of one run. `open_run` creates it.
-
-    Every rank holds one and calls the same methods in the same order, because most of them are collective.
-    """
+    """The files of one run, created by `open_run`. Most methods are collective: every rank calls them in one order."""
 
     def __init__(
         self,
