@@ -137,7 +137,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts)
 
-    def fail(*_):
+    def fail(*_, **__):
         assert len(list((tmp_path / "cache").iterdir())) == 2, "the staging folder and its lock"
         raise error
 

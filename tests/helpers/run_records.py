@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from app.data.sampler import BatchPlan
 from app.distributed.preemption import StopRequest
-from app.metrics.score import Scores, score
+from app.metrics.score import score
 from app.record.run_record import RunRecord
 from app.runs.schema import EVALUATIONS, STEPS
 
@@ -50,11 +49,11 @@ def evaluations_on_disk(record: RunRecord) -> list[int]:
     return [json.loads(line)["step"] for line in (record.folder / EVALUATIONS.name).read_text().splitlines()]
 
 
-def correct_predictions(record: RunRecord) -> tuple[NDArray[np.float64], Scores]:
-    """Return logits that predict every test row correctly, and their scores."""
+def correct_predictions(record: RunRecord) -> dict[str, Any]:
+    """Return logits that predict every test row correctly, and their scores, as `RunRecord.finish` takes them."""
     labels = record.info.table.labels[record.info.split.test]
     logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
-    return logits, score(logits, labels)
+    return {"logits": logits, "scores": score(logits, labels)}
 
 
 class Copies:

@@ -99,7 +99,7 @@ def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
 def finish(record, strategy) -> None:
     tokenizer = load_tokenizer(record.settings, record.info.table.texts)
     model = load_classifier(record.settings, record.info.table.class_names, tokenizer).model
-    record.finish(strategy, model, tokenizer, *correct_predictions(record))
+    record.finish(strategy, model, tokenizer=tokenizer, **correct_predictions(record))
 
 
 def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
@@ -126,7 +126,7 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     assert run.metrics["accuracy"] == 1.0
     assert run.metrics["hash"] == record.results_hash == hash_run(record.folder)
     assert record.results_hash in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
-    assert record.results_hash[:16] in describe_result(correct_predictions(record)[1], record)
+    assert record.results_hash[:16] in describe_result(correct_predictions(record)["scores"], record)
 
 
 def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(
     begin(record, plan)
     add_steps(record, 1)
     with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
-        record.finish(Copies(), Model(2, 2), None, *correct_predictions(record))
+        record.finish(Copies(), Model(2, 2), tokenizer=None, **correct_predictions(record))
     assert not (record.folder / ".model.tmp").exists()
 
 
@@ -177,7 +177,7 @@ def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
     add_steps(record, 1)
     record.folder.rename(record.folder.with_name("elsewhere"))
     with pytest.raises(FileNotFoundError):
-        record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
+        record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
     assert not record.folder.exists()
 
 

@@ -121,7 +121,7 @@ def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
     record, plan = new_record(**BEST | {"save_strategy": "no"})
     begin(record, plan)
     for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
-        record.best.keep(step, Copies(), nn.Linear(2, 2), {"accuracy": accuracy})
+        record.best.keep(step, Copies(), nn.Linear(2, 2), metrics={"accuracy": accuracy})
         assert best_folders(record) == [f"best-{record.best.best.step}"]
     assert best_folders(record) == ["best-6"]
 
@@ -129,11 +129,11 @@ def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
 def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record, fill):
     record, plan = new_record(**BEST | {"save_total_limit": 1})
     begin(record, plan)
-    record.best.keep(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.5})
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5, fill)
-    record.best.keep(6, Copies(), nn.Linear(2, 2), {"accuracy": 0.6})
-    record.best.keep(7, Copies(), nn.Linear(2, 2), {"accuracy": 0.7})
+    record.best.keep(6, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.6})
+    record.best.keep(7, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.7})
     assert best_folders(record) == ["best-1", "best-7"]  # checkpoint-5 resumes with best-1
     add_steps(record, *range(6, 11))
     record.save_checkpoint(10, fill)
@@ -144,8 +144,8 @@ def test_the_best_weights_are_loaded(new_record, capsys):
     record, plan = new_record(**BEST | {"metric_for_best_model": "loss"})
     begin(record, plan)
     strategy, best, last = Copies(), nn.Linear(2, 2), nn.Linear(2, 2)
-    record.best.keep(1, strategy, best, {"loss": 0.5})
-    record.best.keep(2, strategy, last, {"loss": 0.75})
+    record.best.keep(1, strategy, best, metrics={"loss": 0.5})
+    record.best.keep(2, strategy, last, metrics={"loss": 0.75})
     record.best.load(last, record.steps.last_step)
     assert torch.equal(last.weight, best.weight)
     assert "best weights  of step 1: validation loss 0.5000" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_the_best_weights_are_loaded(new_record, capsys):
 def test_damaged_best_weights_are_not_loaded(new_record):
     record, plan = new_record(**BEST)
     begin(record, plan)
-    record.best.keep(1, Copies(), nn.Linear(2, 2), {"accuracy": 0.5})
+    record.best.keep(1, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.5})
     (record.checkpoints.folder / "best-1" / "model.safetensors").write_bytes(b"")
     model = nn.Linear(2, 2)
     before = model.weight.clone()
@@ -288,7 +288,7 @@ def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_
     begin(record, plan)
     assert contents(interrupted.folder) == before
     monkeypatch.setattr(record_module, "write_results", lambda *_, **__: None)
-    record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
+    record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
     assert not (record.folder / METRICS.name).exists()
     assert steps_on_disk(record) == list(range(1, 11))
 
@@ -305,7 +305,7 @@ def test_the_best_weights_of_a_repeated_evaluation_are_those_before_the_next_ste
     assert begin(record, plan)
     model, before = nn.Linear(2, 2), nn.Linear(2, 2)
     before.load_state_dict(model.state_dict())
-    record.best.keep(5, References(), model, {"accuracy": 0.5})
+    record.best.keep(5, References(), model, metrics={"accuracy": 0.5})
     assert best_folders(record) == []
     record.best.load(model, record.steps.last_step)
     assert torch.equal(model.weight, before.weight), "without a further step, the model has them"
@@ -413,5 +413,5 @@ def test_a_finished_run_unlocks_its_folder(new_record, monkeypatch):
     monkeypatch.setattr(record_module, "write_results", lambda *_, **__: "f" * 64)
     with pytest.raises(UserError, match="has not ended"):
         lock(record.folder)
-    record.finish(Copies(), nn.Linear(2, 2), None, *correct_predictions(record))
+    record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
     os.close(lock(record.folder))

@@ -50,7 +50,7 @@ def test_sections_are_written_one_after_another(settings, world, monkeypatch, tm
     def this_rank(settings):
         yield world
 
-    def measure(name, *_):
+    def measure(name, *_, **__):
         if name == "no_sync":
             raise RunError("out of memory")
         return Section(name, f"About {name}", ["A paragraph."], [], {"number": 1})

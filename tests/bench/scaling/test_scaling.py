@@ -219,7 +219,7 @@ def no_namespaces(monkeypatch):
     """Jobs are fakes, and there are no network namespaces."""
 
     @contextmanager
-    def task_job(size, ranks, *_):
+    def task_job(size, ranks, *_, **__):
         yield FakeJob(ranks)
 
     @contextmanager
