@@ -75,8 +75,7 @@ def main() -> None:
             batches = iter(loader)
         loss_sum = torch.zeros((), dtype=torch.float64)
         for number in range(plan.accumulation_steps):
-            # Dropout: with one seed for all of them, the ranks would share their masks.
-            seed_micro_batch(settings.seed, step, logical_rank=rank, number=number)
+            seed_micro_batch(settings.seed, step, logical_rank=rank, number=number)  # other dropout masks per rank
             # backward() adds up gradients, on this rank only (no_sync). The last one averages the sums over the ranks.
             with ddp.no_sync() if number < plan.accumulation_steps - 1 else nullcontext():
                 loss = ddp(**next(batches)).loss  # the mean over a micro-batch; all have the same number of rows
