@@ -1,34 +1,26 @@
 """Divide the time of profiled training steps among data wait, computation and communication.
 
-The input is what torch.profiler has recorded on one rank. Every moment of a step belongs to exactly one category:
-
-- *data wait*: the loader's `next()`;
-- *forward*: from the start of a micro-batch to the end of the model's forward pass, which includes the loss;
-- *backward*: from there to the end of the micro-batch;
-- *optimizer*: clipping, the optimizer's step, and clearing the gradients;
-- *other*: the rest, such as logging, the schedule, seeding, and Python between these parts;
-- *exposed communication*: the moments of forward, backward and optimizer in which a collective is in flight and the
-  rank computes nothing. A collective is in flight from its call until it has completed on this rank, so the wait for
-  slower ranks is part of it. The communication that is not exposed is *hidden* behind computation.
-
-On a CPU, the rank computes while its main thread executes an operator. On a GPU, it computes while a kernel runs, which
-belongs to the part of the step that has launched it, and NCCL's kernels are the collectives. Moments in which the GPU
-does nothing belong to what the host does.
+The input is what torch.profiler has recorded on one rank. Every moment of a step belongs to exactly one of the parts
+that docs/communication.md#where-the-time-of-a-step-goes---profile defines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..record.step_log import START_CLOCK
 from ..strategies.base import CLIP, FORWARD, MICRO_BATCH
 
-Intervals = list[tuple[int, int]]  # sorted and disjoint; in nanoseconds, as all times here
+Interval = tuple[int, int]  # start and end, in nanoseconds, as all times here
+Mask = NDArray[np.bool_]  # a set of moments of a `Timeline`: whether each interval between its edges belongs to it
 
 EXPOSED = "exposed communication"
 CATEGORIES = ("data wait", "forward", "backward", EXPOSED, "optimizer", "other")
-COMMUNICATING = ("forward", "backward", "optimizer")  # collectives that are started in other parts are not the step's
 # Between two operators, Python and the profiler itself take time. Shorter pauses count as computation, not as waiting.
 SHORTEST_WAIT = 50_000
 NOT_OPERATORS = ("c10d", "autograd", "torch")  # namespaces of events that contain operators, or waits
@@ -76,64 +68,77 @@ class StepTimes:
 
 
 def mean(steps: Sequence[StepTimes]) -> StepTimes:
-    """Return the mean of several steps."""
     parts = {name: sum(step.parts[name] for step in steps) / len(steps) for name in CATEGORIES}
     return StepTimes(parts, sum(step.communication for step in steps) / len(steps))
 
 
+class Timeline:
+    """A step, divided at every edge of an event, so that sets of its moments are combined as NumPy masks: `a & ~b`."""
+
+    def __init__(self, start: int, end: int, events: Iterable[Event] = ()) -> None:
+        edges = np.array([start, end, *(time for event in events for time in (event.start, event.end))])
+        self.start, self.end = start, end
+        self.edges = np.unique(np.clip(edges, start, end))
+        self.durations = np.diff(self.edges, append=end)
+
+    def during(self, intervals: Iterable[Interval], gap: int = 0) -> Mask:
+        """Return the union of intervals, which begin and end at edges. Pauses of at most `gap` are part of it."""
+        ordered = sorted(intervals)
+        ends = accumulate((end for _, end in ordered), max)
+        pauses = [(end, start) for end, (start, _) in zip(ends, ordered[1:], strict=False) if end < start <= end + gap]
+        begun = np.zeros(len(self.edges), dtype=np.int64)  # how many more intervals begin than end at each edge
+        inside = np.array([*ordered, *pauses], dtype=np.int64).reshape(-1, 2).clip(self.start, self.end)
+        np.add.at(begun, np.searchsorted(self.edges, inside[:, 0]), 1)
+        np.add.at(begun, np.searchsorted(self.edges, inside[:, 1]), -1)
+        return begun.cumsum() > 0
+
+    def contains(self, mask: Mask, time: int) -> bool:
+        return self.start <= time < self.end and bool(mask[np.searchsorted(self.edges, time, side="right") - 1])
+
+    def milliseconds(self, mask: Mask) -> float:
+        return float(self.durations[mask].sum()) / 1e6
+
+
 def divide_steps(events: Sequence[Event]) -> list[StepTimes]:
     """Return the times of all steps between two calls of the profiler's `step()`, in order."""
+    on_gpu = any(event.launched is not None for event in events)
     windows = sorted((e for e in events if e.is_annotation and e.name.startswith("ProfilerStep")), key=_start)
     main_thread = windows[0].thread
-    on_main_thread = [event for event in events if event.thread == main_thread and event.launched is None]
-    annotations = [event for event in on_main_thread if event.is_annotation]
-    operators = union(((e.start, e.end) for e in on_main_thread if _is_operator(e)), SHORTEST_WAIT)
-    kernels = [event for event in events if event.launched is not None]
     collectives = in_flight(events)
     steps = []
     for window in windows:
-        clock = [e.end for e in annotations if e.name == START_CLOCK and window.start <= e.end <= window.end]
+        near = [e for e in events if e.end >= window.start - SHORTEST_WAIT and e.start <= window.end + SHORTEST_WAIT]
+        on_main_thread = [event for event in near if event.thread == main_thread and event.launched is None]
+        annotations = [e for e in on_main_thread if e.is_annotation and window.start <= e.start < window.end]
+        clock = [e.end for e in annotations if e.name == START_CLOCK]
         start = max(clock, default=window.start)  # a checkpoint or an evaluation is not part of the step
-        host = host_parts([e for e in annotations if window.start <= e.start < window.end], start, window.end)
-        if kernels:
-            during = [kernel for kernel in kernels if kernel.end > start and kernel.start < window.end]
-            computing, communication = _kernels_by_part(during, host, start, end=window.end)
+        timeline = Timeline(start, window.end, near)
+        host = host_parts(annotations, timeline)
+        if on_gpu:
+            kernels = [event for event in near if event.launched is not None]
+            computing, communication = _kernels_by_part(kernels, host, timeline)
         else:
-            computing = {name: intersect(operators, intervals) for name, intervals in host.items()}
-            communicating = union(interval for name in COMMUNICATING for interval in host[name])
-            of_step = (one for one in collectives if start <= one[0] < window.end and contains(communicating, one[0]))
-            communication = intersect(union(of_step), [(start, window.end)])
-        steps.append(_divide(host, computing, communication))
+            operators = timeline.during(((e.start, e.end) for e in on_main_thread if _is_operator(e)), SHORTEST_WAIT)
+            computing = {name: operators & part for name, part in host.items()}
+            # Collectives that are started in other parts, such as the check for stop requests, are not the step's.
+            waited_for = host["forward"] | host["backward"] | host["optimizer"]
+            communication = timeline.during(call for call in collectives if timeline.contains(waited_for, call[0]))
+        all_computing = np.logical_or.reduce(list(computing.values()))
+        exposed = communication & ~all_computing
+        # While nothing is computed and no collective is in flight, the time belongs to what the host does.
+        idle = ~(all_computing | exposed)
+        parts = {name: computing[name] | host[name] & idle for name in host} | {EXPOSED: exposed}
+        milliseconds = {name: timeline.milliseconds(parts[name]) for name in CATEGORIES}
+        steps.append(StepTimes(milliseconds, timeline.milliseconds(communication)))
     return steps
 
 
-def _divide(host: dict[str, Intervals], computing: dict[str, Intervals], communication: Intervals) -> StepTimes:
-    """Divide a step.
-
-    Args:
-        host: what the host does, which covers the step.
-        computing: disjoint intervals in which the device computes for each part.
-        communication: when at least one collective is in flight.
-    """
-    all_computing = union(interval for intervals in computing.values() for interval in intervals)
-    exposed = subtract(communication, all_computing)
-    busy = union([*all_computing, *exposed])
-    parts = {name: length(computing[name]) + length(subtract(host[name], busy)) for name in host}
-    parts[EXPOSED] = length(exposed)
-    return StepTimes({name: parts[name] / 1e6 for name in CATEGORIES}, length(communication) / 1e6)
-
-
-def host_parts(annotations: Sequence[Event], start: int, end: int) -> dict[str, Intervals]:
+def host_parts(annotations: Sequence[Event], timeline: Timeline) -> dict[str, Mask]:
     """Return when the host is in each part of a step. The parts are disjoint and cover the step.
 
     Args:
         annotations: the ranges of the main thread.
     """
-    window = [(start, end)]
-
-    def ranges(is_part: Iterable[tuple[int, int]]) -> Intervals:
-        return intersect(union(is_part), window)
-
     forward, backward = [], []
     for batch in annotations:
         if batch.name == MICRO_BATCH:
@@ -141,18 +146,15 @@ def host_parts(annotations: Sequence[Event], start: int, end: int) -> dict[str, 
             boundary = max(ends, default=batch.end)
             forward.append((batch.start, boundary))
             backward.append((boundary, batch.end))
-    parts = {
-        "data wait": ranges((e.start, e.end) for e in annotations if e.name.startswith("enumerate(DataLoader)")),
-        "forward": ranges(forward),
-        "backward": ranges(backward),
-        "optimizer": ranges((e.start, e.end) for e in annotations if e.name == CLIP or e.name.startswith("Optimizer.")),
-    }
-    parts["other"] = subtract(window, union(interval for intervals in parts.values() for interval in intervals))
-    return parts
+    data_wait = [(e.start, e.end) for e in annotations if e.name.startswith("enumerate(DataLoader)")]
+    optimizer = [(e.start, e.end) for e in annotations if e.name == CLIP or e.name.startswith("Optimizer.")]
+    intervals = {"data wait": data_wait, "forward": forward, "backward": backward, "optimizer": optimizer}
+    parts = {name: timeline.during(of_part) for name, of_part in intervals.items()}
+    return parts | {"other": ~np.logical_or.reduce(list(parts.values()))}
 
 
-def in_flight(events: Iterable[Event]) -> Intervals:
-    """Return when each collective over gloo is in flight: (its call, its completion), in the order of the calls.
+def in_flight(events: Iterable[Event]) -> list[Interval]:
+    """Return when each collective over gloo is in flight: (its call, its completion).
 
     gloo's threads record a collective only when they begin with it, in the order of the calls.
     """
@@ -172,25 +174,24 @@ def in_flight(events: Iterable[Event]) -> Intervals:
             # Whatever runs before the first call was called before the profiler began.
             run = next((run for run in waiting if run.start >= call.start), call)
             intervals.append((call.start, max(call.end, run.end)))
-    return sorted(intervals)
+    return intervals
 
 
 def _kernels_by_part(
-    kernels: Sequence[Event], host: dict[str, Intervals], start: int, *, end: int
-) -> tuple[dict[str, Intervals], Intervals]:
+    kernels: Sequence[Event], host: dict[str, Mask], timeline: Timeline
+) -> tuple[dict[str, Mask], Mask]:
     """Return when the GPU computes for each part of a step, and when it communicates.
 
     Where kernels of two parts overlap, the time belongs to the part that comes first in the step.
     """
-    window = [(start, end)]
-    communication = intersect(union((k.start, k.end) for k in kernels if k.name.startswith("nccl")), window)
+    communication = timeline.during((k.start, k.end) for k in kernels if k.name.startswith("nccl"))
     compute = [kernel for kernel in kernels if not kernel.name.startswith("nccl")]
-    computing: dict[str, Intervals] = {}
-    covered: Intervals = []
-    for name, intervals in host.items():
-        of_part = [k for k in compute if k.launched is not None and contains(intervals, k.launched)]
-        computing[name] = subtract(intersect(union((k.start, k.end) for k in of_part), window), covered)
-        covered = union([*covered, *computing[name]])
+    computing: dict[str, Mask] = {}
+    remaining = np.ones_like(communication)
+    for name, part in host.items():
+        of_part = [k for k in compute if k.launched is not None and timeline.contains(part, k.launched)]
+        computing[name] = remaining & timeline.during((k.start, k.end) for k in of_part)
+        remaining &= ~computing[name]
     return computing, communication
 
 
@@ -201,49 +202,3 @@ def _is_operator(event: Event) -> bool:
 
 def _start(event: Event) -> int:
     return event.start
-
-
-# ---- intervals ------------------------------------------------------------------------------------------------------
-
-
-def union(intervals: Iterable[tuple[int, int]], gap: int = 0) -> Intervals:
-    """Return the union of intervals. Two that are at most `gap` apart become one."""
-    merged: Intervals = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1] + gap:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Return what is in both."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """Return what is in `a` and not in `b`."""
-    if not a:
-        return []
-    edges = [a[0][0], *(edge for interval in b for edge in interval), max(a[-1][1], b[-1][1] if b else 0)]
-    return intersect(a, [(end, start) for end, start in zip(edges[::2], edges[1::2], strict=True) if end < start])
-
-
-def contains(intervals: Intervals, time: int) -> bool:
-    """Return whether a time is in one of the intervals."""
-    return bool(intersect(intervals, [(time, time + 1)]))
-
-
-def length(intervals: Intervals) -> int:
-    """Return the sum of the lengths."""
-    return sum(end - start for start, end in intervals)

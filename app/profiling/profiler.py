@@ -15,13 +15,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from ..common.files import commit, write_json, write_text
-from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..distributed.writing import stop_or_warn, write_on_ranks
 from ..record.run_record import RunRecord
 from ..runs.schema import PROFILE, PROFILE_STAGING, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
-from ..settings import Settings
 from .breakdown import CATEGORIES, Event, StepTimes, divide_steps, mean
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
@@ -37,27 +35,18 @@ class StepProfiler:
     preempted, nothing is written. A profile of the run before a restart is replaced only by a complete one.
     """
 
-    def __init__(
-        self, settings: Settings, plan: BatchPlan, first_step: int, *, record: RunRecord, world: World
-    ) -> None:
-        """
-        Args:
-            first_step: the number of steps that the run has done before.
-        """
-        self.settings, self.record, self.world = settings, record, world
+    def __init__(self, record: RunRecord, total_steps: int) -> None:
+        self.record, self.world, self.requested = record, record.world, record.settings.profile
         self.folder = record.folder / PROFILE
-        self.step_number, self.first = first_step, first_step + FIRST
-        self.last = min(self.first + settings.profile - 1, plan.total_steps)
+        self.step_number, self.first = record.resume.step, record.resume.step + FIRST
+        self.last = min(self.first + self.requested - 1, total_steps)
         self.profile: profile | None = None
 
     def __enter__(self) -> StepProfiler:
-        """Start to count steps, unless there is nothing to profile."""
         if self.first <= self.last:
             self.profile = start_profiler(self.last - self.first + 1, self.world)
-        elif self.settings.profile:
-            self.world.print_main(
-                f"--profile {self.settings.profile}: not done, as the run ends before step {self.first}"
-            )
+        elif self.requested:
+            self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.first}")
         return self
 
     def step(self) -> None:
@@ -84,7 +73,7 @@ class StepProfiler:
         """Write the traces of all ranks and the summary, or nothing at all. Collective.
 
         Raises:
-            RunError: they can't be written, and `--on_save_failure` is `stop`.
+            RunError: they cannot be written, and `--on_save_failure` is `stop`.
         """
         events = events_of(finished)
         warn_without_kernels(events, self.world)
@@ -100,21 +89,17 @@ class StepProfiler:
             write_text(staging / PROFILE_TEXT, f"```\n{text}\n```\n")
             write_json(staging / PROFILE_SUMMARY, summary_content(ranks, self.first))
             commit(staging, self.folder)
+            tqdm.write(f"{text}\n{'traces':>21}  {self.folder}/")  # above the progress bar
 
         def clean_up() -> None:
             if self.world.is_main_process:
                 shutil.rmtree(staging, ignore_errors=True)
 
-        written, trace = False, staging / TRACE.format(rank=self.world.rank)
-        with stop_or_warn(
-            self.folder, on_failure=self.settings.on_save_failure, warn=self.world.print_main, clean_up=clean_up
-        ):
+        on_failure, trace = self.record.settings.on_save_failure, staging / TRACE.format(rank=self.world.rank)
+        with stop_or_warn(self.folder, on_failure=on_failure, warn=self.world.print_main, clean_up=clean_up):
             write_on_ranks(create, self.folder, self.world, main_only=True)
             write_on_ranks(lambda: write_trace(finished, trace), self.folder, self.world)
             write_on_ranks(write_summary, self.folder, self.world, main_only=True)
-            written = True
-        if written and self.world.is_main_process:
-            tqdm.write(f"{describe(ranks, self.first)}\n{'traces':>21}  {self.folder}/")  # above the progress bar
 
 
 def hide_profiler_messages() -> None:
@@ -160,7 +145,7 @@ def write_trace(finished: profile, path: Path) -> None:
     """Write the trace for Perfetto, compressed.
 
     Raises:
-        OSError: it can't be written completely.
+        OSError: it cannot be written completely.
     """
     plain = path.with_suffix("")
     finished.export_chrome_trace(str(plain))
@@ -176,12 +161,7 @@ def write_trace(finished: profile, path: Path) -> None:
 
 
 def summary_content(ranks: Sequence[Sequence[StepTimes]], first_step: int) -> dict[str, object]:
-    """Return the content of summary.json.
-
-    Args:
-        ranks: the times of each rank's steps.
-        first_step: the first optimizer step that was profiled, counted from 1.
-    """
+    """Return the content of summary.json: the times of each rank's steps, counted from `first_step`."""
     return {
         "steps": list(range(first_step, first_step + len(ranks[0]))),
         "unit": "ms",
@@ -198,11 +178,11 @@ def describe(ranks: Sequence[Sequence[StepTimes]], first_step: int) -> str:
     overall = mean(by_rank)
     last_step = first_step + len(ranks[0]) - 1
     lines = [f"{'profile':>21}  steps {first_step} to {last_step}, mean of {len(ranks)} rank(s) (lowest to highest)"]
-    for name in (*CATEGORIES, "step"):
-        values = [one.total if name == "step" else one.parts[name] for one in by_rank]
-        milliseconds = sum(values) / len(values)
+    times = {name: [rank.parts[name] for rank in by_rank] for name in CATEGORIES}
+    for name, of_ranks in (times | {"step": [rank.total for rank in by_rank]}).items():
+        milliseconds = sum(of_ranks) / len(of_ranks)
         share = milliseconds / overall.total
-        lines.append(f"{name:>21}  {milliseconds:8.2f} ms {share:6.1%}  ({min(values):.2f} to {max(values):.2f})")
+        lines.append(f"{name:>21}  {milliseconds:8.2f} ms {share:6.1%}  ({min(of_ranks):.2f} to {max(of_ranks):.2f})")
     if overall.communication:
         hidden = overall.hidden / overall.communication
         lines.append(f"{'communication':>21}  {overall.communication:8.2f} ms, {hidden:.0%} hidden behind computation")

@@ -160,7 +160,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         test_set=test_set,
         record=record,
         resume=resume,
-        profiler=StepProfiler(settings, data.plan, resume.step, record=record, world=world),
+        profiler=StepProfiler(record, data.plan.total_steps),
         deepspeed_config=deepspeed_config,
     )
 

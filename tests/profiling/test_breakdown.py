@@ -6,18 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.profiling.breakdown import (
-    CATEGORIES,
-    EXPOSED,
-    Event,
-    StepTimes,
-    divide_steps,
-    intersect,
-    length,
-    mean,
-    subtract,
-    union,
-)
+from app.profiling.breakdown import CATEGORIES, EXPOSED, Event, StepTimes, Timeline, divide_steps, mean
 from app.record.step_log import START_CLOCK
 from app.strategies.base import CLIP, FORWARD, MICRO_BATCH
 
@@ -185,16 +174,14 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=
 )
 
 
-@given(INTERVALS, INTERVALS)
-def test_interval_arithmetic_is_that_of_sets(a, b):
-    def points(intervals):
-        return {point for start, end in intervals for point in range(start, end)}
-
-    x, y = union(a), union(b)
-    for found, expected in [
-        (union([*a, *b]), points(a) | points(b)),
-        (intersect(x, y), points(a) & points(b)),
-        (subtract(x, y), points(a) - points(b)),
-    ]:
-        assert points(found) == expected
-        assert length(found) == len(expected)
+@given(INTERVALS, st.integers(0, 4))
+def test_a_mask_is_the_union_of_intervals_and_of_short_pauses_between_them(intervals, gap):
+    timeline = Timeline(0, 40, [Event("", start, end) for start, end in intervals])
+    covered = {point for start, end in intervals for point in range(start, end)}
+    for pause in range(1, gap + 1):
+        for point in range(40 - pause):
+            if {point, point + pause + 1} <= covered and not covered & set(range(point + 1, point + pause + 1)):
+                covered |= set(range(point + 1, point + pause + 1))
+    mask = timeline.during(intervals, gap)
+    assert timeline.milliseconds(mask) == len(covered) / 1e6
+    assert {point for point in range(-1, 42) if timeline.contains(mask, point)} == covered
