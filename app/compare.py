@@ -175,9 +175,7 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
     """
     # Imported late: comparing two finished runs needs none of these.
     from .distributed.environment import check_environment
-    from .experiments.ablation import ablate
-    from .experiments.ablation_table import as_markdown
-    from .experiments.ablation_variants import check_batches
+    from .experiments.ablation import ablate, as_markdown, check_batches
     from .training.build import read_and_split
 
     check_environment()

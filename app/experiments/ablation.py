@@ -8,9 +8,10 @@ baseline is its effect.
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import math
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -22,22 +23,65 @@ from tqdm import tqdm
 from transformers import get_scheduler
 
 from ..bench.harness import Bench, distribute
+from ..common.errors import UserError
 from ..common.progress import hides_progress
 from ..data.csv_table import ReviewTable
 from ..data.loaders import Collator
+from ..data.sampler import plan_batches, resolve_train_batch_size
 from ..data.split import Indices, Split, split_reviews
 from ..ddp_loop import evaluate
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..model.hub import resolve_commit
 from ..record.steps import mean
+from ..report.environments import markdown_environment
+from ..report.statistics import paired_seeds
 from ..settings import Settings
 from ..strategies.ddp import DDP
 from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
 from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
-from .ablation_table import Outcome, measure_effect
-from .ablation_variants import Variant, build_variants, variant_settings
+
+PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is trained. The defaults are this project's; each variant of the ablation changes one of them.
+
+    Attributes:
+        split: the function that splits the rows.
+        inflation: factor on loss and gradients.
+        optimizer: AdamW with decay and schedule, or Adam with neither.
+        padding: of a batch, to its longest review or to `--max_length`.
+        batch_factor: factor on the number of ranks, each with as many rows as before.
+        counted_ranks: number of ranks among which `DistributedSampler` divides the test rows, repeating some of them.
+        dropout_seed: added to the seed of the dropout masks.
+    """
+
+    split: Literal["scikit-learn, stratified", "datasets, not stratified"] = "scikit-learn, stratified"
+    inflation: int = 1
+    optimizer: Literal["AdamW", "Adam"] = "AdamW"
+    padding: Literal["longest", "max_length"] = "longest"
+    batch_factor: int = 1
+    counted_ranks: int = 1
+    dropout_seed: int = 0
+
+
+BASELINE = Variant()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one training.
+
+    Attributes:
+        losses: the loss of each step, as the script would log it.
+        correct: bool (n_test,), whether each test row was classified correctly, in file order.
+    """
+
+    losses: list[float]
+    correct: NDArray[np.bool_]
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
@@ -57,27 +101,24 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     variants = build_variants(ranks, settings.gradient_accumulation_steps)
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {name: [] for name in variants}
-    with join(settings) as world:
+    bar = partial(tqdm, unit=" trainings", disable=hides_progress(settings.disable_tqdm))
+    with join(settings) as world, bar(total=seeds * (len(variants) + 1)) as progress:
         quiet_libraries(world)
-        progress = tqdm(
-            total=seeds * (len(variants) + 1), unit=" trainings", disable=hides_progress(settings.disable_tqdm)
-        )
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
-            data = build_variant_data(seeded, Variant(), world)
-            baseline = train_variant(seeded, Variant(), data, ranks=ranks, world=world)
+            data = build_variant_data(seeded, BASELINE, world)
+            baseline = train_variant(seeded, BASELINE, data, ranks=ranks, world=world)
             progress.update()
             for name, variant in variants.items():
                 outcome = baseline
-                if replace(variant, counted_ranks=1) != Variant():  # counting rows differently needs no training
-                    same_split = variant.split == Variant().split
+                if replace(variant, counted_ranks=1) != BASELINE:  # counting rows differently needs no training
+                    same_split = variant.split == BASELINE.split
                     variant_data = data if same_split else build_variant_data(seeded, variant, world)
                     outcome = train_variant(seeded, variant, variant_data, ranks=ranks, world=world)
                 gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
                 counted = repeat_padded_rows(outcome.correct, variant.counted_ranks)
                 pairs[name].append((baseline, replace(outcome, correct=counted)))
                 progress.update()
-        progress.close()
     return {
         "settings": settings.as_dict() | {"csv": str(settings.csv_path)},
         "ranks": ranks,
@@ -88,34 +129,103 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     }
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> dict[str, Any]:
+    """Compare a variant with the baseline, seed by seed.
+
+    Args:
+        pairs: for each seed, the baseline's outcome and the variant's.
+        variant: the change.
+
+    Returns:
+        An entry of `differences` in ablation.json. Its accuracies are computed as in typical scripts: the number of
+        correct predictions, in which some rows may count twice, divided by the number of test rows.
+    """
+    n_test = len(pairs[0][0].correct)
+    changed = [float(b.correct.sum() / n_test) for _, b in pairs]
+    gaps = [np.abs([x - y for x, y in zip(a.losses, b.losses, strict=False)]) for a, b in pairs]  # of common steps
+    mean_gap, max_gap = float(np.mean([gap.mean() for gap in gaps])), float(np.max([gap.max() for gap in gaps]))
+    same_rows = variant.split == BASELINE.split and variant.counted_ranks == 1
+    statistics = paired_seeds(changed, [float(a.correct.mean()) for a, _ in pairs])
+    interval = statistics.difference
+    return {
+        "recipe": asdict(variant),
+        "first_differing_steps": [int(gap.nonzero()[0][0]) + 1 if gap.any() else None for gap in gaps],
+        "mean_loss_difference": mean_gap if math.isfinite(mean_gap) else None,
+        "max_loss_difference": max_gap if math.isfinite(max_gap) else None,
+        "accuracies": changed,
+        "accuracy_difference": statistics.mean_a - statistics.mean_b,
+        "interval": [interval.low, interval.high] if interval else None,
+        "p_value": statistics.p_value,
+        "changed_rows": float(np.mean([(a.correct != b.correct).sum() for a, b in pairs])) if same_rows else None,
+        "counted_rows": len(pairs[0][1].correct),
+    }
+
+
+def as_markdown(ablation: dict[str, Any]) -> str:
+    """Render the content of ablation.json as a Markdown table."""
+    return markdown_environment().get_template("ablation.md.j2").render(ablation=ablation)
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+
+
+def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
+    """Return the variants by name. The first one is the control: a change that should have no systematic effect."""
+    factor = ranks * accumulation_steps if ranks * accumulation_steps > 1 else 2
+    return {
+        "only another dropout seed (control)": Variant(dropout_seed=1_000),
+        "split by `datasets`, not stratified, instead of scikit-learn": Variant(split="datasets, not stratified"),
+        f"test rows padded to {PADDED_RANKS} equal shards by `DistributedSampler`, repeated rows counted": Variant(
+            counted_ranks=PADDED_RANKS
+        ),
+        f"loss and gradients inflated by Trainer, x {factor}": Variant(inflation=factor),
+        "Adam without decay or schedule instead of AdamW with both": Variant(optimizer="Adam"),
+        "every review padded to the maximum length": Variant(padding="max_length"),
+        f"batch size per rank, {2 * ranks} ranks instead of {ranks}": Variant(batch_factor=2),
+    }
+
+
+def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:
+    """Return the settings of a variant: one process works for all ranks, of which a variant may have more."""
+    return replace(
+        settings,
+        logical_ranks=ranks * variant.batch_factor,
+        train_batch_size=resolve_train_batch_size(settings, ranks) * variant.batch_factor,
+        per_device_train_batch_size=None,
+    )
+
+
+def check_batches(settings: Settings, n_train: int, ranks: int) -> None:
+    """Check that every variant can be trained, before any of them is.
+
+    Raises:
+        UserError: names the variant that cannot be trained.
+    """
+    for name, variant in build_variants(ranks, settings.gradient_accumulation_steps).items():
+        try:
+            plan_batches(variant_settings(settings, variant, ranks), n_train, world_size=1)
+        except UserError as problem:
+            raise UserError(f"{name}: {problem}") from None
 
 
 def build_variant_data(settings: Settings, variant: Variant, world: World) -> ReviewData:
     """Build the data as the training paths do, except for the variant's split function."""
-    by_datasets = variant.split == "datasets, not stratified"
-    return build_data(
-        replace(settings, disable_tqdm=True), world, split_with_datasets if by_datasets else split_reviews
-    )
+    split_rows = split_reviews if variant.split == BASELINE.split else split_with_datasets
+    return build_data(replace(settings, disable_tqdm=True), world, split_rows)
 
 
-def split_with_datasets(
-    table: ReviewTable, *, test_size: float, validation_size: float, seed: int, columns: tuple[str, str]
-) -> Split:
+def split_with_datasets(table: ReviewTable, *, test_size: float, validation_size: float, **options: Any) -> Split:
     """Split like `split_reviews`, but select the rows with `datasets` and without stratifying."""
-    split = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=seed, columns=columns)
-    train, test = _select_with_datasets(np.arange(len(table), dtype=np.int64), test_size, seed)
-    validation = split.validation
-    if validation_size:
-        train, validation = _select_with_datasets(train, validation_size, seed)
+    split = split_reviews(table, test_size=test_size, validation_size=validation_size, **options)
+
+    def divide(rows: Indices, size: float) -> tuple[Indices, Indices]:
+        parts = datasets.Dataset.from_dict({"row": rows}).train_test_split(test_size=size, seed=options["seed"])
+        rest, selected = (np.sort(np.asarray(parts[name]["row"], dtype=np.int64)) for name in ("train", "test"))
+        return rest, selected
+
+    train, test = divide(np.arange(len(table), dtype=np.int64), test_size)
+    train, validation = divide(train, validation_size) if validation_size else (train, split.validation)
     return replace(split, train=train, validation=validation, test=test)
-
-
-def _select_with_datasets(rows: Indices, test_size: float, seed: int) -> tuple[Indices, Indices]:
-    """Return the training and the test rows that `datasets` selects, each sorted."""
-    parts = datasets.Dataset.from_dict({"row": rows}).train_test_split(test_size=test_size, seed=seed)
-    train, test = (np.sort(np.asarray(parts[name]["row"], dtype=np.int64)) for name in ("train", "test"))
-    return train, test
 
 
 def repeat_padded_rows(correct: NDArray[np.bool_], ranks: int) -> NDArray[np.bool_]:

@@ -11,68 +11,140 @@ is 1 if any job differs.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import cycle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
-import psutil
+from transformers import BartConfig, GPT2Config, PretrainedConfig
 
-from ..cli import OneLineParser
-from ..common.errors import UserError
-from ..distributed.launcher import TorchrunJob
+from ..cli import OneLineParser, count
+from ..common.paths import PACKAGE
+from ..data.csv_table import read_reviews
+from ..distributed.launcher import TorchrunJob, torchrun_command
+from ..model.tiny_bert import learn_tokenizer
 from ..program import run_program
 from ..runs.hashes import DIGITS, hash_results
 from ..runs.schema import MODEL, MODEL_FOLDER
-from .fault_moments import MOMENTS, Moment, RunFiles
-from .fault_subjects import MODELS, RESTARTS, STRATEGIES, Subject, build_subjects
+from ..settings import STRATEGIES, Settings
+from .fault_kills import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, RunFiles, draw_moment, kill, wait_for_rank
+from .train_pair import PATHS
 
+MODELS = ("bert", "gpt2", "bart")
+RESTARTS = 3
+FLAGS = [
+    *("--max_steps", STEPS, "--save_strategy", "steps", "--save_steps", SAVE_STEPS, "--dropout", 0.1),
+    *("--eval_strategy", "steps", "--eval_steps", EVAL_STEPS, "--validation_size", 0.1, "--load_best_model_at_end"),
+    *("--max_length", 32, "--threads", 1, "--disable_tqdm", "--use_cpu"),
+    *("--eval_batch_size", 8),  # small batches make evaluations long enough to kill a rank in them
+]
 TIME_LIMIT = 300.0  # seconds; a job that takes longer is considered to hang
 LINE = "{:>3}  {:<11}  {:<5}  {:<8}  {:<80}  {:>11}  {:<16}  {:>7}  {:>7}  {}"
-HEADER = [
-    "job",
-    "path",
-    "model",
-    "strategy",
-    "killed (rank)",
-    "attempts",
-    "resumed at step",
-    "seconds",
-    "restart",
-    "identical",
-]
+HEADER = (
+    *("job", "path", "model", "strategy", "killed (rank)", "attempts"),
+    *("resumed at step", "seconds", "restart", "identical"),
+)
 
 
 def main() -> int:
-    arguments = parse()
-    with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
-        return inject_faults(arguments, Path(temporary))
-
-
-def parse() -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UserError: an unknown flag or an invalid value.
-    """
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="total number of ranks to kill (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the killed ranks and the moments (default: 0)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes per job (default: 2)")
+    parser.add_argument("--kills", type=count, default=50, metavar="N", help="total number of ranks to kill")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the killed ranks and the moments")
+    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="processes per job")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="architectures (default: all)")
     parser.add_argument("--csv", type=Path, help="reviews to train on (default: the same as for a training run)")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (default: delete them)")
     arguments = parser.parse_args()
-    for name in ("kills", "ranks"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)}: must be 1 or more")
-    return arguments
+    with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
+        folder = arguments.folder.resolve() if arguments.folder else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder=folder)
+        return inject_faults(subjects, arguments.kills, folder, rng=random.Random(arguments.seed))
+
+
+# ---- subjects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Subject:
+    """A training path with an architecture, on which jobs are run.
+
+    Attributes:
+        flags: those of the training run, without the strategy.
+        seconds: the duration of an uninterrupted job.
+        hashes: of the results of an uninterrupted job.
+        identical: for each job with kills, whether it has these results.
+    """
+
+    path_name: str
+    model_name: str
+    flags: Sequence[str]
+    ranks: int
+    seconds: float = 0.0
+    hashes: dict[str, str] = field(default_factory=dict)
+    identical: list[bool] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The path and the architecture."""
+        return f"{self.path_name} {self.model_name}"
+
+    def job(self, folder: Path, strategy: str) -> TorchrunJob:
+        """Return a job that trains into `folder` and logs to `folder.log`."""
+        flags = [*self.flags, "--strategy", strategy, "--output_dir", folder]
+        torchrun_flags = ["--standalone", f"--max-restarts={RESTARTS}"]
+        module = f"{PACKAGE}.{self.path_name}"
+        command = torchrun_command(module, flags, nproc_per_node=self.ranks, torchrun_flags=torchrun_flags)
+        log = folder.with_suffix(".log")
+        return TorchrunJob(command, environment={"HF_HUB_OFFLINE": "1"}, stdout=log, grace_seconds=0)
+
+
+def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, *, folder: Path) -> list[Subject]:
+    """Return every path with every architecture. The token cache and the models are written into `folder`.
+
+    Raises:
+        UserError: a mistake in the CSV.
+    """
+    settings = Settings(csv=str(csv.resolve()) if csv else None)
+    texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
+    models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}
+    flags = [*map(str, FLAGS), "--cache_dir", str(folder / "cache"), *(["--csv", settings.csv] if settings.csv else [])]
+    return [Subject(path, name, ["--model", models[name], *flags], ranks) for path, name in product(PATHS, models)]
+
+
+def write_untrained(name: str, texts: Any, folder: Path) -> str:
+    """Return the value of `--model` for an architecture: `tiny`, or a folder with a tiny config and a tokenizer.
+
+    The folder contains no weights, so they are initialized from the seed.
+    """
+    if name == "bert":
+        return "tiny"
+    tokenizer = learn_tokenizer(texts)
+    ids: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,  # in every row, where BART's classifier reads its sentence vector
+    }
+    if name == "gpt2":
+        config: PretrainedConfig = GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2, **ids)
+    else:
+        layers = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
+        ids |= {f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in layers.items()}
+        ids |= {"decoder_start_token_id": tokenizer.sep_token_id, "tie_word_embeddings": True}
+        config = BartConfig(d_model=32, max_position_embeddings=64, **ids)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -80,126 +152,75 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        log: the file with the job's standard output and standard error.
+        log: the job's standard output and standard error.
         problem: what is wrong with the result, or None.
         kills: the moment and rank of each kill.
         restart_seconds: for each kill, the seconds until the new rank 0 exists.
         seconds: the duration of the job.
     """
 
-    log: Path
+    log: str = ""
     problem: str | None = None
     kills: list[str] = field(default_factory=list)
     restart_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def inject_faults(arguments: argparse.Namespace, folder: Path) -> int:
+def inject_faults(subjects: Sequence[Subject], kills: int, folder: Path, *, rng: random.Random) -> int:
     """Run jobs of all subjects in turn until enough ranks have been killed; return the exit status.
 
     Args:
-        arguments: from `parse`.
-        folder: for runs and logs, unless `--folder` names another one.
-
-    Raises:
-        UserError: a mistake in the CSV.
+        kills: the total number of ranks to kill.
+        folder: for runs and logs.
+        rng: draws strategies, moments and ranks.
     """
-    if arguments.folder is not None:
-        folder = arguments.folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-    subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder=folder)
-    uninterrupted: list[dict[str, str]] = []
-    seconds: list[float] = []
     for subject in subjects:
         run_folder = folder / f"uninterrupted-{subject.path_name}-{subject.model_name}"
-        outcome = run_job(subject, run_folder)
+        outcome = run_job(subject, "ddp", run_folder, kills=0, rng=rng)
         if outcome.problem is not None:
-            print(outcome.log.read_text(), file=sys.stderr)
-            print(f"{subject.path_name} {subject.model_name}, uninterrupted: {outcome.problem}", file=sys.stderr)
+            print(f"{outcome.log}\n{subject.name}, uninterrupted: {outcome.problem}", file=sys.stderr)
             return 1
-        uninterrupted.append(hash_results(run_folder))
-        seconds.append(outcome.seconds)
-        weights = uninterrupted[-1][f"{MODEL_FOLDER}/{MODEL}"][:DIGITS]
-        print(f"{subject.path_name} {subject.model_name}: {outcome.seconds:.0f} s uninterrupted, weights {weights}")
+        subject.hashes, subject.seconds = hash_results(run_folder), outcome.seconds
+        weights = subject.hashes[f"{MODEL_FOLDER}/{MODEL}"][:DIGITS]
+        print(f"{subject.name}: {outcome.seconds:.0f} s uninterrupted, weights {weights}")
 
     print(LINE.format(*HEADER), flush=True)
-    rng = random.Random(arguments.seed)
     killed, number = 0, 0
-    verdicts: list[list[bool]] = [[] for _ in subjects]
-    for i in cycle(range(len(subjects))):
-        if killed >= arguments.kills:
+    for subject in cycle(subjects):
+        if killed >= kills:
             break
         number += 1
-        kills = min(rng.randint(1, RESTARTS), arguments.kills - killed)
-        subject = replace(subjects[i], strategy=rng.choice(STRATEGIES))  # all have the bits of `ddp`
-        outcome = run_job(subject, folder / f"job-{number}", kills, rng=rng, seconds=seconds[i])
-        outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", uninterrupted[i])
+        kills_of_job = min(rng.randint(1, RESTARTS), kills - killed)
+        strategy = rng.choice(STRATEGIES)  # all have the bits of `ddp`
+        outcome = run_job(subject, strategy, folder / f"job-{number}", kills=kills_of_job, rng=rng)
+        outcome.problem = outcome.problem or find_difference(folder / f"job-{number}", subject.hashes)
         killed += len(outcome.kills)
-        verdicts[i].append(outcome.problem is None)
-        print_outcome(number, subject, outcome)
-    good = sum(map(sum, verdicts))
-    totals = ", ".join(
-        f"{subject.path_name} {subject.model_name} {sum(equal)}/{len(equal)}"
-        for subject, equal in zip(subjects, verdicts, strict=True)
-    )
-    equal = f"all {number}" if good == number else f"{good} of {number}"
-    print(f"{killed} kills in {number} jobs: {equal} are bitwise identical to the uninterrupted ones ({totals})")
-    return 0 if good == number else 1
+        subject.identical.append(outcome.problem is None)
+        print_outcome(number, subject, strategy, outcome=outcome)
+    identical = sum(sum(subject.identical) for subject in subjects)
+    totals = ", ".join(f"{subject.name} {sum(subject.identical)}/{len(subject.identical)}" for subject in subjects)
+    share = f"all {number}" if identical == number else f"{identical} of {number}"
+    print(f"{killed} kills in {number} jobs: {share} are bitwise identical to the uninterrupted ones ({totals})")
+    return 0 if identical == number else 1
 
 
-def run_job(
-    subject: Subject, folder: Path, kills: int = 0, *, rng: random.Random | None = None, seconds: float = 0.0
-) -> Outcome:
-    """Run one job and kill ranks in it.
-
-    Args:
-        subject: the path and the model to train.
-        folder: the run folder.
-        kills: how many times to kill a rank; fewer if the job ends earlier.
-        rng: draws moments and ranks.
-        seconds: the duration of an uninterrupted job.
-    """
+def run_job(subject: Subject, strategy: str, folder: Path, *, kills: int, rng: random.Random) -> Outcome:
+    """Run one job into `folder`, and kill ranks in it; fewer if it ends earlier."""
     started = time.monotonic()
-    files = RunFiles(folder)
-    with subject.job(folder) as job:
-        outcome = Outcome(folder.with_suffix(".log"))
-        for _ in range(kills if rng else 0):
-            assert rng is not None
-            draw, rank = rng.choice(MOMENTS), rng.randrange(subject.ranks)
+    files, outcome = RunFiles(folder), Outcome()
+    with subject.job(folder, strategy) as job:
+        for _ in range(kills):
+            kind, rank = rng.choice(MOMENTS), rng.randrange(subject.ranks)
             target = wait_for_rank(job, rank, len(outcome.kills), files=files)
-            if target is not None and kill(target, job, files, moment=draw(rng, seconds)):
-                outcome.kills.append(f"{draw.__name__.replace('_', ' ')} ({rank})")
+            if target is not None and kill(target, job, files, moment=draw_moment(kind, rng, subject.seconds)):
+                outcome.kills.append(f"{kind} ({rank})")
                 killed = time.monotonic()
                 if wait_for_rank(job, 0, len(outcome.kills), files=files) is not None:
                     outcome.restart_seconds.append(time.monotonic() - killed)
         outcome.problem = wait_for_end(job)
     outcome.seconds = time.monotonic() - started
+    outcome.log = folder.with_suffix(".log").read_text()
     return outcome
-
-
-def wait_for_rank(job: TorchrunJob, rank: int, restarts: int, *, files: RunFiles) -> psutil.Process | None:
-    """Return the process of a rank after so many restarts as soon as it exists, or None if the job ends first."""
-    process = job.wait_until(lambda: job.find_rank(rank, restarts))
-    if process is not None:
-        files.ranks_restarted()
-    return process
-
-
-def kill(target: psutil.Process, job: TorchrunJob, files: RunFiles, *, moment: Moment) -> bool:
-    """Wait for the moment and kill the rank; return False if the rank ended before."""
-    while job.running and target.is_running():
-        if moment.condition(files):
-            time.sleep(moment.delay)
-            with suppress(psutil.Error):
-                if target.status() == psutil.STATUS_ZOMBIE:
-                    return False
-                target.suspend()  # so that the moment cannot pass between the check and the kill
-                if moment.condition(files):
-                    target.kill()
-                    return True
-                target.resume()
-        time.sleep(0.002)  # a checkpoint may be in its staging directory for a few milliseconds only
-    return False
 
 
 def wait_for_end(job: TorchrunJob) -> str | None:
@@ -224,21 +245,20 @@ def find_difference(folder: Path, uninterrupted: dict[str, str]) -> str | None:
     return f"{', '.join(differing)} differ" if differing else None
 
 
-def print_outcome(number: int, subject: Subject, outcome: Outcome) -> None:
+def print_outcome(number: int, subject: Subject, strategy: str, *, outcome: Outcome) -> None:
     """Print the job's line of the table, and its log if anything is wrong."""
-    log = outcome.log.read_text()
     cells = (
-        *(number, subject.path_name, subject.model_name, subject.strategy),
+        *(number, subject.path_name, subject.model_name, strategy),
         ", ".join(outcome.kills) or "ended before it could be killed",
         len(outcome.kills) + 1,
-        ", ".join(re.findall(r"resumed from .*\(step (\d+)\)", log)) or "0",
+        ", ".join(re.findall(r"resumed from .*\(step (\d+)\)", outcome.log)) or "0",
         f"{outcome.seconds:.1f}",
         f"{max(outcome.restart_seconds, default=0):.1f}",
         outcome.problem or "yes",
     )
     print(LINE.format(*cells), flush=True)
     if outcome.problem is not None:
-        print(log, file=sys.stderr)
+        print(outcome.log, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ..checkpoint.manager import latest_first, step_of, was_complete
 from ..cli import OneLineParser, as_flags, count, settings_parser
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
+from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
 from ..common.valid import LARGEST_COUNT
 from ..data.sampler import plan_batches
@@ -47,27 +48,61 @@ from ..runs.hashes import DIGITS, hash_run
 from ..runs.reader import read_run
 from ..runs.schema import CHECKPOINTS, RUNS
 from ..settings import STRATEGIES, Settings
-from .same_bits_cells import VARIED, Cell, as_markdown, build_cells, trainings
 from .train_pair import PATHS, deterministic_on_gpus
 
-RANKS = (1, 2, 4)
 INTERRUPTIONS = ("uninterrupted", "killed")
+# What --vary can name: the setting, and its values. Those of logical_ranks are the numbers of ranks.
+VARIED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "accumulation": ("gradient_accumulation_steps", (1, 2, 4)),
+    "sampling": ("train_sampling_strategy", ("random", "group_by_length")),
+    "precision": ("precision", ("fp32", "bf16")),
+    "logical_ranks": ("logical_ranks", ()),
+}
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.
 DEFAULTS: dict[str, Any] = {
-    "logical_ranks": 4,
-    "dropout": 0.1,
-    "max_steps": 60,
-    "max_length": 32,
-    "validation_size": 0.1,
-    "eval_strategy": "steps",
-    "eval_steps": 25,
-    "save_strategy": "steps",
-    "save_steps": 10,
-    "threads": 1,
-    "disable_tqdm": True,
+    **{"logical_ranks": 4, "dropout": 0.1, "max_steps": 60, "max_length": 32, "threads": 1, "disable_tqdm": True},
+    **{"validation_size": 0.1, "eval_strategy": "steps", "eval_steps": 25, "save_strategy": "steps", "save_steps": 10},
 }
 TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train the same model.
+
+    Attributes:
+        training: names of `VARIED` and their values. The cells with the same values must have one hash.
+        resumed: the number of ranks and the strategy after the interruption; None without one.
+    """
+
+    path_name: str
+    ranks: int
+    strategy: str
+    resumed: tuple[int, str] | None = None
+    training: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def values(self) -> list[str]:
+        """The values of the settings that are varied."""
+        return [str(value) for _, value in self.training]
+
+    @property
+    def columns(self) -> list[str]:
+        """The cell's columns of the table, without the hash."""
+        resumed = f"killed, resumed with {self.resumed[0]} x {self.resumed[1]}" if self.resumed else "none"
+        return [*self.values, self.path_name, str(self.ranks), self.strategy, resumed]
+
+    @property
+    def folder_name(self) -> str:
+        """The name of the run's folder."""
+        killed = ["killed"] if self.resumed else []
+        return "-".join([self.path_name, str(self.ranks), self.strategy, *self.values, *killed])
+
+    def settings(self, settings: Settings) -> Settings:
+        """Return the settings of all cells with the values and the strategy of this cell."""
+        values = {VARIED[name][0]: value for name, value in self.training}
+        return replace(settings, strategy=self.strategy, **values)  # type: ignore[arg-type]
 
 
 def main() -> int:
@@ -84,19 +119,20 @@ def main() -> int:
         line = " | ".join([*cell.columns, hashes[cell][:DIGITS]])
         print(f"{number} of {len(cells)}, {seconds:.0f} s: {line}", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
-    problems = [problem for cells in trainings(hashes) if (problem := find_difference(cells, folder))]
+    problems = [problem for of_training in trainings(hashes) if (problem := find_difference(of_training, folder))]
     print(f"\n{as_markdown(hashes)}", *problems, f"written to {folder}/same_bits.md", sep="\n")
     return 1 if problems else 0
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the flags of this program."""
-    parser.add_argument("--ranks", type=count, nargs="+", default=list(RANKS), metavar="N", help="numbers of ranks")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="training paths")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies")
-    parser.add_argument(
-        "--interruptions", nargs="+", choices=INTERRUPTIONS, default=list(INTERRUPTIONS), help="kinds of runs"
-    )
+    parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
+    for name, choices, help_text in (
+        ("paths", PATHS, "training paths"),
+        ("strategies", STRATEGIES, "strategies"),
+        ("interruptions", INTERRUPTIONS, "kinds of runs"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help=help_text)
     parser.add_argument(
         "--vary", nargs="+", choices=VARIED, default=[], help="settings that get several values, see above"
     )
@@ -131,76 +167,96 @@ def parse() -> tuple[Any, Settings]:
         if wrong := [n for n in options.ranks if settings.logical_ranks % n]:
             raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
     check_gpus(max(options.ranks), settings.use_cpu)
-    for cell in build_cells(options, random.Random(0)):  # such as --ddp_comm_hook, which some strategies refuse
-        plan_batches(replace(cell.settings(settings), strategy=cell.strategy), LARGEST_COUNT, cell.ranks)  # type: ignore[arg-type]
+    for cell in build_cells(options, random.Random(0)):  # such as with --ddp_comm_hook, which some strategies reject
+        plan_batches(cell.settings(settings), LARGEST_COUNT, cell.ranks)
     return options, settings
+
+
+def build_cells(options: Any, rng: random.Random) -> list[Cell]:
+    """Return all cells. Each killed run is resumed with another number of ranks and strategy, if there are others."""
+    cells = []
+    for values in product(*(VARIED[name][1] or options.ranks for name in options.vary)):
+        training = dict(zip(options.vary, values, strict=True))
+        numbers = [training["logical_ranks"]] if "logical_ranks" in training else options.ranks
+        places = list(product(numbers, options.strategies))
+        for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
+            others = [place for place in places if place != (ranks, strategy)] or places
+            elsewhere = [place for place in others if place[0] != ranks and place[1] != strategy] or others
+            resumed = rng.choice(elsewhere) if interruption == "killed" else None
+            cells.append(Cell(path_name, ranks, strategy, resumed, tuple(training.items())))
+    return cells
 
 
 def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Random) -> None:
     """Train one cell into its folder.
 
+    Args:
+        settings: those of this cell.
+
     Raises:
-        RunError: a job failed, or ended before it could be killed.
+        RunError: a job failed, took too long, or ended before it could be killed.
     """
     run = folder / cell.folder_name
-    if cell.resumed is None:
-        finish(start(cell.path_name, cell.ranks, cell.strategy, settings=settings, run=run), run)
-        return
-    rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, settings.max_steps // 2)
-
-    def late_enough() -> bool:
-        return any(was_complete(one) and step_of(one) >= step for one in latest_first(run / CHECKPOINTS))
-
-    with start(cell.path_name, cell.ranks, cell.strategy, settings=settings, run=run) as job:
-        # With one rank, there is no torchrun that could outlive it: plain python is the rank itself.
-        with time_limit(run):
-            job.wait_until(late_enough, TIME_LIMIT)
-        target = job.find_rank(rank)
-        if target is None:
-            raise RunError(f"{cell}: the job ended before it could be killed; see {log_of(run)}")
-        target.kill()
-        with time_limit(run):
-            job.wait(TIME_LIMIT)
-    ranks, strategy = cell.resumed
-    finish(
-        start(cell.path_name, ranks, strategy, settings=replace(settings, resume_from_checkpoint=str(run)), run=run),
-        run,
-    )
-
-
-def start(path_name: str, ranks: int, strategy: str, *, settings: Settings, run: Path) -> TorchrunJob:
-    """Return a job that trains into a run folder, or resumes the run in it."""
-    output_dir = None if settings.resume_from_checkpoint else str(run)
-    flags = as_flags(replace(settings, strategy=strategy, output_dir=output_dir))  # type: ignore[arg-type]
-    command = torchrun_command(f"{PACKAGE}.{path_name}", flags, nproc_per_node=ranks)
-    log = log_of(run, "resumed" if settings.resume_from_checkpoint else "")
-    return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
-
-
-def finish(job: TorchrunJob, run: Path) -> None:
-    """Run a job to its end.
-
-    Raises:
-        RunError: its exit status is not 0, or it takes too long.
-    """
-    with job, time_limit(run):
-        status = job.wait(TIME_LIMIT)
+    job = build_job(cell.path_name, cell.ranks, replace(settings, output_dir=str(run)), log=Path(f"{run}.log"))
+    try:
+        if cell.resumed is not None:
+            rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, settings.max_steps // 2)
+            with job:
+                job.wait_until(lambda: has_saved(run, step), TIME_LIMIT)
+                target = job.find_rank(rank)
+                if target is None:
+                    raise RunError(f"{run.name}: the job ended before it could be killed; see {job.stdout}")
+                target.kill()
+                job.wait(TIME_LIMIT)
+            ranks, strategy = cell.resumed
+            resumed = replace(settings, strategy=strategy, output_dir=None, resume_from_checkpoint=str(run))  # type: ignore[arg-type]
+            job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
+        with job:
+            status = job.wait(TIME_LIMIT)
+    except TimeoutError:
+        raise RunError(f"{run.name}: still running after {TIME_LIMIT:.0f} s; see {run}*.log") from None
     if status != 0:
         raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")
 
 
-@contextmanager
-def time_limit(run: Path) -> Iterator[None]:
-    """Turn a TimeoutError into a RunError."""
-    try:
-        yield
-    except TimeoutError:
-        raise RunError(f"{run.name}: still running after {TIME_LIMIT:.0f} s; see {run}*.log") from None
+def has_saved(run: Path, step: int) -> bool:
+    """Return whether a run has a complete checkpoint of this step or a later one."""
+    return any(was_complete(folder) and step_of(folder) >= step for folder in latest_first(run / CHECKPOINTS))
 
 
-def log_of(run: Path, suffix: str = "") -> Path:
-    """Return the file for a job's output."""
-    return run.with_name(f"{run.name}{f'-{suffix}' if suffix else ''}.log")
+def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path) -> TorchrunJob:
+    command = torchrun_command(f"{PACKAGE}.{path_name}", as_flags(settings), nproc_per_node=ranks)
+    return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
+
+
+def trainings(hashes: Mapping[Cell, str]) -> list[dict[Cell, str]]:
+    """Divide the cells into those that must have one hash."""
+    groups: dict[Any, dict[Cell, str]] = {}
+    for cell, hash_ in hashes.items():
+        groups.setdefault(cell.training, {})[cell] = hash_
+    return list(groups.values())
+
+
+def as_markdown(hashes: Mapping[Cell, str]) -> str:
+    """Return the table, and for each training whether all of its hashes are equal."""
+    varied = [name for name, _ in next(iter(hashes)).training]
+    header = [*varied, "path", "ranks", "strategy", "interruption", "hash"]
+    rows = [[*cell.columns, hash_[:DIGITS]] for cell, hash_ in hashes.items()]
+    conclusions = "\n".join(conclude(cells) for cells in trainings(hashes))
+    return f"{markdown_table(header, rows, text_columns=len(header))}\n{conclusions}\n"
+
+
+def conclude(hashes: Mapping[Cell, str]) -> str:
+    """Say whether the cells of one training have one hash."""
+    training = ", ".join(f"{name} {value}" for name, value in next(iter(hashes)).training)
+    different = len(set(hashes.values()))
+    if len(hashes) == 1:
+        conclusion = "1 cell: nothing to compare it with"
+    elif different == 1:
+        conclusion = f"all {len(hashes)} cells have one hash: bitwise identical"
+    else:
+        conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"
+    return f"{training}: {conclusion}" if training else conclusion
 
 
 def find_difference(hashes: Mapping[Cell, str], folder: Path) -> str | None:

@@ -19,8 +19,14 @@ from ..settings import Settings
 PATHS = ("ddp_loop", "trainer_run")
 
 
+def deterministic_on_gpus(settings: Settings) -> Settings:
+    """Return settings with `--deterministic` if the runs use GPUs, which otherwise may round differently each time."""
+    uses_gpus = torch.cuda.device_count() > 0 and not settings.use_cpu
+    return replace(settings, deterministic=settings.deterministic or uses_gpus)
+
+
 def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
-    """Train both paths with each of several seeds.
+    """Train both paths with each of several seeds, one run after the other.
 
     Args:
         settings: the settings of all runs; `seed` is the first seed.
@@ -46,34 +52,14 @@ def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Pa
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):
         pair_folder = folder if seeds == 1 else folder / f"seed-{seed}"
-        pairs.append(train_pair(replace(settings, seed=seed), nproc_per_node, pair_folder))
+        seeded = replace(settings, seed=seed)
+        a, b = (train_path(name, seeded, nproc_per_node, folder=pair_folder / name) for name in PATHS)
+        pairs.append((a, b))
     return folder, pairs
 
 
-def deterministic_on_gpus(settings: Settings) -> Settings:
-    """Return settings with `--deterministic` if the runs use GPUs, which otherwise may round differently each time."""
-    uses_gpus = torch.cuda.device_count() > 0 and not settings.use_cpu
-    return replace(settings, deterministic=settings.deterministic or uses_gpus)
-
-
-def train_pair(settings: Settings, nproc_per_node: int, folder: Path) -> tuple[Run, Run]:
-    """Train both paths, one after the other, into `folder/ddp_loop` and `folder/trainer_run`.
-
-    Raises:
-        RunError: a path failed.
-    """
-    a, b = (train_path(path_name, settings, nproc_per_node, folder=folder / path_name) for path_name in PATHS)
-    return a, b
-
-
 def train_path(path_name: str, settings: Settings, nproc_per_node: int, *, folder: Path) -> Run:
-    """Train one path in a torchrun job, which prints to this process's output.
-
-    Args:
-        path_name: `ddp_loop` or `trainer_run`.
-        settings: the settings of the run; `output_dir` is ignored.
-        nproc_per_node: number of processes.
-        folder: the run folder to create.
+    """Train one path in a torchrun job, which prints to this process's output, into a new run folder.
 
     Raises:
         RunError: the job failed.

@@ -14,9 +14,17 @@ from app.bench.harness import set_up
 from app.common.errors import UserError
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
-from app.experiments.ablation import build_optimization, build_variant_data, repeat_padded_rows
-from app.experiments.ablation_table import Outcome, as_markdown, measure_effect
-from app.experiments.ablation_variants import Variant, build_variants, variant_settings
+from app.experiments.ablation import (
+    Outcome,
+    Variant,
+    as_markdown,
+    build_optimization,
+    build_variant_data,
+    build_variants,
+    measure_effect,
+    repeat_padded_rows,
+    variant_settings,
+)
 from app.settings import Settings
 
 

@@ -14,8 +14,8 @@ from helpers.run_folders import edit_step, write_run
 
 from app.distributed.launcher import TorchrunJob
 from app.experiments import fault_injection
-from app.experiments.fault_injection import find_difference, kill
-from app.experiments.fault_moments import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, Moment, RunFiles, is_due
+from app.experiments.fault_injection import find_difference
+from app.experiments.fault_kills import EVAL_STEPS, SAVE_STEPS, STEPS, Moment, RunFiles, draw_moment, is_due, kill
 from app.program import run_program
 from app.runs.hashes import hash_results
 
@@ -51,7 +51,7 @@ def test_the_progress_of_a_run_is_read_from_its_files(tmp_path):
 
 
 def test_the_moment_of_an_evaluation_is_after_a_step_at_which_only_an_evaluation_is_due(tmp_path):
-    condition = next(draw for draw in MOMENTS if draw.__name__ == "in_an_evaluation")(random.Random(1), 10.0).condition
+    condition = draw_moment("in an evaluation", random.Random(1), 10.0).condition
     files = RunFiles(tmp_path)
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0}\n')
 
@@ -102,10 +102,10 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (["--kills", "0"], "--kills 0: must be 1 or more"),
-        (["--ranks", "-1"], "--ranks -1: must be 1 or more"),
+        (["--kills", "0"], "argument --kills: 0: must be a whole number, 1 or more"),
+        (["--ranks", "-1"], "argument --ranks: -1: must be a whole number, 1 or more"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
-        (["--kills", "x"], "argument --kills: invalid int value: 'x'"),
+        (["--kills", "x"], "argument --kills: x: must be a whole number, 1 or more"),
         (["--kils", "1"], "unrecognized arguments: --kils 1"),
     ],
 )

@@ -12,8 +12,7 @@ from helpers.run_folders import write_run
 
 from app.common.errors import UserError
 from app.experiments import same_bits
-from app.experiments.same_bits import main, parse
-from app.experiments.same_bits_cells import VARIED, Cell, as_markdown, build_cells
+from app.experiments.same_bits import VARIED, Cell, as_markdown, build_cells, main, parse
 from app.program import run_program
 from app.settings import Settings
 

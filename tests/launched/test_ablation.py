@@ -14,8 +14,7 @@ from helpers.jobs import SAMPLE_CSV, read_steps
 
 from app.cli import parse_settings
 from app.compare import main
-from app.experiments.ablation import build_variant_data, train_variant
-from app.experiments.ablation_variants import Variant
+from app.experiments.ablation import Variant, build_variant_data, train_variant
 from app.program import run_program
 
 # More steps than an epoch has, accumulation, and dropout.
