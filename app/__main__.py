@@ -21,17 +21,14 @@ from typing import NoReturn
 
 from .common.paths import CLONE, PACKAGE
 
-WITH_RANKS = {
-    **{"train": "ddp_loop", "trainer": "trainer_run", "minimal": "minimal"},
-    **{f"bench.{name}": f"bench.{name}" for name in ("recipe", "traffic", "memory")},
-    **{f"bench.{name}": f"bench.{name}" for name in ("checkpoint_cost", "communication")},
-}
-OTHERS = {
-    **{"compare": "compare", "plan": "plan", "download": "data.download", "bench.scaling": "bench.scaling"},
-    **{f"experiments.{name}": f"experiments.{name}" for name in ("same_bits", "fault_injection")},
-}
-TORCHRUN_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "local_addr", "max_restarts")
-RENDEZVOUS_FLAGS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
+BENCHMARKS = ("bench.recipe", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
+WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
+WITHOUT_RANKS = ("compare", "plan", "bench.scaling", "experiments.same_bits", "experiments.fault_injection")
+OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}
+TORCHRUN_FLAGS = (
+    *("nnodes", "node_rank", "master_addr", "master_port", "local_addr", "max_restarts"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+)
 RANK_STATUSES = (1, 2, 75, 130)  # see program.launch
 
 
@@ -75,16 +72,15 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
 
     parser = OneLineParser(add_help=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", default="auto")
-    for flag in (*TORCHRUN_FLAGS, *RENDEZVOUS_FLAGS):
+    for flag in TORCHRUN_FLAGS:
         parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}")
     options, rest = parser.parse_known_args(arguments)
-    nodes = str(options.nnodes or 1).rpartition(":")[2]  # of a range such as 1:2, the largest number
     is_path = module in ("ddp_loop", "trainer_run")
     settings = parse_settings(arguments=rest) if is_path else Settings(use_cpu="--use_cpu" in rest)
-    ranks = resolve_nproc_per_node(options.nproc_per_node, settings, int(nodes) if nodes.isdecimal() else 1)
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    flags = [f"--{name}={value}" for name, value in (given | {"nproc_per_node": ranks}).items()]
-    if set(given) <= {"nproc_per_node", "max_restarts"}:
+    ranks = resolve_nproc_per_node(options.nproc_per_node, settings, options.nnodes or "1")
+    values = {name: value for name, value in vars(options).items() if value is not None} | {"nproc_per_node": ranks}
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    if set(values) <= {"nproc_per_node", "max_restarts"}:
         flags.insert(0, "--standalone")
     # Of the signals, torchrun's agent gets none but SIGQUIT: it would end the ranks after 30 s, whatever they still
     # save, and lose their status.

@@ -2,7 +2,7 @@
 
     python -m app.nproc_per_node --use_cpu --config settings.yaml
 
-NPROC_PER_NODE is the number if it is set. NNODES, by default 1, is the number of nodes.
+NPROC_PER_NODE is the number if it is set. NNODES, by default 1, is the number of nodes, or a range such as 1:2.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from .settings import Settings
 
 def main() -> None:
     escape_unencodable_output()
-    nodes = os.environ.get("NNODES", "1").rpartition(":")[2]  # of a range such as 1:2, the largest number
     arguments = sys.argv[1:]
     try:
         # The job prints the help: here, it would be taken for the number.
         settings = Settings() if {"-h", "--help"} & set(arguments) else parse_settings(arguments=arguments)
         requested = os.environ.get("NPROC_PER_NODE") or "auto"
-        print(resolve_nproc_per_node(requested, settings, int(nodes) if nodes.isdecimal() else 1))
+        print(resolve_nproc_per_node(requested, settings, os.environ.get("NNODES", "1")))
     except UserError as problem:
         print(f"error: {str(problem).replace('--nproc_per_node', 'NPROC_PER_NODE')}", file=sys.stderr)
         sys.exit(2)

@@ -60,7 +60,7 @@ def torchrun_command(
 
 
 class TorchrunJob:
-    """A job and all of its processes. Entering the context starts the job, leaving it ends what is left of the job.
+    """A job and all of its processes. Entering the context starts the job, leaving it ends the remaining processes.
 
     Args:
         command: from `torchrun_command`, possibly after a prefix that replaces itself with it, such as `unshare -m`.
@@ -91,14 +91,13 @@ class TorchrunJob:
         self.job_id = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         if CLONE is not None:  # `app` can be imported from there only
-            path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
-            inherited["PYTHONPATH"] = path
+            inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
         job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))
         self.environment = inherited | dict(environment or {}) | {JOB_VARIABLE: job_ids}
         self._signals = ExitStack()
 
     def start(self) -> None:
-        """Start the job. A caller without a `with` statement must call `terminate()` finally."""
+        """Start the job. Call it through the `with` statement."""
         with ExitStack() as files:
             stdout = files.enter_context(self.stdout.open("wb")) if self.stdout else None
             stderr = files.enter_context(self.stderr.open("wb")) if self.stderr else None
@@ -144,9 +143,8 @@ class TorchrunJob:
         return value
 
     def processes(self) -> list[psutil.Process]:
-        """Return the job's processes that exist, in any session and with any parent, and those of jobs it started."""
-        everything = list(psutil.process_iter())
-        return [process for process in everything if self.job_id in (_variable(process, JOB_VARIABLE) or "").split("/")]
+        """Return the processes of the job and of jobs that it started, in any session and with any parent."""
+        return [p for p in psutil.process_iter() if self.job_id in (_variable(p, JOB_VARIABLE) or "").split("/")]
 
     def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
         """Return the process of a rank, or None if there is none.
@@ -187,7 +185,7 @@ class TorchrunJob:
         return alive
 
     def terminate(self) -> None:
-        """End a running job: ask torchrun to end its ranks, and kill what is left after `grace_seconds`."""
+        """End a running job: ask torchrun to end its ranks, and kill the rest after `grace_seconds`."""
         if self.running and self.grace_seconds:
             self.torchrun.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -201,18 +199,14 @@ class TorchrunJob:
         self._signals.enter_context(as_interrupt(signal.SIGTERM, signal.SIGHUP))
         try:
             self.start()
-        except BaseException:
-            self._end_what_was_started()
+        except BaseException:  # such as an interrupt
+            if hasattr(self, "torchrun"):  # its environment cannot be read before it has been set up
+                self.torchrun.kill()
+                self.torchrun.wait()
+            self.kill_leftovers(timeout=0)
             self._signals.close()
             raise
         return self
-
-    def _end_what_was_started(self) -> None:
-        """Kill torchrun if it has just been started when an interrupt arrives."""
-        if hasattr(self, "torchrun"):  # its environment can't be read before it has been set up
-            self.torchrun.kill()
-            self.torchrun.wait()
-        self.kill_leftovers(timeout=0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

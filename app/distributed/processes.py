@@ -14,16 +14,15 @@ CPU_PROCESSES = 2
 
 
 def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
-    """Return the number of GPUs if there are any, otherwise 2; fewer if the batch can't be divided among so many.
+    """Return the number of GPUs if there are any, otherwise 2; fewer if the batch cannot be divided among so many.
 
     In that case, a line on standard error says so.
 
     Args:
-        settings: those of the batch, `logical_ranks` and `use_cpu`.
         nodes: the number of nodes, each of which starts as many processes.
 
     Raises:
-        UserError: this machine has an accelerator that can't be used.
+        UserError: this machine has an accelerator that cannot be used.
     """
     # device_count() asks the driver without creating a CUDA context, which would occupy memory on every GPU.
     gpus = 0 if settings.use_cpu else torch.cuda.device_count()
@@ -32,14 +31,13 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     most = gpus or CPU_PROCESSES
     usable = next((n for n in range(most, 0, -1) if divides_batch(settings, n * nodes)), most)
     if usable < most:
+        cause = f"--train_batch_size {settings.train_batch_size}"
         if settings.logical_ranks is not None:
-            given = f"--logical_ranks {settings.logical_ranks}"
+            cause = f"--logical_ranks {settings.logical_ranks}"
         elif (steps := settings.gradient_accumulation_steps) > 1:
-            given = f"--train_batch_size {settings.train_batch_size} in {steps} accumulation steps"
-        else:
-            given = f"--train_batch_size {settings.train_batch_size}"
+            cause += f" in {steps} accumulation steps"
         used = f"{usable} of {most} {'GPUs' if gpus else 'processes'}" + (" of each node" if nodes > 1 else "")
-        print(f"{used} are used: {given} can't be divided among {most * nodes}", file=sys.stderr)
+        print(f"{used} are used: {cause} cannot be divided among {most * nodes}", file=sys.stderr)
     return usable
 
 
@@ -52,19 +50,20 @@ def divides_batch(settings: Settings, ranks: int) -> bool:
     return settings.train_batch_size % (ranks * settings.gradient_accumulation_steps) == 0
 
 
-def resolve_nproc_per_node(value: str, settings: Settings, nodes: int = 1) -> int:
+def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> int:
     """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
 
     Args:
-        settings, nodes: as for `default_nproc_per_node`.
+        nodes: the number of nodes. Of a range such as `1:2`, the largest number counts.
 
     Raises:
         UserError: neither `auto` nor a positive whole number, more than this machine has GPUs, or as for
             `default_nproc_per_node`.
     """
     if value == "auto":
-        return default_nproc_per_node(settings, nodes)
-    # At most 4 digits: int() refuses very long numbers.
+        largest = nodes.rpartition(":")[2]
+        return default_nproc_per_node(settings, int(largest) if largest.isdecimal() else 1)
+    # At most 4 digits: int() rejects very long numbers.
     if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
         check_gpus(int(value), settings.use_cpu)
         return int(value)

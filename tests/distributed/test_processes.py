@@ -38,7 +38,7 @@ def test_auto_starts_a_process_per_gpu_as_far_as_the_batch_can_be_divided(machin
     machine(gpus)
     assert default_nproc_per_node(Settings()) == resolve_nproc_per_node("auto", Settings()) == expected
     lines = set(capsys.readouterr().err.splitlines())
-    text = f"{expected} of {gpus} GPUs are used: --train_batch_size 32 can't be divided among {gpus}"
+    text = f"{expected} of {gpus} GPUs are used: --train_batch_size 32 cannot be divided among {gpus}"
     assert lines == ({text} if 0 < expected < gpus else set())
     assert default_nproc_per_node(Settings(use_cpu=True)) == 2
 
@@ -65,7 +65,7 @@ def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes
 def test_the_line_about_fewer_processes_names_the_accumulation_steps(machine, capsys):
     machine(8)
     assert default_nproc_per_node(Settings(train_batch_size=8, gradient_accumulation_steps=2)) == 4
-    line = "4 of 8 GPUs are used: --train_batch_size 8 in 2 accumulation steps can't be divided among 8\n"
+    line = "4 of 8 GPUs are used: --train_batch_size 8 in 2 accumulation steps cannot be divided among 8\n"
     assert capsys.readouterr().err == line
 
 
