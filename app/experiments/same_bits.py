@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,7 @@ def add_arguments(parser: OneLineParser) -> None:
         ("interruptions", INTERRUPTIONS, "kinds of runs"),
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help=help_text)
-    parser.add_argument(
-        "--vary", nargs="+", choices=VARIED, default=[], help="settings that get several values, see above"
-    )
+    parser.add_argument("--vary", nargs="+", choices=VARIED, default=[], help="settings with several values, see above")
 
 
 def parse() -> tuple[Any, Settings]:
@@ -230,11 +228,8 @@ def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path) -> T
 
 
 def trainings(hashes: Mapping[Cell, str]) -> list[dict[Cell, str]]:
-    """Divide the cells into those that must have one hash."""
-    groups: dict[Any, dict[Cell, str]] = {}
-    for cell, hash_ in hashes.items():
-        groups.setdefault(cell.training, {})[cell] = hash_
-    return list(groups.values())
+    """Divide the cells, which are in the order of `build_cells`, into those that must have one hash."""
+    return [dict(cells) for _, cells in groupby(hashes.items(), key=lambda item: item[0].training)]
 
 
 def as_markdown(hashes: Mapping[Cell, str]) -> str:
