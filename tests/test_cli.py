@@ -20,7 +20,7 @@ from app.common.flag_hints import _HINT_OF_FLAG
 from app.data.sampler import plan_batches, resolve_train_batch_size
 from app.setting_groups import GROUPS
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.training.optim import build_optimizer, build_scheduler
 
 
@@ -278,7 +278,10 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
         assert len(error) < 400
         return
     optimizer = build_optimizer(
-        torch.nn.Linear(2, 2), settings, settings.learning_rate or 1e-3, strategy=DDP(settings, plan, fake_world())
+        torch.nn.Linear(2, 2),
+        settings,
+        settings.learning_rate or 1e-3,
+        strategy=DDPStrategy(settings, plan, fake_world()),
     )
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     for _ in range(3):

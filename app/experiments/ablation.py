@@ -37,7 +37,7 @@ from ..record.steps import mean
 from ..report.environments import markdown_environment
 from ..report.statistics import paired_seeds
 from ..settings import Settings
-from ..strategies.ddp import DDP
+from ..strategies.ddp import DDPStrategy
 from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
 from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
@@ -246,7 +246,7 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     classifier = build_model(settings, data, world)
     if variant.inflation != 1:
         classifier.model.register_forward_hook(partial(inflate_loss, factor=variant.inflation))
-    bench = distribute(settings, data, classifier.model, world=world, make_strategy=DDP)
+    bench = distribute(settings, data, classifier.model, world=world, make_strategy=DDPStrategy)
     if variant.padding == "max_length":
         bench.loader.collate_fn = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)

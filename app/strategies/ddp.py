@@ -29,7 +29,7 @@ from .loss_scale import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
 
 
-class DDP(PlainAdamW):
+class DDPStrategy(PlainAdamW):
     """`torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, "PyTorch Distributed"). Implements `Strategy`."""
 
     name: str = "ddp"
@@ -121,7 +121,7 @@ class DDP(PlainAdamW):
         return dict(model.state_dict()) if self.world.is_main_process else {}
 
 
-class Zero1(DDP):
+class Zero1Strategy(DDPStrategy):
     """DDP, with the optimizer's state sharded by parameter (ZeRO-1; Rajbhandari et al. 2020). Implements `Strategy`.
 
     Each rank updates its own parameters and broadcasts them to the others.

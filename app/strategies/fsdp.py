@@ -50,7 +50,7 @@ def wrapper_name(wrapped: torch.nn.Module) -> str:
     return type(wrapped.module if isinstance(wrapped, ShardedModel) else wrapped).__name__
 
 
-class FullyShard(PlainAdamW):
+class FullyShardStrategy(PlainAdamW):
     """`torch.distributed.fsdp.fully_shard`, as ZeRO-2 or ZeRO-3 (Rajbhandari et al. 2020). Implements `Strategy`.
 
     The parameters of one transformer block at a time are gathered before its forward pass. ZeRO-3 frees them after it

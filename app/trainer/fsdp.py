@@ -15,10 +15,10 @@ from ..data.sampler import BatchPlan
 from ..distributed.world import World
 from ..settings import Settings
 from ..strategies.blocks import transformer_blocks
-from ..strategies.fsdp import FullyShard
+from ..strategies.fsdp import FullyShardStrategy
 
 
-class TrainerFSDP(FullyShard):
+class TrainerFSDP(FullyShardStrategy):
     """A model that accelerate shards when training begins. Implements `Strategy`.
 
     NCCL reduces gradients in its own order, so results differ from those of the other strategies by rounding.

@@ -25,7 +25,7 @@ from app.common.errors import UserError
 from app.distributed.world import World
 from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.strategies.loss_scale import LossScale
 from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
@@ -171,7 +171,7 @@ def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
         optimizer = torch.optim.AdamW(model.parameters())
         model.scale.square().sum().backward()
         optimizer.step()
-        scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDP(Settings(), batch_plan(), world)
+        scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDPStrategy(Settings(), batch_plan(), world)
         optimization = Optimization(optimizer, scheduler, LossScale("fp32", strategy.plan, world))
         return TrainingState(model, optimization, strategy, world)
 

@@ -17,7 +17,7 @@ import app.training.build
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
 from app.strategies.base import clip_by_norm
-from app.strategies.fsdp import FullyShard
+from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
 from app.training.dropout import seed_micro_batch
 
@@ -149,13 +149,13 @@ def memory_that_is_not_recorded(world: World) -> Iterator[None]:
 @contextmanager
 def norm_on_the_cpu(world: World) -> Iterator[None]:
     """With offloaded gradients, the norm of a shard stays on the CPU."""
-    clip = FullyShard.clip_grad_norm
+    clip = FullyShardStrategy.clip_grad_norm
 
-    def clip_on_cpu(self: FullyShard, *arguments: Any) -> torch.Tensor:
+    def clip_on_cpu(self: FullyShardStrategy, *arguments: Any) -> torch.Tensor:
         with patch.object(self, "world", dataclasses.replace(world, device=torch.device("cpu"))):
             return clip(self, *arguments)
 
-    with patch.object(FullyShard, "clip_grad_norm", clip_on_cpu):
+    with patch.object(FullyShardStrategy, "clip_grad_norm", clip_on_cpu):
         yield
 
 

@@ -235,7 +235,7 @@ def test_a_resumed_run_that_fails_before_its_first_step_is_done_leaves_everythin
     step = 4 if place == "the first step" else 8  # both are evaluated again
     arguments = list(map(str, resume(*flags, source=run / "checkpoints" / f"checkpoint-{step}")))
     broken = (
-        patch.object(app.strategies.ddp.DDP, "clip_grad_norm", fail)
+        patch.object(app.strategies.ddp.DDPStrategy, "clip_grad_norm", fail)
         if place == "the first step"
         else patch.object({app.trainer_run: app.trainer.review_trainer}.get(path, path), "score", score_once())
     )

@@ -40,7 +40,7 @@ from app.model.inputs import (
     wait_before_reads,
 )
 from app.settings import Settings
-from app.strategies.fsdp import FullyShard
+from app.strategies.fsdp import FullyShardStrategy
 
 FURTHER = {
     "albert": AlbertConfig(**SMALL, embedding_size=16),
@@ -182,7 +182,7 @@ def test_models_with_another_kind_of_attention_get_the_mask_of_tokens(name, chan
 def test_a_sharded_model_gets_the_same_mask():
     with process_group_of(0, 2) as world:
         model = classifier("bert")
-        FullyShard(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
+        FullyShardStrategy(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
         assert type(model).__name__ == "FSDPBertForSequenceClassification"
         assert expand_mask(batch_of("bert", (LENGTH, 20)), model)["attention_mask"].ndim == 4
 

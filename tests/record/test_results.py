@@ -44,7 +44,7 @@ from app.runs.schema import (
     JsonFormat,
 )
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.strategies.select import select_strategy
 from app.training.console import describe_result
 
@@ -107,7 +107,7 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     begin(record, plan)
     add_steps(record, 1, 2)
     record.write_evaluation(2, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    finish(record, DDP(record.settings, plan, world))
+    finish(record, DDPStrategy(record.settings, plan, world))
     names = {path.name for path in record.folder.iterdir()}
     assert names == {
         *(file.name for file in (SETTINGS, SPLIT, STEPS, EVALUATIONS, METRICS)),
@@ -137,7 +137,7 @@ def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(n
     flush, replace = files.flush, os.replace
     monkeypatch.setattr(files, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
-    finish(record, DDP(record.settings, plan, world))
+    finish(record, DDPStrategy(record.settings, plan, world))
     assert [name for what, name in done if what == "rename"] == [PREDICTIONS, MODEL_FOLDER, METRICS.name]
     for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
         position = done.index(("rename", name))
@@ -167,7 +167,7 @@ def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record, worl
     add_steps(record, 1)
     (record.folder / STEPS.name).unlink()
     with pytest.raises(FileNotFoundError, match=STEPS.name):
-        finish(record, DDP(record.settings, plan, world))
+        finish(record, DDPStrategy(record.settings, plan, world))
     assert not [path.name for path in record.folder.iterdir() if "model" in path.name]
 
 

@@ -19,7 +19,7 @@ from app.distributed.world import World
 from app.settings import Settings
 from app.strategies import compression, reduction
 from app.strategies.compression import HOOK_DTYPES, MATRIX_RANK, PowerSGD, RoundedAllReduce
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.strategies.loss_scale import loss_factor
 from app.strategies.reduction import TreeSum
 
@@ -117,13 +117,15 @@ class Model(nn.Module):
         return self.extra.scale * self.small(torch.tanh(self.large(x))).square().mean()
 
 
-def wrap(world: World, hook: str, **settings) -> tuple[DDP, nn.Module]:
+def wrap(world: World, hook: str, **settings) -> tuple[DDPStrategy, nn.Module]:
     torch.manual_seed(0)
-    strategy = DDP(Settings(ddp_comm_hook=hook, **settings), batch_plan(), world)
+    strategy = DDPStrategy(Settings(ddp_comm_hook=hook, **settings), batch_plan(), world)
     return strategy, strategy.wrap(Model())
 
 
-def gradients_of_step(strategy: DDP, wrapped: nn.Module, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gradients_of_step(
+    strategy: DDPStrategy, wrapped: nn.Module, step: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients of a step without and with the hook."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
     plain = torch.autograd.grad(wrapped.module(x), list(wrapped.module.parameters()))
@@ -157,7 +159,7 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(wo
 
     torch.manual_seed(0)
     model, inputs = Transposed(), torch.randn(2, 4, 2)
-    strategy = DDP(Settings(ddp_comm_hook=hook), batch_plan(1, 2), world)
+    strategy = DDPStrategy(Settings(ddp_comm_hook=hook), batch_plan(1, 2), world)
     leaves = [torch.autograd.grad(model(x) / 2, [model.bias, model.weight]) for x in inputs]
     wrapped = strategy.wrap(model)
     for number, x in enumerate(inputs):

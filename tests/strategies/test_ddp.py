@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from app.common.errors import AgreedError
 from app.distributed.world import World
 from app.settings import Settings
-from app.strategies.ddp import DDP, Zero1
+from app.strategies.ddp import DDPStrategy, Zero1Strategy
 
 
 @pytest.fixture
@@ -38,13 +38,15 @@ class Model(nn.Module):
         return (self.second(hidden) if use_second else hidden).square().mean()
 
 
-def wrap(world, logical_ranks: int = 1, accumulation: int = 1, **settings) -> tuple[DDP, nn.Module]:
+def wrap(world, logical_ranks: int = 1, accumulation: int = 1, **settings) -> tuple[DDPStrategy, nn.Module]:
     torch.manual_seed(0)
-    strategy = DDP(Settings(**settings), batch_plan(1, logical_ranks, accumulation), world)
+    strategy = DDPStrategy(Settings(**settings), batch_plan(1, logical_ranks, accumulation), world)
     return strategy, strategy.wrap(Model())
 
 
-def backward(strategy: DDP, wrapped: nn.Module, uses_of_second: list[bool], accumulation: int = 1) -> torch.Tensor:
+def backward(
+    strategy: DDPStrategy, wrapped: nn.Module, uses_of_second: list[bool], accumulation: int = 1
+) -> torch.Tensor:
     """Run the micro-batches of a step. Return the gradients that they should have, from a copy of the plain model."""
     inputs = torch.randn(len(uses_of_second), accumulation, 4, 6)
     leaves = gradients_of_logical_ranks(wrapped.module, inputs, uses_of_second)
@@ -105,7 +107,7 @@ def test_gradients_are_checked_only_once(world):
 
 def test_the_model_state_is_gathered_on_rank_0_only():
     source = nn.Linear(2, 2)
-    first, second = (DDP(Settings(), batch_plan(2), fake_world(rank, 2)) for rank in range(2))
+    first, second = (DDPStrategy(Settings(), batch_plan(2), fake_world(rank, 2)) for rank in range(2))
     state = first.gather_model_state(source)
     assert state.keys() == source.state_dict().keys()
     assert second.gather_model_state(source) == {}
@@ -118,7 +120,7 @@ def test_zero1_gives_each_parameter_to_the_optimizer_of_one_rank(ranks):
         torch.manual_seed(0)
         model = Model()
         with process_group_of(rank, ranks) as world:
-            strategy = Zero1(Settings(strategy="zero1"), batch_plan(ranks), world)
+            strategy = Zero1Strategy(Settings(strategy="zero1"), batch_plan(ranks), world)
             wrapped = strategy.wrap(model)
             groups = [{"params": list(wrapped.parameters()), "weight_decay": 0.5}]
             optimizer = strategy.build_optimizer(groups, lr=0.25, betas=(0.5, 0.75), eps=0.125)
@@ -140,6 +142,6 @@ def test_zero1_keeps_parameters_aligned(ranks, name):
     model = AutoModelForSequenceClassification.from_config(config)
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == matrices]} for matrices in (True, False)]
     with process_group_of(0, ranks) as world:
-        Zero1(Settings(strategy="zero1"), batch_plan(ranks), world).build_optimizer(groups, lr=1e-3)
+        Zero1Strategy(Settings(strategy="zero1"), batch_plan(ranks), world).build_optimizer(groups, lr=1e-3)
     assert any(parameter.storage_offset() for parameter in model.parameters()), "they are views of one tensor"
     assert [n for n, p in model.named_parameters() if p.storage_offset() * p.element_size() % 16] == []

@@ -20,7 +20,7 @@ from app.common.errors import AgreedError
 from app.settings import Settings
 from app.strategies import reduction
 from app.strategies.blocks import transformer_blocks
-from app.strategies.fsdp import FullyShard, PairwiseReduceScatter, ShardedModel
+from app.strategies.fsdp import FullyShardStrategy, PairwiseReduceScatter, ShardedModel
 from app.strategies.shards import local_part, rows_of
 
 ALBERT = AlbertConfig(
@@ -105,7 +105,7 @@ def test_every_parameter_is_sharded_and_loaded_from_a_file_of_complete_weights(t
             model = tiny(name)
             blocks = transformer_blocks(model)
             plain = dict(model.named_parameters())
-            wrapped = FullyShard(Settings(strategy=strategy), batch_plan(3), world)
+            wrapped = FullyShardStrategy(Settings(strategy=strategy), batch_plan(3), world)
             module = wrapped.wrap(model)
             assert type(module) is ShardedModel
             assert module.module is model
@@ -161,7 +161,7 @@ def test_a_process_adds_the_gradients_of_its_logical_ranks_as_a_tree(strategy, a
         torch.manual_seed(0)
         plain = TwoBlocks()
         model = copy.deepcopy(plain)
-        zero = FullyShard(Settings(strategy=strategy), batch_plan(1, len(uses), accumulation), world)
+        zero = FullyShardStrategy(Settings(strategy=strategy), batch_plan(1, len(uses), accumulation), world)
         wrapped = zero.wrap(model)
         for _ in range(2):  # nothing of a step may remain in the next one
             inputs = torch.randn(len(uses), accumulation, 4, 6)
@@ -182,7 +182,7 @@ def test_a_process_adds_the_gradients_of_its_logical_ranks_as_a_tree(strategy, a
 def test_a_parameter_without_a_gradient_is_an_error_in_the_first_step_as_with_ddp(strategy, logical_ranks, allowed):
     with process_group_of(0, 1) as world:
         settings = Settings(strategy=strategy, ddp_find_unused_parameters=allowed)
-        zero = FullyShard(settings, batch_plan(1, logical_ranks), world)
+        zero = FullyShardStrategy(settings, batch_plan(1, logical_ranks), world)
         wrapped = zero.wrap(TwoBlocks())
 
         def step() -> None:

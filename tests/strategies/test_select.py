@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from app.ddp_loop import train_step
 from app.settings import Settings
 from app.strategies.base import Strategy
-from app.strategies.ddp import DDP, Zero1
-from app.strategies.fsdp import FullyShard, ShardedModel, wrapper_name
+from app.strategies.ddp import DDPStrategy, Zero1Strategy
+from app.strategies.fsdp import FullyShardStrategy, ShardedModel, wrapper_name
 from app.strategies.loss_scale import LossScale
 from app.strategies.optimization import Optimization
 from app.strategies.select import select_strategy
@@ -30,10 +30,10 @@ STEPS = 2
 @pytest.mark.parametrize(
     ("name", "kind", "shards_optimizer", "logical_ranks"),
     [
-        ("ddp", DDP, False, [2, 3]),
-        ("zero1", Zero1, True, [2, 3]),
-        ("zero2", FullyShard, True, [1, 3]),
-        ("zero3", FullyShard, True, [1, 3]),
+        ("ddp", DDPStrategy, False, [2, 3]),
+        ("zero1", Zero1Strategy, True, [2, 3]),
+        ("zero2", FullyShardStrategy, True, [1, 3]),
+        ("zero3", FullyShardStrategy, True, [1, 3]),
     ],
 )
 def test_each_name_selects_its_strategy(name, kind, shards_optimizer, logical_ranks):

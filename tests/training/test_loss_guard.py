@@ -10,7 +10,7 @@ from helpers.worlds import batch_plan, fake_world
 from torch import nn
 
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.training.loss_guard import skip_step_if_nonfinite
 from app.training.optim import build_optimizer
 
@@ -18,7 +18,7 @@ from app.training.optim import build_optimizer
 def training(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2)).to(dtype)
-    return model, build_optimizer(model, Settings(), 1e-2, strategy=DDP(Settings(), batch_plan(), fake_world()))
+    return model, build_optimizer(model, Settings(), 1e-2, strategy=DDPStrategy(Settings(), batch_plan(), fake_world()))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, guarded: bool, factor: float = 1.0) -> None:

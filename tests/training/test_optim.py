@@ -8,14 +8,14 @@ from helpers.worlds import batch_plan, fake_world
 from transformers import BertConfig, BertForSequenceClassification
 
 from app.settings import Settings
-from app.strategies.ddp import DDP
+from app.strategies.ddp import DDPStrategy
 from app.training.optim import build_optimizer, build_scheduler, warmup_steps
 
 
 def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
     model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     settings = Settings(weight_decay=0.1)
-    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDP(settings, batch_plan(), fake_world()))
+    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
     decayed, kept = (group["params"] for group in optimizer.param_groups)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)] for p in kept} == {n for n in names.values() if n.endswith("bias") or "LayerNorm" in n}

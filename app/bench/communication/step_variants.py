@@ -18,7 +18,7 @@ from ...distributed.world import World
 from ...setting_groups import TINY
 from ...settings import Settings
 from ...strategies.base import Strategy
-from ...strategies.ddp import DDP
+from ...strategies.ddp import DDPStrategy
 from ...strategies.select import select_strategy
 from ...training.build import ReviewData
 from ...training.optim import build_optimizer, build_scheduler
@@ -65,7 +65,7 @@ class Comparison:
         return ratios(self.seconds[name], next(iter(self.seconds.values())))
 
 
-class PlainDDP(DDP):
+class PlainDDP(DDPStrategy):
     """DDP without logical ranks: its own all-reduce at any number of processes."""
 
     def fix_order(self, wrapped: DistributedDataParallel) -> None:
@@ -82,9 +82,9 @@ def plain_ddp(settings: Settings) -> Settings:
     return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no")
 
 
-def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDP:
+def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrategy:
     """Return DDP that sums gradients over all ranks at once, as if they were on one node."""
-    return DDP(settings, plan, replace(world, node_groups=()))
+    return DDPStrategy(settings, plan, replace(world, node_groups=()))
 
 
 def reduction_variants(settings: Settings, topology: Topology) -> dict[str, Variant]:

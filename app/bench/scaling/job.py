@@ -30,7 +30,7 @@ from ...distributed.world import World
 from ...model.inputs import to_device
 from ...program import launch
 from ...settings import Settings
-from ...strategies.ddp import DDP
+from ...strategies.ddp import DDPStrategy
 from ...strategies.loss_scale import LossScale
 from ...strategies.optimization import Optimization
 from ...strategies.select import select_strategy
@@ -43,7 +43,7 @@ MANY_STEPS = 1_000_000  # for the schedule, which has to know how many steps the
 Task = dict[str, Any]
 
 
-class WithoutExchange(DDP):
+class WithoutExchange(DDPStrategy):
     """DDP that does not average gradients, and records when each bucket is ready. To measure computation alone.
 
     Attributes:
