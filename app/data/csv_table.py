@@ -1,10 +1,11 @@
 """Read a CSV of labeled reviews into a `ReviewTable`, strictly checked and cleaned.
 
-This is the only module that opens the data file: `app.data.csv_checks` validates it, then pandas parses it.
+This is the only module that opens the data file; `app.data.csv_checks` parses it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import UserError
-from .csv_checks import check_csv, list_names, quote_name
+from .csv_checks import decode, list_names, parse_columns, quote_name, read_bytes
 
 # Every split fingerprint covers this text. Keep it word for word unless the rules themselves change.
 CLEANING_RULES = (
@@ -65,15 +66,7 @@ def read_reviews(path: str | Path, text_column: str = "review", label_column: st
     """Read, check and clean a comma-separated CSV file with a header, in UTF-8 (with or without BOM) or GB18030.
 
     Only an empty field is missing: "NA", "null" and "nan" are reviews or labels like any other. Classes are sorted
-    numerically if every label is an integer, otherwise by code point.
-
-    Args:
-        path: The file. It may have further columns, which are ignored.
-        text_column: Column that holds the review.
-        label_column: Column that holds the class.
-
-    Returns:
-        The rows that have both a review and a label.
+    numerically if every label is an integer, otherwise by code point. Further columns are ignored.
 
     Raises:
         UserError: The file cannot be read, is malformed (see `app.data.csv_checks`) or has no usable row, or its
@@ -84,30 +77,34 @@ def read_reviews(path: str | Path, text_column: str = "review", label_column: st
     if text_column == label_column:
         raise UserError(f"{path}: --text_column and --label_column both name {text_column!r}; they must differ")
     try:
-        csv_format = check_csv(path, text_column, label_column)
-        positions = sorted(csv_format.header.index(column) for column in (text_column, label_column))
-        frame = _parse(path, csv_format.encoding, positions)
+        content = read_bytes(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    frame.columns = pd.Index([csv_format.header[position] for position in positions])
-    n_rows = csv_format.n_rows
-    assert len(frame) == n_rows, f"{path}: pandas read {len(frame)} rows, the csv module {n_rows}"
+    columns = parse_columns(path, decode(path, content), text_column=text_column, label_column=label_column)
+    texts, values = (pd.Series(column, dtype=str) for column in columns)
 
-    no_review, no_label = _is_missing(frame[text_column]), _is_missing(frame[label_column])
+    no_review, no_label = _is_missing(texts), _is_missing(values)
     reasons = {"no review": no_review, "no label": no_label & ~no_review}
     dropped = {reason: np.flatnonzero(mask).tolist() for reason, mask in reasons.items() if mask.any()}
     rows = np.flatnonzero(~(no_review | no_label)).astype(np.int64)
     if not len(rows):
         counts = ", ".join(f"{len(rows_dropped):,} with {reason}" for reason, rows_dropped in dropped.items())
         raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
-
-    class_names, labels = _encode_labels(path, label_column, frame[label_column].iloc[rows])
-    texts = frame[text_column].iloc[rows].reset_index(drop=True)
-    return ReviewTable(path, csv_format.sha256, n_rows, dropped, class_names, rows, texts, labels)
+    class_names, labels = _encode_labels(path, label_column, values.iloc[rows])
+    return ReviewTable(
+        path=path,
+        sha256=hashlib.sha256(content).hexdigest(),
+        rows_read=len(texts),
+        dropped=dropped,
+        class_names=class_names,
+        rows=rows,
+        texts=texts.iloc[rows].reset_index(drop=True),
+        labels=labels,
+    )
 
 
 def describe_dropped(table: ReviewTable) -> list[str]:
-    """Return one line per reason for dropping rows, with the count and the first row numbers."""
+    """Return one line per reason for dropping rows."""
     return [
         f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: {_first_rows(rows)}"
         for reason, rows in table.dropped.items()
@@ -124,22 +121,8 @@ def _first_rows(rows: Sequence[int] | np.ndarray) -> str:
     return f"{numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
 
 
-def _parse(path: Path, encoding: str, columns: list[int]) -> pd.DataFrame:
-    # Pass an open binary file: pandas decompresses some paths, and takes quadratic time on text files.
-    with path.open("rb") as file:
-        return pd.read_csv(
-            file,
-            encoding=encoding,
-            usecols=columns,
-            index_col=False,
-            dtype=str,
-            keep_default_na=False,
-            na_values=[""],
-        )
-
-
 def _is_missing(column: pd.Series) -> np.ndarray:
-    return (column.isna() | column.str.isspace()).to_numpy(bool)
+    return ((column == "") | column.str.isspace()).to_numpy(bool)
 
 
 def _encode_labels(path: Path, label_column: str, values: pd.Series) -> tuple[tuple[str, ...], np.ndarray]:

@@ -38,10 +38,7 @@ RETRIES = 2
 
 
 def download(url: str, output: Path) -> bool:
-    """Download the file and verify its SHA-256.
-
-    Returns:
-        False if it was already there.
+    """Download the file and verify its SHA-256. Return False if it was already there.
 
     Raises:
         UserError: the URL or the output cannot be used.
@@ -65,29 +62,20 @@ def download(url: str, output: Path) -> bool:
 
 def fetch(url: str, folder: Path) -> Path:
     """Download the file into a folder, with retries and a progress bar, and return its verified path."""
-    name = DOWNLOADED_CSV.name
+    try:
+        requests.Request("GET", url).prepare()  # so that an unusable URL is not tried several times
+    except ValueError as problem:
+        raise UserError(f"--url {url}: {problem}") from problem
+    scheme, name = urlsplit(url).scheme, DOWNLOADED_CSV.name
+    if scheme not in ("http", "https", "file"):
+        raise UserError(f"--url {url!r}: must be an http://, https:// or file:/// URL")
     files = pooch.create(folder, "", registry={name: SHA256}, urls={name: url}, retry_if_failed=RETRIES)
     pooch.get_logger().setLevel(logging.ERROR)
     get = pooch.HTTPDownloader(progressbar=not hides_progress(), timeout=TIMEOUT_SECONDS)
     try:
-        return Path(files.fetch(name, downloader=copy_local_file if check_url(url) == "file" else get))
+        return Path(files.fetch(name, downloader=copy_local_file if scheme == "file" else get))
     except (requests.RequestException, ValueError) as problem:  # pooch raises ValueError for a wrong hash
-        if isinstance(problem, UserError):
-            raise
         raise RunError(f"{url}: {shorten(problem, 300)}; try again, or use a mirror with --url") from problem
-
-
-def check_url(url: str) -> str:
-    """Return the scheme of a URL, or raise `UserError`, so that an unusable one is not tried several times."""
-    try:
-        scheme = urlsplit(url).scheme
-        if scheme in ("http", "https"):
-            requests.Request("GET", url).prepare()
-    except ValueError as problem:
-        raise UserError(f"--url {url}: {problem}") from problem
-    if scheme not in ("http", "https", "file"):
-        raise UserError(f"--url {url!r}: must be an http://, https:// or file:/// URL")
-    return scheme
 
 
 def copy_local_file(url: str, output: str, _: object) -> None:

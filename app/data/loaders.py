@@ -1,4 +1,4 @@
-"""Form batches of token ids: the collator, this rank's training micro-batches, and its share of an eval set."""
+"""Form batches of token ids: the collator, the arguments of loaders, and this rank's share of an eval set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
 from ..distributed.world import World
-from ..settings import Settings
-from .sampler import BatchPlan, FullBatchSampler, LengthGroupedSampler
 
 
 class Collator(DataCollatorWithPadding):
@@ -25,20 +23,6 @@ class Collator(DataCollatorWithPadding):
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         names = {*self.tokenizer.model_input_names, "labels"}
         return super().__call__([{name: row[name] for name in row if name in names} for row in features])
-
-
-def build_train_sampler(
-    lengths: NDArray[np.int64], plan: BatchPlan, *, logical_ranks: Sequence[int], settings: Settings
-) -> FullBatchSampler:
-    """Build the `DistributedSampler` of this rank's training rows. Call its `set_epoch` before each epoch.
-
-    Args:
-        lengths: int64 (n_train,), the number of tokens of each row.
-        logical_ranks: those of this rank, in the order of `Strategy.logical_ranks`.
-    """
-    if settings.train_sampling_strategy == "group_by_length":
-        return LengthGroupedSampler(lengths, plan, logical_ranks=logical_ranks, seed=settings.seed)
-    return FullBatchSampler(len(lengths), plan, logical_ranks=logical_ranks, seed=settings.seed)
 
 
 @dataclass(frozen=True)
@@ -65,12 +49,7 @@ class EvalSet:
 
 
 def form_eval_batches(lengths: NDArray[np.int64], batch_size: int) -> list[list[int]]:
-    """Sort the rows by length, so that there is little padding, and divide them into batches.
-
-    Args:
-        lengths: int64 (n,), the number of tokens of each row.
-        batch_size: rows of a batch; it affects padding, and thereby rounding.
-    """
+    """Sort rows by length and divide them into batches, whose size affects padding, and thereby rounding."""
     by_length = np.argsort(lengths, kind="stable").tolist()
     return [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
 
@@ -89,12 +68,6 @@ def build_eval_set(
     The batches, and with them padding and logits, are the same at any number of ranks. `DistributedSampler` would
     assign single rows, and repeat the first ones to make the shares equal (pytorch#25162). All ranks have the same
     work, because the batches are sorted by length.
-
-    Args:
-        name: `validation` or `test`.
-        rows: the n tokenized rows.
-        labels: int64 (n,), the class id of each row.
-        batches: the rows of each batch, the same on every rank.
     """
     own = batches[world.rank :: world.size]
     filler = [batches[0][:1]] * (math.ceil(len(batches) / world.size) - len(own))
@@ -104,11 +77,7 @@ def build_eval_set(
 
 
 def loader_options(collator: Collator, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that all loaders share.
-
-    Args:
-        device: the device that the batches are copied to.
-    """
+    """Return the arguments that all loaders share. Their batches are copied to the device."""
     return {
         "collate_fn": collator,
         # With a generator of its own, iterating does not draw from the global random number generator.

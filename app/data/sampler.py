@@ -46,12 +46,11 @@ class BatchPlan:
 
     @property
     def logical_ranks_per_rank(self) -> int:
-        """How many logical ranks each process works for."""
         return self.logical_ranks // self.ranks
 
     @property
     def micro_batches_per_step(self) -> int:
-        """How many micro-batches each process trains on per optimizer step."""
+        """The number of micro-batches of each process per optimizer step."""
         return self.logical_ranks_per_rank * self.accumulation_steps
 
     def logical_ranks_of(self, rank: int, interleaved: bool = False) -> list[int]:
@@ -88,9 +87,8 @@ class BatchPlan:
 
 
 def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _nearest_multiples(size: int, divisor: int) -> str:
@@ -99,11 +97,7 @@ def _nearest_multiples(size: int, divisor: int) -> str:
 
 
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
-    """Return the global batch size.
-
-    Args:
-        settings: If `per_device_train_batch_size` is set, it takes precedence over `train_batch_size`.
-        world_size: Number of ranks.
+    """Return the global batch size: `train_batch_size`, unless `per_device_train_batch_size` is set.
 
     Raises:
         UserError: The resulting size is too large.
@@ -124,7 +118,7 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     """Divide the global batch among logical ranks and accumulation steps.
 
     Raises:
-        UserError: the logical ranks can't be divided among the ranks, or the batch among the logical ranks, and the
+        UserError: the logical ranks cannot be divided among the ranks, or the batch among the logical ranks, and the
             message names what can; or there are fewer training rows than one batch needs.
     """
     logical_ranks = settings.logical_ranks or world_size
@@ -136,13 +130,13 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
     if logical_ranks != world_size and not is_power_of_two:  # fewer ranks would form another tree
         raise UserError(
-            f"{logical_ranks} logical ranks, which are not a power of two, can't be divided among "
+            f"{logical_ranks} logical ranks, which are not a power of two, cannot be divided among "
             f"{_count(world_size, 'rank')}: start {logical_ranks} ranks, or a new run with another --logical_ranks"
         )
     if logical_ranks % world_size:
         sizes = [1 << exponent for exponent in range(logical_ranks.bit_length())]
         raise UserError(
-            f"--logical_ranks {logical_ranks} can't be divided among {_count(world_size, 'rank')}: start "
+            f"--logical_ranks {logical_ranks} cannot be divided among {_count(world_size, 'rank')}: start "
             f"{' or '.join(map(str, sizes))} rank(s)"
         )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
@@ -150,13 +144,13 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size
     if per_device is not None and size % shares:
         raise UserError(
-            f"--per_device_train_batch_size {per_device} can't be divided among the {share} logical ranks of each "
+            f"--per_device_train_batch_size {per_device} cannot be divided among the {share} logical ranks of each "
             f"rank: use {_nearest_multiples(per_device, share)}"
         )
     if size % shares:
         kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
-            f"--train_batch_size {size} can't be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
+            f"--train_batch_size {size} cannot be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
             f"use {_nearest_multiples(size, shares)}"
         )
     steps_per_epoch = n_train // size
@@ -164,7 +158,7 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         flag = f"--train_batch_size {size}"
         if per_device is not None:
             flag = f"--per_device_train_batch_size {per_device} x {world_size * accumulation} micro-batches = {size}"
-        raise UserError(f"{n_train} training rows don't fill one batch: {flag} must be {n_train} or less")
+        raise UserError(f"{n_train} training rows do not fill one batch: {flag} must be {n_train} or less")
     total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
     return BatchPlan(
         global_size=size,
@@ -182,24 +176,34 @@ class FullBatchSampler(DistributedSampler[Any]):
     """A `DistributedSampler` for a process's logical ranks, whose epoch ends with the last complete global batch.
 
     The remaining rows are left out of the epoch. They are different rows in each epoch, because the permutation is.
+
+    With `group_by_length`, global batches have reviews of similar length, which need little padding. A shuffled epoch
+    is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the batches of the epoch
+    are shuffled. This is the recipe of `transformers`' `LengthGroupedSampler`, applied to the global batch rather than
+    to a rank's. The rows of a batch stay sorted and are assigned to the logical ranks in turn, so every rank has the
+    same range of lengths and waits as little as possible.
     """
 
-    def __init__(self, n_rows: int, plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
+    POOL = 50
+
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        plan: BatchPlan,
+        *,
+        logical_ranks: Sequence[int],
+        seed: int,
+        group_by_length: bool = False,
+    ) -> None:
         """
         Args:
-            logical_ranks: those of this process, as `plan.logical_ranks_of` returns them.
+            lengths: int64 (n_train,), the number of tokens of each row.
+            logical_ranks: the process's logical ranks, in the order of `Strategy.logical_ranks`.
         """
-        super().__init__(
-            range(n_rows),  # type: ignore[arg-type]
-            plan.logical_ranks,
-            logical_ranks[0],
-            shuffle=True,
-            seed=seed,
-            drop_last=True,
-        )
-        self.batch_size, self.logical_ranks = plan.global_size, logical_ranks
-        self.total_size = n_rows // self.batch_size * self.batch_size
-        self.num_samples = self.total_size // plan.logical_ranks
+        n_rows = range(len(lengths))
+        super().__init__(n_rows, plan.logical_ranks, logical_ranks[0], seed=seed, drop_last=True)  # type: ignore[arg-type]
+        self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
+        self.plan, self.logical_ranks, self.group_by_length = plan, logical_ranks, group_by_length
         self.steps_done = 0
 
     def set_epoch(self, epoch: int, steps_done: int = 0) -> None:
@@ -208,7 +212,7 @@ class FullBatchSampler(DistributedSampler[Any]):
         self.steps_done = steps_done
 
     def __len__(self) -> int:
-        return self.num_samples * len(self.logical_ranks)
+        return self.plan.steps_per_epoch * self.plan.global_size // self.plan.ranks
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.epoch_rows()[self.steps_done :].flatten().tolist())
@@ -216,45 +220,20 @@ class FullBatchSampler(DistributedSampler[Any]):
     def epoch_rows(self) -> torch.Tensor:
         """Return this process's rows of the complete epoch, int64 (steps, rows), in the order of its logical ranks."""
         batches = self.batches()
-        return torch.cat([batches[:, one :: self.num_replicas] for one in self.logical_ranks], dim=1)
+        return torch.cat([batches[:, logical_rank :: self.num_replicas] for logical_rank in self.logical_ranks], dim=1)
 
     def batches(self) -> torch.Tensor:
         """Return the rows of every global batch of the epoch, int64 (steps, rows)."""
-        return self._permutation(self._generator()).view(-1, self.batch_size)
-
-    def _generator(self) -> torch.Generator:
-        """Return the generator of the epoch, seeded as `DistributedSampler` seeds it."""
-        return torch.Generator().manual_seed(self.seed + self.epoch)
-
-    def _permutation(self, generator: torch.Generator) -> torch.Tensor:
-        """Return the rows of the complete global batches in the order of `DistributedSampler`, int64 (rows,)."""
-        return torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
+        size = self.plan.global_size
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)  # the permutation of DistributedSampler
+        rows = torch.randperm(len(self.lengths), generator=generator)[: self.plan.steps_per_epoch * size]
+        if not self.group_by_length:
+            return rows.view(-1, size)
+        pools = rows.split(self.POOL * size)
+        by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools]).view(-1, size)
+        return by_length[torch.randperm(len(by_length), generator=generator)]
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return this process's rows of a step of the epoch, counted from 0."""
         rows: list[int] = self.epoch_rows()[step].tolist()
         return rows
-
-
-class LengthGroupedSampler(FullBatchSampler):
-    """Global batches of reviews of similar length, which need little padding.
-
-    A shuffled epoch is cut into pools of `POOL` batches; each pool is sorted by length and cut into batches; the
-    batches of the epoch are shuffled. This is the recipe of `transformers`' `LengthGroupedSampler`, applied to the
-    global batch rather than to a rank's. The rows of a batch stay sorted and are assigned to the logical ranks in turn,
-    so every rank has the same range of lengths and waits as little as possible.
-    """
-
-    POOL = 50
-
-    def __init__(self, lengths: NDArray[np.int64], plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
-        super().__init__(len(lengths), plan, logical_ranks=logical_ranks, seed=seed)
-        self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
-
-    def batches(self) -> torch.Tensor:
-        """Return the rows of every global batch of the epoch, sorted by length, int64 (steps, rows)."""
-        generator = self._generator()
-        pools = self._permutation(generator).split(self.POOL * self.batch_size)
-        by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
-        batches = by_length.view(-1, self.batch_size)
-        return batches[torch.randperm(len(batches), generator=generator)]

@@ -46,10 +46,8 @@ def split_reviews(
     """Hold out test rows, then validation rows from the remaining ones.
 
     Args:
-        table: The reviews.
         test_size: Fraction of all rows.
         validation_size: Fraction of the remaining rows; 0 for none.
-        seed: Determines the split.
         columns: Names of the text and label columns, which are part of the fingerprint.
 
     Raises:
@@ -70,9 +68,7 @@ def split_reviews(
 
 
 def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
-    """Count the reviews of a part whose text also occurs in another part.
-
-    Two reviews are duplicates if their texts are equal to the letter, as the tokenizer gets them.
+    """Count the reviews of a part whose text also occurs, to the letter, in another part.
 
     Returns:
         `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
@@ -87,12 +83,7 @@ def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
 
 
 def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: int) -> str | None:
-    """Describe the result of `count_duplicates` in one line; None if there are no duplicates.
-
-    Args:
-        n_validation: the number of validation rows.
-        n_test: the number of test rows.
-    """
+    """Describe the result of `count_duplicates` in one line; None if there are no duplicates."""
     pairs = [
         ("test_in_train", n_test, "test", "training"),
         ("test_in_validation", n_test, "test", "validation"),

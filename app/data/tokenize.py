@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Sequence, Value
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..common.files import staging_folder
+from ..common.files import commit, staging_folder
 from ..common.progress import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
@@ -42,14 +41,6 @@ def tokenize(
     One process per node writes the file while the others wait. The file is complete when it receives its name, and it
     ends with a digest: a damaged file is written again.
 
-    Args:
-        table: The reviews.
-        tokenizer: Its `model_input_names` determine the columns.
-        max_length: Maximum number of tokens per review, including special tokens.
-        cache_dir: Where the file is kept. Created if missing.
-        world: This process.
-        disable_tqdm: Show no progress bar.
-
     Returns:
         One row per review, in the order of the table: `input_ids` (and `token_type_ids` if the model uses them),
         `labels`, `length` (tokens after truncation) and `truncated`.
@@ -64,7 +55,18 @@ def tokenize(
             if path.exists():
                 world.print_main(f"{path}: damaged; tokenizing again")
             hide_bar = hides_progress(disable_tqdm, world.is_main_process)
-            _write(path, key, table=table, tokenizer=tokenizer, max_length=max_length, hide_bar=hide_bar)
+            try:
+                cache_dir.mkdir(parents=True, exist_ok=True)
+                with staging_folder(path) as staging:
+                    file = staging / path.name
+                    options = {"cache_file_name": str(file), "new_fingerprint": key}
+                    _tokenize(table, tokenizer, max_length, hide_bar=hide_bar, **options)
+                    with file.open("ab") as stream:  # Arrow ignores these bytes, which follow the end of its stream
+                        stream.write(_digest(key, file.read_bytes()))
+                    commit(file, path)
+            except OSError as problem:
+                reason = problem.strerror or problem
+                raise UserError(f"--cache_dir {cache_dir}: cannot be written: {reason}") from None
         try:
             return Dataset.from_file(str(path))
         except (OSError, ValueError) as problem:
@@ -72,8 +74,8 @@ def tokenize(
 
 
 def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenize all reviews without writing anything. Returns what `tokenize` would return."""
-    return _tokenize(table, tokenizer, max_length=max_length, keep_in_memory=True)
+    """Tokenize all reviews as `tokenize` does, without a file."""
+    return _tokenize(table, tokenizer, max_length, keep_in_memory=True)
 
 
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
@@ -89,18 +91,15 @@ def largest_token(rows: Dataset) -> int:
 def count_of_tokens(rows: Dataset, lengths: NDArray[np.int64], ids: Collection[int]) -> NDArray[np.int64]:
     """Return how many tokens of each row are among some ids, int64 (n,)."""
     ends = np.cumsum(lengths)
-    found = np.concatenate([np.isin(values, list(ids)) for values in _chunks(rows, "input_ids")])
-    before = np.concatenate([[0], np.cumsum(found, dtype=np.int64)])  # the number of hits before each token
+    is_hit = np.concatenate([np.isin(values, list(ids)) for values in _chunks(rows, "input_ids")])
+    before = np.concatenate([[0], np.cumsum(is_hit, dtype=np.int64)])  # the number of hits before each token
     return np.asarray(before[ends] - before[ends - lengths], dtype=np.int64)
 
 
 def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of what the model reads: the tokens of all rows, and how the collator pads them.
+    """Return the SHA-256 of the model's input: the tokens of all rows, and how the collator pads them.
 
     It depends on the tokenizer's effect on these reviews only, not on its path, its file format or its library.
-
-    Args:
-        rows: as returned by `tokenize`.
     """
     padding = [tokenizer.padding_side, tokenizer.pad_token_id, tokenizer.pad_token_type_id]
     names = sorted({*rows.column_names} - {*OWN_COLUMNS})
@@ -119,7 +118,7 @@ def _chunks(rows: Dataset, name: str) -> Iterator[NDArray[np.int32]]:
 
 
 def count_truncated(rows: Dataset) -> int:
-    """Return the number of rows whose review has more than `max_length` tokens and was truncated."""
+    """Return the number of reviews with more than `max_length` tokens."""
     return int(np.count_nonzero(rows.with_format("numpy")["truncated"][:]))
 
 
@@ -144,49 +143,23 @@ def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_lengt
 def _is_intact(path: Path, key: str) -> bool:
     """Tell whether a file was written for this key and ends with the digest of its content."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size - DIGEST_BYTES
-            return size > 0 and _digest(file, key, size) == file.read()
+        content = memoryview(path.read_bytes())
     except OSError:
         return False
+    return len(content) > DIGEST_BYTES and _digest(key, content[:-DIGEST_BYTES]) == content[-DIGEST_BYTES:]
 
 
-def _digest(file: BinaryIO, key: str, size: int) -> bytes:
-    """Return the SHA-256 of the key and the next `size` bytes. Including the key detects files with a wrong name."""
+def _digest(key: str, content: bytes | memoryview) -> bytes:
+    """Return the SHA-256 of the key and the content. Including the key detects files with a wrong name."""
     digest = hashlib.sha256(key.encode())
-    while size and (chunk := file.read(min(size, 1 << 20))):
-        digest.update(chunk)
-        size -= len(chunk)
+    digest.update(content)
     return digest.digest()
 
 
-def _write(
-    path: Path, key: str, *, table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, hide_bar: bool
-) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staging_folder(path) as staging:
-            file_name = staging / path.name
-            options = {"cache_file_name": str(file_name), "new_fingerprint": key}
-            _tokenize(table, tokenizer, max_length=max_length, hide_bar=hide_bar, **options)
-            with file_name.open("r+b") as file:
-                # Arrow's reader stops at the end of the stream, so it ignores these bytes.
-                file.write(_digest(file, key, file_name.stat().st_size))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file_name, path)
-    except OSError as problem:
-        raise UserError(f"--cache_dir {path.parent}: cannot be written: {problem.strerror or problem}") from None
-
-
 def _tokenize(
-    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, *, max_length: int, hide_bar: bool = True, **options: Any
+    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, *, hide_bar: bool = True, **options: Any
 ) -> Dataset:
-    """Tokenize all reviews.
-
-    Args:
-        options: of `Dataset.map`.
-    """
+    """Tokenize all reviews, with options of `Dataset.map`."""
     names = _input_names(tokenizer)
     features = Features(dict.fromkeys(names, Sequence(Value("int32"))) | OWN_COLUMNS)
     labels = Dataset.from_dict({"labels": table.labels}, features=Features({"labels": OWN_COLUMNS["labels"]}))

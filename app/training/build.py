@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..data.csv_table import ReviewTable, read_reviews
-from ..data.loaders import Collator, EvalSet, build_eval_set, build_train_sampler, form_eval_batches, loader_options
+from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.split import Indices, Split, count_duplicates, split_reviews
 from ..data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
@@ -81,8 +81,12 @@ class ReviewData:
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
         """Build the sampler of this rank's training rows, those of its logical ranks."""
-        return build_train_sampler(
-            self.lengths[self.split.train], self.plan, logical_ranks=logical_ranks, settings=settings
+        return FullBatchSampler(
+            self.lengths[self.split.train],
+            self.plan,
+            logical_ranks=logical_ranks,
+            seed=settings.seed,
+            group_by_length=settings.train_sampling_strategy == "group_by_length",
         )
 
     def loader_options(self, device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.data import csv_checks
 from app.data.csv_table import describe_dropped, read_reviews
 
 GOOD = "label,review\n1,很好\n0,很差\n"
@@ -227,18 +226,6 @@ def test_any_accepted_file_has_the_row_numbers_and_texts_of_pandas(tmp_path, bod
     assert kept_and_dropped == list(range(len(plain)))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7])
-@pytest.mark.parametrize("encoding", ["utf-8", "gb18030"])
-def test_the_offset_of_an_invalid_byte_is_exact_at_any_chunk_size(csv_file, monkeypatch, chunk_bytes, encoding):
-    monkeypatch.setattr(csv_checks, "CHUNK_BYTES", chunk_bytes)
-    good = "好a𠮷坏\n".encode(encoding)
-    for cut in (good, good * 3):
-        assert csv_checks.first_undecodable_byte(csv_file(cut), encoding) is None
-        assert csv_checks.first_undecodable_byte(csv_file(cut + b"\xff" + cut), encoding) == len(cut)
-    truncated = good[:-2]  # within the last hanzi
-    assert csv_checks.first_undecodable_byte(csv_file(truncated), encoding) == len("好a𠮷".encode(encoding))
-
-
 # --- rejected files ---
 
 
@@ -332,6 +319,11 @@ def test_an_undecodable_file_names_the_position_in_each_encoding(csv_file):
     # GB18030 fails earlier: the three bytes of 好 and the line end are not two GB18030 characters.
     gb18030 = f"line 2, byte offset {content.index('好'.encode()) + 2}"
     assert f"neither UTF-8 ({position}) nor GB18030 ({gb18030})" in one_line_error(csv_file(content))
+
+
+def test_a_file_that_ends_within_a_character_names_its_first_byte(csv_file):
+    content = GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1]
+    assert f"nor GB18030 (line 4, byte offset {len(content) - 1})" in one_line_error(csv_file(content))
 
 
 def test_a_corrupt_file_with_a_utf_8_bom_is_not_read_as_gb18030(csv_file):

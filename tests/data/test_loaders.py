@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from app.data.loaders import EvalSet, build_eval_set, build_train_sampler, form_eval_batches, loader_options
+from app.data.loaders import EvalSet, build_eval_set, form_eval_batches, loader_options
+from app.data.sampler import FullBatchSampler
 from app.settings import Settings
 from app.strategies.select import select_strategy
 
@@ -86,7 +87,7 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         settings, world = Settings(strategy=strategy), fake_world(1, 2)
         mine = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
-        sampler = build_train_sampler(np.ones(n, dtype=np.int64), plan, logical_ranks=mine, settings=settings)
+        sampler = FullBatchSampler(np.ones(n, dtype=np.int64), plan, logical_ranks=mine, seed=0)
         assert sampler.logical_ranks == mine
         loader = DataLoader(list(range(n)), plan.micro_size, sampler=sampler, **loader_options(keep, world.device))
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4

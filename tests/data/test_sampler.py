@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from app.common.errors import UserError
-from app.data.sampler import BatchPlan, FullBatchSampler, LengthGroupedSampler, plan_batches
+from app.data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from app.settings import Settings
 
 STRATEGIES = ("random", "group_by_length")
@@ -28,10 +28,8 @@ def new_plan(n: int, batch_size: int, ranks: int, logical_ranks: int | None = No
 
 
 def sampler(strategy: str, lengths: np.ndarray, plan: BatchPlan, logical_ranks: Sequence[int], epoch: int = 0):
-    if strategy == "random":
-        made = FullBatchSampler(len(lengths), plan, logical_ranks=logical_ranks, seed=7)
-    else:
-        made = LengthGroupedSampler(lengths, plan, logical_ranks=logical_ranks, seed=7)
+    grouped = strategy == "group_by_length"
+    made = FullBatchSampler(lengths, plan, logical_ranks=logical_ranks, seed=7, group_by_length=grouped)
     made.set_epoch(epoch)
     return made
 
@@ -219,7 +217,7 @@ def test_logical_ranks_that_can_t_be_divided_among_the_ranks_are_an_error_that_n
     logical_ranks, ranks
 ):
     message = error_of(1_000, ranks, logical_ranks=logical_ranks, train_batch_size=48)
-    assert re.search(rf"\b{logical_ranks}\b.* can't be divided among {ranks} rank", message)
+    assert re.search(rf"\b{logical_ranks}\b.* cannot be divided among {ranks} rank", message)
     suggested = [int(number) for number in re.findall(r"\d+", message.partition(": start ")[2])]
     assert suggested == [n for n in range(1, logical_ranks + 1) if logical_ranks % n == 0]
     for n in suggested:
@@ -230,7 +228,7 @@ def test_logical_ranks_that_can_t_be_divided_among_the_ranks_are_an_error_that_n
 def test_several_logical_ranks_per_process_must_be_a_power_of_two(logical_ranks, ranks):
     """A run on 3 ranks has 3 logical ranks, which no other number of processes adds in the same order."""
     assert error_of(1_000, ranks, train_batch_size=48, logical_ranks=logical_ranks) == (
-        f"{logical_ranks} logical ranks, which are not a power of two, can't be divided among {ranks} "
+        f"{logical_ranks} logical ranks, which are not a power of two, cannot be divided among {ranks} "
         f"rank{'s' * (ranks > 1)}: start {logical_ranks} ranks, or a new run with another --logical_ranks"
     )
     plan = new_plan(1_000, 48, logical_ranks, logical_ranks)
@@ -242,7 +240,7 @@ def test_a_batch_size_that_can_t_be_divided_names_the_nearest_valid_ones():
         plan_batches(Settings(), 1_000, 3)
     with pytest.raises(UserError, match=r"use 8$"):
         plan_batches(Settings(train_batch_size=3, gradient_accumulation_steps=2), 1_000, 4)
-    with pytest.raises(UserError, match=r"31 training rows don't fill one batch"):
+    with pytest.raises(UserError, match=r"31 training rows do not fill one batch"):
         plan_batches(Settings(), 31, 2)
 
 
@@ -259,7 +257,7 @@ def test_a_batch_size_that_the_logical_ranks_don_t_divide_names_valid_ones(size,
         return
     message = error_of(1_000, ranks, train_batch_size=size, **changes)
     kind = f"{ranks} rank(s)" if logical_ranks == ranks else f"--logical_ranks {logical_ranks}"
-    assert f"--train_batch_size {size} can't be divided among {kind} x" in message
+    assert f"--train_batch_size {size} cannot be divided among {kind} x" in message
     suggested = [int(number) for number in message.partition(": use ")[2].split(" or ")]
     assert 1 <= len(suggested) <= 2
     for valid in suggested:

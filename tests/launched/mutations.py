@@ -78,9 +78,11 @@ def swapped_ranks(world: World) -> Iterator[None]:
     """The same global batches, but two ranks swap their rows, which therefore get other dropout masks."""
     construct = FullBatchSampler.__init__
 
-    def construct_swapped(self: Any, n_rows: Any, plan: BatchPlan, *, logical_ranks: Sequence[int], seed: int) -> None:
+    def construct_swapped(
+        self: Any, lengths: Any, plan: BatchPlan, *, logical_ranks: Sequence[int], **options: Any
+    ) -> None:
         swapped = [plan.logical_ranks - 1 - logical_rank for logical_rank in logical_ranks]
-        construct(self, n_rows, plan, logical_ranks=swapped, seed=seed)
+        construct(self, lengths, plan, logical_ranks=swapped, **options)
 
     with patch.object(FullBatchSampler, "__init__", construct_swapped):
         yield

@@ -52,7 +52,7 @@ def test_a_mistake_is_reported_as_by_the_run(settings, world, tmp_path):
     with pytest.raises(AgreedError, match="--output_dir"):
         print_plan("ddp_loop", settings, world)
     settings.output_dir, settings.train_batch_size = None, 1_000
-    with pytest.raises(AgreedError, match="81 training rows don't fill one batch"):
+    with pytest.raises(AgreedError, match="81 training rows do not fill one batch"):
         print_plan("ddp_loop", settings, world)
 
 

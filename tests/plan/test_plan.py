@@ -277,7 +277,7 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
         (["--ranks_per_node=0"], "error: --ranks_per_node 0: must be 1 or more, and divide --ranks 2"),
         (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
         (["--measure", "--ranks_per_node=1"], "error: --measure: "),
-        (["--ranks=3"], "error: --train_batch_size 8 can't be divided among 3 rank(s)"),
+        (["--ranks=3"], "error: --train_batch_size 8 cannot be divided among 3 rank(s)"),
         (["--deepspeed=ds.json"], "error: --deepspeed: only app.trainer_run has it: "),
         (["--fsdp"], "error: --fsdp: only app.trainer_run has it: "),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
