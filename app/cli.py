@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from transformers.hf_argparser import string_to_bool
 from .common.errors import UserError, shorten
 from .common.flag_hints import hint_for
 from .common.help_format import HelpFormatter
-from .common.paths import PACKAGE
+from .common.paths import PACKAGE, with_package_name
 from .setting_groups import GROUPS
 from .settings import Settings
 
@@ -36,7 +35,7 @@ FLAGS_OF_ONE_RUN = TRAINER_ENGINES | {
 
 
 class ConfigLoader(yaml.BaseLoader):
-    """Load YAML without its conversions, which would turn `no` into False, and refuse duplicate keys."""
+    """Load YAML without its conversions, which would turn `no` into False, and reject duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [str(key.value).replace("-", "_") for key, _ in node.value]
@@ -49,14 +48,11 @@ class OneLineParser(argparse.ArgumentParser):
     """The parser of every program: its help, and a one-line `UserError` instead of the usage and an exit."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        look: dict[str, Any] = {
-            "prog": f"python -m {program_name()}",
-            "usage": "%(prog)s [--flag VALUE …]",
-            "allow_abbrev": False,
-        }
-        if options.get("description"):  # a docstring: its commands have the name that this package has in a clone
-            options["description"] = re.sub(r"(?<!\w)app\.(?=[a-z])", f"{PACKAGE}.", options["description"])
-        super().__init__(*arguments, **look | {"formatter_class": HelpFormatter} | options)
+        if options.get("description"):  # a docstring
+            options["description"] = with_package_name(options["description"])
+        look: dict[str, Any] = {"prog": f"python -m {program_name()}", "usage": "%(prog)s [--flag VALUE …]"}
+        look |= {"formatter_class": HelpFormatter, "allow_abbrev": False}
+        super().__init__(*arguments, **look | options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shorten(message, 300)} (--help lists all flags)")
@@ -114,7 +110,7 @@ class SettingsParser(OneLineParser, HfArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Parse arguments without the config file."""
-        # argparse does not apply its defaults to attributes that exist, so these stay None unless they are given.
+        # argparse does not apply its defaults to attributes that exist: these stay None unless they are given.
         namespace = argparse.Namespace(**dict.fromkeys((*BATCH_SIZES, "precision")))
         namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
@@ -159,36 +155,26 @@ class SettingsParser(OneLineParser, HfArgumentParser):
             raise UserError(f"--config {path}: is nested too deeply; must be a mapping of settings") from None
         if not isinstance(content, dict):
             raise UserError(f"--config {path}: must be a mapping of settings, with one `name: value` per line")
+        content = {str(name).replace("-", "_"): value for name, value in content.items()}
         known = {action.dest for action in self._actions}
         arguments: list[str] = []
         for name, value in content.items():
             if isinstance(value, dict | list):
                 raise UserError(f"--config {path}: {name} must be a single value")
             if name == "config":
-                raise UserError(f"--config {path}: config can't be set in a config file")
-            if value not in ("", "null", "~"):
-                arguments += [f"--{name}={value}"]
-            elif str(name).replace("-", "_") not in known:  # without a value, the parser would not see it
-                raise UserError(f"--config {path}: unknown setting {name}")
+                raise UserError(f"--config {path}: config cannot be set in a config file")
+            if name not in known or value not in ("", "null", "~"):  # parse() reports unknown names
+                arguments.append(f"--{name}={value}")
         try:
             parsed = self.parse(arguments)
         except UserError as problem:
             raise UserError(f"--config {path}: {problem}") from None
-        names = [str(key).replace("-", "_") for key in content]
-        names = ["precision" if name == "bf16" else name for name in names]
-        return {name: parsed[name] for name in names if name in parsed}
+        names = ["precision" if name == "bf16" else name for name in content]
+        return {name: parsed[name] for name in names}
 
 
 def refuse_flags(values: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Reject flags that a program does not have.
-
-    Args:
-        values: of all settings.
-        refused: the flags, and why they are rejected.
-
-    Raises:
-        UserError: a flag is given.
-    """
+    """Raise `UserError` if a setting that the program rejects is set; `refused` says why it is rejected."""
     for name, reason in refused.items():
         if values[name]:
             raise UserError(f"--{name}: {reason}")
@@ -232,19 +218,6 @@ def settings_parser(
     return parser
 
 
-def parse_settings(description: str | None = None, arguments: Sequence[str] | None = None) -> Settings:
-    """Parse the settings of this process.
-
-    Args:
-        description: The docstring of the entry point, for `--help`.
-        arguments: The command line; by default that of the process.
-
-    Raises:
-        UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
-    """
-    return parse_flags(description, sys.argv[1:] if arguments is None else arguments, refused={})[0]
-
-
 def parse_flags(
     description: str | None,
     arguments: Sequence[str],
@@ -252,25 +225,19 @@ def parse_flags(
     *,
     refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> tuple[Settings, dict[str, Any]]:
-    """Parse the settings of this process and the flags that the program adds to them.
-
-    Args:
-        description: The docstring of the entry point, for `--help`.
-        arguments: The command line.
-        add_arguments: As for `settings_parser`.
-        refused: As for `settings_parser`.
-
-    Returns:
-        The settings, and the values of the program's own flags.
+    """Parse a command line with `settings_parser`. Return the settings, and the values of the program's own flags.
 
     Raises:
-        UserError: As for `parse_settings`.
+        UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    parser = settings_parser(description, add_arguments, refused)
-    values = parser.values(arguments)
-    names = {field.name for field in fields(Settings)}
-    own_flags = {name: values.pop(name) for name in list(values) if name not in names}
+    values = settings_parser(description, add_arguments, refused).values(arguments)
+    own_flags = {name: values.pop(name) for name in values.keys() - {field.name for field in fields(Settings)}}
     return Settings(**values), own_flags
+
+
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """Parse the command line of a training path."""
+    return parse_flags(None, arguments, refused={})[0]
 
 
 def as_flags(settings: Settings) -> list[str]:

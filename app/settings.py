@@ -56,7 +56,7 @@ class Settings(
                 yield f"--{setting.name}{problem}"
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield what is wrong between two or more settings."""
+        """Yield the rules between settings that are broken."""
         engine, hook = self.trainer_engine, self.ddp_comm_hook
         if self.cpu_offload and self.strategy != "zero3":
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
@@ -71,7 +71,7 @@ class Settings(
         if self.dry_run and engine is not None:
             yield "--dry_run plans --strategy: remove --deepspeed or --fsdp"
         if self.profile and engine is not None:
-            yield f"--profile can't divide the steps of {engine}: remove it, or use --strategy"
+            yield f"--profile cannot divide the steps of {engine}: remove it, or use --strategy"
         if hook != "no" and engine is not None:
             yield f"--ddp_comm_hook {hook} needs --strategy ddp or zero1, not {engine}"
         if hook != "no" and self.strategy not in WRAPPED_IN_DDP:
@@ -83,7 +83,7 @@ class Settings(
             )
         if hook == "power_sgd" and self.ddp_find_unused_parameters:
             yield (
-                "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it can't be combined "
+                "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it cannot be combined "
                 "with --ddp_find_unused_parameters"
             )
         if self.load_best_model_at_end and (not self.validation_size > 0 or self.eval_strategy == "no"):
@@ -101,7 +101,6 @@ class Settings(
 
     @property
     def trainer_engine(self) -> str | None:
-        """The engine that Trainer uses instead of a strategy of this project, or None."""
         return trainer_engine(self.deepspeed, self.fsdp)
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class Settings(
 
 
 def trainer_engine(deepspeed: str | None, fsdp: bool | None) -> str | None:
-    """Return the engine that `--deepspeed` or `--fsdp` selects, or None without them."""
+    """Return the engine that `--deepspeed` or `--fsdp` selects instead of a strategy of this project, or None."""
     if deepspeed is not None:
         return "DeepSpeed"
     return "Trainer's FSDP2" if fsdp else None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from app.cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, command_line, parse_flags, parse_settings
 from app.common.errors import UserError
-from app.common.flag_hints import _HINT_OF_FLAG
+from app.common.flag_hints import hints
 from app.data.sampler import plan_batches, resolve_train_batch_size
 from app.setting_groups import GROUPS
 from app.settings import Settings
@@ -188,14 +188,14 @@ def test_a_flag_that_the_program_rejects_is_not_suggested(flag):
 
 
 def test_a_hint_names_a_flag_that_most_programs_reject_only_with_the_program_that_has_it():
-    for hint in _HINT_OF_FLAG.values():
+    for hint in hints().values():
         assert not set(re.findall(r"--(\w+)", hint)) & set(FLAGS_OF_ONE_RUN) or "app.trainer_run" in hint, hint
 
 
 def test_no_hint_hides_an_existing_flag_and_every_flag_in_a_hint_exists():
     flags = {field.name for field in dataclasses.fields(Settings)} | {"nproc_per_node"}
-    assert not set(_HINT_OF_FLAG) & (flags - {"nproc_per_node"})
-    for hint in _HINT_OF_FLAG.values():
+    assert not set(hints()) & (flags - {"nproc_per_node"})
+    for hint in hints().values():
         assert set(re.findall(r"--(\w+)", hint)) <= flags, hint
 
 
@@ -239,7 +239,7 @@ def test_a_per_device_batch_size_survives_the_conversion_to_flags(resolved):
 
 def test_help_prints_the_description_and_every_flag(capsys):
     with pytest.raises(SystemExit) as exit:
-        parse_settings("The description.", ["--help"])
+        parse_flags("The description.", ["--help"], refused={})
     assert exit.value.code == 0
     text = capsys.readouterr().out
     assert "The description." in text
@@ -295,7 +295,7 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
 def test_help_works_with_any_value_of_columns(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as exit:
-        parse_settings("The description.", ["--help"])
+        parse_flags("The description.", ["--help"], refused={})
     assert exit.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
 
@@ -305,15 +305,15 @@ def test_a_dash_without_a_name_resembles_no_flag(argument):
     assert error_message([argument]) == f"unknown argument {argument} (--help lists all flags)"
 
 
-def test_a_config_file_that_names_another_one_is_refused(tmp_path):
+def test_a_config_file_that_names_another_one_is_rejected(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("config: other.yaml\n", encoding="utf-8")
-    assert "config can't be set in a config file" in error_message(["--config", str(file)])
+    assert "config cannot be set in a config file" in error_message(["--config", str(file)])
 
 
 def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_path):
     (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
-    with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
+    with pytest.raises(UserError, match=r"c\.yaml: unknown argument --lerning_rate=: did you mean --learning_rate\?"):
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
 
 

@@ -21,7 +21,7 @@ def test_a_path_that_is_not_utf8_is_rejected(name):
     ("other", "message"),
     [
         ({"strategy": "zero2"}, "remove --strategy zero2"),
-        ({"profile": 2}, "--profile can't divide the steps of DeepSpeed"),
+        ({"profile": 2}, "--profile cannot divide the steps of DeepSpeed"),
         ({"fsdp": True}, "--fsdp, --deepspeed and --strategy exclude each other"),
         ({"precision": "fp16"}, "--deepspeed trains in fp32 or bf16: remove --precision fp16"),
         ({"precision": "fp64"}, "remove --precision fp64"),

@@ -29,16 +29,13 @@ def escape_unencodable_output() -> None:
 
 
 def shorten(text: object, max_length: int = 60) -> str:
-    """Truncate text to `max_length` characters; the last one is … if something was cut off."""
+    """Truncate text to `max_length` characters, the last of which is … then."""
     text = str(text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
 def raised_by_model(problem: BaseException) -> bool:
-    """Tell whether an exception was raised in the code of a model, from transformers or from its repository.
-
-    If the model has called this package, as it calls hooks, then an exception inside that call is our own defect.
-    """
+    """Tell whether an exception was raised in a model's code, and not in a hook of ours that the model has called."""
     answer = False
     for frame, _ in traceback.walk_tb(problem.__traceback__):
         module = frame.f_globals.get("__name__", "")

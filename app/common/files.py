@@ -14,13 +14,8 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8.
-
-    Args:
-        path: The file to create or replace.
-        text: Its content. A lone surrogate, which represents a byte of a path that is not UTF-8, is written as its
-            JSON escape.
-    """
+    """Write a text file atomically, in UTF-8."""
+    # A lone surrogate, which represents a byte of a path that is not UTF-8, is written as its JSON escape.
     staging = path.with_name(f".{path.name}.tmp")
     with staging.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file:
         file.write(text)
@@ -33,7 +28,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def commit(staging: Path, path: Path) -> None:
-    """Rename a finished file or folder, replacing what has this name.
+    """Rename a finished file or folder, replacing the file or folder that has this name.
 
     The content is flushed to disk before the rename, and the rename before this returns. Otherwise a power failure
     could leave a file that has its name but no content, or keep a later file and lose an earlier one.
@@ -77,7 +72,7 @@ def staging_folder(path: Path) -> Iterator[Path]:
     """
     _remove_stale_staging(path.parent)
     folder = path.with_name(f".{path.name}.{uuid.uuid4().hex}.staging")
-    lock = _lock_of(folder)
+    lock = folder.with_name(f"{folder.name}.lock")
     # The lock outlives the folder, so that a folder without a lock cannot exist.
     descriptor = _create_locked(lock)
     try:
@@ -87,10 +82,6 @@ def staging_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.lock")
 
 
 def _create_locked(lock: Path) -> int:

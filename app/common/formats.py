@@ -53,26 +53,16 @@ def markdown_table(
 def template_environment(templates: Path, autoescape: bool = False) -> Environment:
     """Create a jinja2 environment with the filters `cell` and `shortened`.
 
-    Args:
-        templates: the folder of the templates.
-        autoescape: escape everything for HTML. Markdown templates escape with the filter `cell` instead.
+    With `autoescape`, everything is escaped for HTML. Markdown templates escape with the filter `cell` instead.
     """
-    environment = Environment(
-        loader=FileSystemLoader(templates),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=autoescape,
-    )
+    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(templates), autoescape=autoescape, **options)
     environment.filters.update(cell=markdown_cell, shortened=shorten)
     return environment
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Convert a size such as `24GiB` or `1.5 TB` to bytes.
-
-    Args:
-        flag: its name, for the error message.
+    """Convert a size such as `24GiB` or `1.5 TB`, the value of a flag, to bytes.
 
     Raises:
         UserError: it is not a number with a unit.
@@ -98,7 +88,6 @@ def format_size(size: float) -> str:
 
 
 def three_digits(value: float) -> float:
-    """Return a number rounded to three digits."""
     return float(f"{value:.3g}")
 
 

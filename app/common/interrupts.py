@@ -10,10 +10,7 @@ from types import FrameType
 
 @contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
-    """Raise `KeyboardInterrupt` for these signals inside the block.
-
-    A signal that is already ignored, as SIGHUP under nohup, stays ignored.
-    """
+    """Raise `KeyboardInterrupt` for these signals inside the block, except for ignored ones, as SIGHUP under nohup."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

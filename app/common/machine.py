@@ -64,17 +64,16 @@ LARGEST_PRODUCT = 8192  # rows and columns
 
 
 def unusable_accelerator() -> str | None:
-    """Return one line about an accelerator of this machine that training can't use, or None.
+    """Return one line about an accelerator that training cannot use, or None. It prevents silent training on the CPU.
 
-    Otherwise users would train on the CPU without noticing. Apple's MPS is no such accelerator: users of a Mac expect
-    that the CPU is used, and the output at the start says so.
+    Apple's MPS is not reported: users of a Mac expect the CPU, and the output at the start names it.
     """
     if torch.cuda.is_available():
         return None
     # device_count() asks the driver by NVML, which also works with a driver that is too old for this PyTorch.
     if gpus := torch.cuda.device_count():
         return (
-            f"this machine has {gpus} GPU(s) that PyTorch {torch.__version__} can't use: update their driver, install "
+            f"this machine has {gpus} GPU(s) that PyTorch {torch.__version__} cannot use: update their driver, install "
             "a PyTorch for the driver's version of CUDA, or add --use_cpu"
         )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -86,16 +85,9 @@ def unusable_accelerator() -> str | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Look up the dense peak of a device in FLOP/s.
-
-    Args:
-        device_name: As `device_name` returns it. Only exact names match: matching parts of names would give a MIG slice
-            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower variant (H20, H800, GH200) the peak of another device.
-        precision: `fp32`, `bf16` or `fp16`; other precisions are not listed.
-
-    Returns:
-        The peak, or None if the device or precision is not listed.
-    """
+    """Return the dense peak of a device in FLOP/s, or None if the device or precision is not listed."""
+    # Only exact names match: parts of names would give a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower
+    # variant (H20, H800, GH200) the peak of another device.
     if device_name not in DATA_SHEETS:
         return None
     fp16, fp32 = DATA_SHEETS[device_name]
@@ -108,17 +100,9 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
     """Measure the peak of this rank's device in FLOP/s with square matrix products, for devices without a data sheet.
 
     Takes a few seconds. Call it before training, on all ranks of a node at once: they share the CPU's caches and
-    power budget then as they do in training. The global random number generators are not used. The peak memory
-    statistics of a GPU are reset.
-
-    Args:
-        device: The device of this rank.
-        precision: `fp32`, `bf16`, `fp16` or `fp64`.
-
-    Returns:
-        The speed of the fastest product. Two sizes alternate, so that a slow moment affects both.
+    power budget then as they do in training. The peak memory statistics of a GPU are reset.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # measuring must not draw from the global one
 
     def random_matrix(n: int) -> torch.Tensor:
         # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
@@ -137,6 +121,7 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
     seconds(small)  # initializes the library
     while len(large) < LARGEST_PRODUCT and seconds(large) < 0.05:  # on some CPUs, bf16 is very slow
         small, large = large, random_matrix(2 * len(large))
+    # Two sizes alternate, so that a slow moment affects both.
     best = max(2 * len(matrix) ** 3 / seconds(matrix) for _ in range(5) for matrix in (small, large))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -146,11 +131,8 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
 def use_deterministic_algorithms() -> None:
     """Make CUDA compute identical bits every time on the same hardware and library versions.
 
-    Call it before the CUDA context and the NCCL communicator are created, in both training paths.
-
-    Under strict determinism (warn_only=False), PyTorch raises for operations without a deterministic implementation,
-    uses the deterministic backward passes of flash and memory-efficient attention, disables cuDNN's attention, and
-    disables NCCL's NVLS all-reduce (NCCL_ALGO=^NVLS, unless the user has set NCCL_ALGO).
+    Call it before the CUDA context and the NCCL communicator are created. PyTorch then raises for operations without a
+    deterministic implementation, and selects deterministic attention and (unless NCCL_ALGO is set) all-reduce.
     """
     # Trainer's full_determinism would do the same for only one path, and add CUDA_LAUNCH_BLOCKING=1, which serializes
     # every kernel and is not needed for any operation here. cuBLAS is deterministic with a workspace of fixed size.
@@ -168,18 +150,11 @@ def git_commit() -> str | None:
     """Return the commit of the running code, with `+` if tracked files have changed; None outside a git checkout."""
     if CLONE is None:  # the folder of a wheel may be inside the repository of another project
         return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
-            cwd=CLONE,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return subprocess.check_output(command, cwd=CLONE, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:
@@ -190,7 +165,7 @@ def device_name(device: torch.device) -> str:
 
 
 def arithmetic(device: torch.device) -> dict[str, str]:
-    """Return what decides how a device rounds, by name, besides the versions of the libraries and the threads."""
+    """Return the facts, by name, that decide how a device rounds, besides library versions and threads."""
     facts = {name: value or UNSET for name, value in kernels().items()}
     if device.type == "cuda":
         del facts["cpu"], facts["instructions"]
@@ -198,11 +173,7 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 
 
 def usable_cores(process: int = 0) -> set[int]:
-    """Return the numbers of the CPU cores that a process may use.
-
-    Args:
-        process: its id; 0 is this process.
-    """
+    """Return the numbers of the CPU cores that the process with this id (0: this process) may use."""
     return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -217,13 +188,13 @@ def cpu_name() -> str:
 
 
 def kernels() -> dict[str, str | None]:
-    """Return what the choice of kernels, and with it rounding, depends on: the CPU, and what limits or enables others.
-
-    The precision of matrix products in fp32 is `highest`, unless the environment or a container enables TF32.
-    """
-    chosen = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    chosen["fp32_matmul_precision"] = torch.get_float32_matmul_precision()
-    return chosen | {name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT}
+    """Return the facts, by name, on which the choice of kernels, and with it rounding, depends."""
+    return {
+        "cpu": cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "fp32_matmul_precision": torch.get_float32_matmul_precision(),  # `highest`, unless TF32 has been enabled
+        **{name: os.environ.get(name) for name in KERNELS_FROM_ENVIRONMENT},
+    }
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 PACKAGE = __name__.partition(".")[0]  # samebits if it is installed, app in a clone: the prefix of `python -m` commands
@@ -21,3 +22,8 @@ def _downloads() -> Path:
 
 
 DOWNLOADED_CSV = _downloads() / "ChnSentiCorp_htl_all.csv"
+
+
+def with_package_name(text: str) -> str:
+    """Return a text in which commands such as `python -m app.compare` name the package as it is called here."""
+    return re.sub(r"(?<!\w)app\.(?=[a-z])", f"{PACKAGE}.", text)

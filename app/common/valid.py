@@ -18,12 +18,7 @@ LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up
 
 
 def number(accepts: Callable[[Any], bool], requirement: str) -> Rule:
-    """Return the rule of a finite number.
-
-    Args:
-        accepts: false for NaN, as every comparison is.
-        requirement: follows "must be".
-    """
+    """Return the rule of a finite number; `requirement` follows "must be"."""
 
     def check(value: Any) -> str | None:
         # math.isfinite would raise for integers that are too large for a float.
@@ -49,17 +44,13 @@ def at_least(low: float, below: float = math.inf, requirement: str | None = None
 
 
 def count(low: int = 1, noun: str = "") -> Rule:
-    """Accept numbers from `low` on that every library can represent.
-
-    Args:
-        noun: what is counted, such as "tokens".
-    """
+    """Accept numbers from `low` on that every library can represent. `noun` names the unit, such as "tokens"."""
     amount = f"{low} {noun}".rstrip()
     return number(lambda n: low <= n <= LARGEST_COUNT, f"{amount} or more and at most {LARGEST_COUNT}")
 
 
 def name_of(thing: str) -> Rule:
-    """Accept any text but the empty one, which is left if a shell variable is not set: `--output_dir "$FOLDER"`."""
+    """Reject the empty text that an unset shell variable leaves: `--output_dir "$FOLDER"`."""
     return lambda text: None if text else f" is empty: must name {thing}"
 
 
@@ -71,5 +62,4 @@ def is_utf8(text: str) -> str | None:
 
 
 def path_of(thing: str) -> Rule:
-    """Accept a text that is not empty and is valid UTF-8."""
     return lambda text: name_of(thing)(text) or is_utf8(text)

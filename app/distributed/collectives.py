@@ -103,7 +103,7 @@ def local_main_process_first(world: World) -> Iterator[None]:
 def wait_for_device(world: World) -> None:
     """Wait until this rank's device has done what was enqueued so far, but no longer than `--ddp_timeout`.
 
-    Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python can't
+    Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python cannot
     raise, until NCCL's watchdog aborts the process (see `nccl_timeout`).
 
     Raises:
@@ -130,7 +130,7 @@ def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
 
 def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the tensors of all ranks, which have the same shape and dtype, stacked in rank order."""
-    gathered = values.new_empty(world.size * values.numel())  # flat: gloo can't gather into further dimensions
+    gathered = values.new_empty(world.size * values.numel())  # flat: gloo cannot gather into further dimensions
     all_gather_single(gathered, values.flatten())
     wait_for_device(world)  # every caller reads the result next
     return gathered.view(world.size, *values.shape)

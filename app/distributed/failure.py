@@ -40,7 +40,7 @@ from .world import World
 ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
 STATUS_TIMEOUT_SECONDS = 3.0
 # torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
-# of these texts. Anchored, so that a path in another message can't match.
+# of these texts. Anchored, so that a path in another message cannot match.
 LOST_CONTACT = re.compile(
     r"\[[^\[\]]*\bgloo/(transport|rendezvous)/[\w/]+\.(cc|h):\d+\] |Gloo connectFullMesh failed with "
     r"|Application timeout caused pair closure|NCCL [Ee]rror|NCCL communicator was aborted"
@@ -115,7 +115,7 @@ def _note(problem: Exception) -> str | None:
 
 
 def is_lost_contact(problem: Exception) -> bool:
-    """Tell whether an exception means that another rank can't be reached, rather than that this rank has failed."""
+    """Tell whether an exception means that another rank cannot be reached, rather than that this rank has failed."""
     if isinstance(problem, dist.DistError):
         return True
     return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None

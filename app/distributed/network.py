@@ -1,7 +1,7 @@
 """The network interface that leads to the other nodes of a job.
 
 Gloo and c10d look up this machine's host name, which Debian and Ubuntu map to 127.0.1.1 in /etc/hosts: a loopback
-address, which other nodes can't reach.
+address, which other nodes cannot reach.
 
 As a program, print this node's address and network interface for a job that node 0 hosts (multi_node.sh uses it):
 
@@ -59,7 +59,7 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
 
 
 def _own_address(host: str) -> str | None:
-    """Return the address from which this machine sends to a host; None if it can't send to it."""
+    """Return the address from which this machine sends to a host; None if it cannot send to it."""
     try:
         found = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):

@@ -2,7 +2,7 @@
 
 `torchrun --max-restarts` starts new processes over the same TCPStore, whose keys outlive the old processes. New ranks
 would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288), so each attempt has
-its own prefix. The restart count can't serve as one, because it may differ between nodes (pytorch#108158).
+its own prefix. The restart count cannot serve as one, because it may differ between nodes (pytorch#108158).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_store(timeout: timedelta) -> Store:
 
 
 def terminate_with_torchrun() -> None:
-    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun can't end its workers.
+    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun cannot end its workers.
 
     Raises:
         RunError: torchrun has already ended.

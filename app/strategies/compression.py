@@ -161,7 +161,7 @@ class CompleteGradient:
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
         self.flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self.shapes = [gradient.shape or (1,) for gradient in gradients]  # powerSGD_hook can't handle scalars
+        self.shapes = [gradient.shape or (1,) for gradient in gradients]  # powerSGD_hook cannot handle scalars
 
     def index(self) -> int:
         return 0

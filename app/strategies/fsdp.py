@@ -139,7 +139,7 @@ class FullyShardStrategy(PlainAdamW):
         """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
         state: Tensors = {}
         for name, tensor in model.state_dict().items():
-            # Offloaded parameters are gathered on the GPU, because NCCL can't send from main memory.
+            # Offloaded parameters are gathered on the GPU, because NCCL cannot send from main memory.
             complete = tensor.to(self.world.device)
             if isinstance(complete, DTensor):
                 complete = complete.full_tensor()
