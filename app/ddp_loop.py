@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from itertools import islice, product
 
 import numpy as np
@@ -39,7 +40,6 @@ from .distributed.world import World
 from .metrics.score import Scores, score
 from .model.inputs import to_device
 from .model.precision import mixed_precision
-from .plan.dry_run import print_plan
 from .program import launch
 from .settings import Settings
 from .strategies.base import Strategy
@@ -47,8 +47,7 @@ from .strategies.loss_scale import LossScale
 from .strategies.optimization import Optimization
 from .training.console import describe_result
 from .training.dropout import seed_micro_batch
-from .training.loss_guard import skip_step_if_nonfinite
-from .training.optim import build_optimizer, build_scheduler
+from .training.optim import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from .training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
@@ -62,7 +61,8 @@ def main(settings: Settings) -> None:
     #    call in the same order.
     with join(settings) as world:
         if settings.dry_run:
-            print_plan("ddp_loop", settings, world)
+            # By name, like the profiler: what few runs need is not loaded for all.
+            import_module(".plan.dry_run", __package__).print_plan("ddp_loop", settings, world)
         else:
             fine_tune(settings, world, exits_next=True)
 

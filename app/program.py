@@ -1,4 +1,4 @@
-"""Run programs, ranks and jobs: their exit statuses and their one-line errors."""
+"""Run programs and ranks: their exit statuses and their one-line errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from . import stop_importing
-from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, parse_flags, program_name
+from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.interrupts import as_interrupt
-from .common.machine import usable_cores
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,
@@ -20,7 +19,6 @@ from .distributed.environment import (
     started_by_torchrun,
 )
 from .distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
-from .distributed.launcher import TorchrunJob, torchrun_command
 from .distributed.process_group import join
 from .settings import Settings
 
@@ -66,15 +64,6 @@ def run_rank(program: Callable[[], None]) -> int:
         print(f"error: {problem}", file=sys.stderr, flush=True)
         return 2
     return 0
-
-
-def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
-    """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
-    # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
-    threads = settings.threads or max(1, len(usable_cores()) // nproc_per_node)
-    command = torchrun_command(module, as_flags(settings), nproc_per_node=nproc_per_node)
-    with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
-        return job.wait()
 
 
 def launch(

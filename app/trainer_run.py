@@ -23,6 +23,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,7 +37,6 @@ from .distributed.preemption import StopRequest
 from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import Scores, score
-from .plan.dry_run import print_plan
 from .program import launch
 from .settings import Settings
 from .trainer.arguments import training_arguments, unset_engine
@@ -51,7 +51,7 @@ from .training.prepare import Preparation, prepare
 def main(settings: Settings) -> None:
     with join(settings) as world:
         if settings.dry_run:
-            print_plan("trainer_run", settings, world)
+            import_module(".plan.dry_run", __package__).print_plan("trainer_run", settings, world)
         else:
             fine_tune(settings, world, exits_next=True)
 

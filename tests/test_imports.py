@@ -19,7 +19,7 @@ LAYERS = (
     {"checkpoint"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},
-    {"program"},
+    {"program", "jobs"},
     {"cli"},
     {"distributed"},
     {"settings"},

@@ -1,8 +1,8 @@
-"""Where a run resumes: its checkpoint, and what the checkpoint records about the run so far."""
+"""Where a run resumes, whether the checkpoint fits the requested training, and what makes the results differ."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,22 @@ from ..distributed.arithmetic import Arithmetic, changes_of_arithmetic, gather_a
 from ..distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
+from ..model.identity import ModelIdentity, differences_of_configs
 from ..runs.parse import parse_object
-from ..runs.schema import BEST_PREFIX, EVALUATIONS, SETTINGS, STEPS
+from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
+from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
+from ..setting_groups import TINY
 from ..settings import Settings, trainer_engine
 from .find import Found, find_checkpoint, folder_of_this_job
+from .manager import problem_of
 from .run_state import check_recorded_settings, read_run_state
 
 FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
+# `changes_since` announces another value of `setting_effects.ROUNDING`.
+MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
+# With --load_best_model_at_end. The batch size affects the rounding of the scores, and with it the choice between two
+# that are nearly equal.
+BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,7 @@ class Resume:
         """Return the lines of a log of the run up to the checkpoint's step; later steps are repeated.
 
         Args:
-            log: the log's file name.
-            before: stop before this step: the checkpoint's own step, if its evaluation is repeated.
+            before: the checkpoint's own step, if its evaluation is repeated: the lines end before it.
 
         Raises:
             UserError: the log is damaged, or a step or an evaluation is missing.
@@ -102,9 +110,6 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     Collective. The run's own folder, if it exists, is locked before anything in it is looked up, so that no other job
     can add or remove checkpoints after that. If a new run starts from another run's checkpoint, that run is not locked.
 
-    Args:
-        path_name: the training path, `ddp_loop` or `trainer_run`.
-
     Raises:
         AgreedError: there is no such checkpoint, it is damaged or not visible on every rank, or another job is writing
             to its folder.
@@ -118,8 +123,9 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
             # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
             found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
-    mine = (found.folder, found.checkpoint, found.finished, found.recorded)
-    folder, checkpoint, finished, recorded = broadcast_object(mine, world)
+    folder, checkpoint, finished, recorded = broadcast_object(
+        (found.folder, found.checkpoint, found.finished, found.recorded), world
+    )
     if finished:
         raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
     state: dict[str, Any] = {}
@@ -154,10 +160,9 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
     # With power_sgd it is invalid, and a run that had it can't be resumed with power_sgd.
     takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
-    logical_ranks = settings.logical_ranks or recorded.get("logical_ranks") or world.size
     return replace(
         settings,
-        logical_ranks=logical_ranks,
+        logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
         ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
     )
 
@@ -169,7 +174,6 @@ def changes_since(
 
     Args:
         state: the content of run_state.json.
-        arithmetic: as returned by `gather_arithmetic`.
     """
     recorded = state.get("settings", {})
     # Trainer's engines add gradients in an order that depends on the number of ranks.
@@ -189,3 +193,73 @@ def changes_since(
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
+
+
+def check_compatible(
+    resume: Resume,
+    *,
+    path_name: str,
+    settings: Settings,
+    fingerprint: str,
+    total_steps: int,
+    model: ModelIdentity = ModelIdentity(),  # noqa: B008  # it is immutable
+) -> None:
+    """Check that a checkpoint belongs to the same training path, rows, model and schedule.
+
+    Otherwise the resumed run would not be bitwise identical to an uninterrupted one.
+
+    Args:
+        settings: with the default learning rate filled in.
+        fingerprint: the split's.
+
+    Raises:
+        UserError: the checkpoint does not fit, and the message lists all differences; or a log or the best weights are
+            damaged.
+    """
+    if resume.checkpoint is None:
+        return
+    # A checkpoint that is older than a setting was trained with what is now the setting's default.
+    before = Settings().as_dict() | resume.state["settings"]
+    names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
+    pairs = [(name, before.get(name), getattr(settings, name)) for name in names]
+    pairs += [("total steps", resume.state["total_steps"], total_steps)]
+    pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
+    pairs += [("path", resume.state["path"], path_name)]
+    has_content = resume.state.get("model_config") is not None  # checkpoints of older versions do not
+    commits = (resume.state.get("model_commit"), model.commit)
+    if not has_content or not _are_folders((before["model"], settings.model), commits):
+        pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
+    differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
+    # Checkpoints of older versions do not record the commit, so there is nothing to compare.
+    commit = resume.state.get("model_commit", model.commit)
+    if commit != model.commit:
+        differences.append(f"the model's commit was {commit} and is {model.commit} (add --revision {commit})")
+    # The settings, classes and rows that are compared above also affect config and tokens.
+    if has_content and not differences:
+        differences = _differences_in_content(resume.state, settings.model, model)
+    if differences:
+        raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
+    for log in LOGS:
+        resume.lines_of(log)  # raises if a log is damaged
+    if settings.load_best_model_at_end and resume.best is not None and (problem := problem_of(resume.best)):
+        raise UserError(f"cannot resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
+
+
+def _are_folders(names: Sequence[str], commits: Sequence[str | None]) -> bool:
+    """Return whether both models are local folders, of which only the content counts. The first may have been moved."""
+    return TINY not in names and set(commits) == {None}
+
+
+def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
+    """Compare what the model computes from its weights and the reviews."""
+    found = differences_of_configs(state["model_config"], model.config or {})
+    found = [f"config.json of --model {name} has changed: {', '.join(found)}"] if found else []
+    if state.get("model_code_sha256") != model.code:
+        found += [f"the Python code of --model {name} has changed"]
+    if state.get("tokens_sha256") != model.tokens:
+        found += [f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"]
+    return found
+
+
+def _model_name(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model

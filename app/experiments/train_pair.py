@@ -10,7 +10,7 @@ import torch
 
 from ..common.errors import RunError
 from ..common.paths import PACKAGE
-from ..program import run_job
+from ..jobs import run_job
 from ..runs.folder import create_folder
 from ..runs.reader import Run, read_run
 from ..runs.schema import RUNS

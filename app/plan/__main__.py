@@ -23,7 +23,8 @@ from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
 from ..distributed.topology import Topology
-from ..program import run_job, run_program
+from ..jobs import run_job
+from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import STRATEGIES, Settings

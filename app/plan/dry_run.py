@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ..checkpoint.compatibility import check_compatible
-from ..checkpoint.resume import Resume
+from ..checkpoint.resume import Resume, check_compatible
 from ..data.tokenize import hash_tokens, lengths_of, tokenize_in_memory
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..model.identity import ModelIdentity, describe_config, hash_code
 from ..model.load import is_pretrained
 from ..settings import Settings
+from ..training.build import check_rows
 from ..training.console import describe_resume
 from ..training.prepare import complete_settings, resolve_settings
-from ..training.row_checks import check_rows
 from .step import Sources, device_of, plan_step, read_sources
 from .tables import describe_run_plan
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from ..record.step_log import START_CLOCK
+from ..record.steps import START_CLOCK
 from ..strategies.base import CLIP, FORWARD, MICRO_BATCH
 
 Interval = tuple[int, int]  # start and end, in nanoseconds, as all times here

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.best import Best
 from ..common.machine import device_name, git_commit, kernels
 from ..data.csv_table import ReviewTable
 from ..data.sampler import BatchPlan
@@ -105,11 +104,12 @@ def split_content(info: RunInfo) -> dict[str, Any]:
 
 
 def run_state_content(
-    info: RunInfo, step: int, *, plan: BatchPlan, totals: Totals, best: Best, evaluations: int
+    info: RunInfo, step: int, *, plan: BatchPlan, totals: Totals, best: Mapping[str, Any], evaluations: int
 ) -> dict[str, Any]:
     """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state.
 
     Args:
+        best: as it is returned by `read_run_state`.
         evaluations: the number of evaluations so far.
     """
     return {
@@ -128,7 +128,7 @@ def run_state_content(
         "deepspeed_config": info.deepspeed_config,
         **info.model.as_dict(),
         "totals": asdict(totals),
-        "best": asdict(best),
+        "best": best,
         "evaluations": evaluations,
     }
 

@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.best import copy_best
 from ..checkpoint.manager import latest_first, remove, step_of
 from ..checkpoint.resume import Resume
 from ..common.errors import UserError
-from ..common.files import write_json, write_text
+from ..common.files import commit, write_json, write_text
 from ..distributed.collectives import raise_on_all_ranks
 from ..runs import schema
 from ..runs.folder import point_latest
@@ -115,3 +114,29 @@ def reset_folder(folder: Path, info: RunInfo, *, resume: Resume, wrapper: str, s
                 (folder / name).unlink(missing_ok=True)
     except OSError as problem:
         raise UserError(f"{problem.filename or folder}: can't be written: {problem.strerror or problem}") from None
+
+
+def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
+    """Copy the best weights of another run, whose checkpoint a new run resumes from. Call it on rank 0.
+
+    Args:
+        source: the `best-<step>` folder next to that checkpoint, which may be this run's own; None without one.
+        run: the folder of the new run.
+        checkpoints: the folder of its checkpoints.
+
+    Raises:
+        UserError: another job has removed the folder.
+    """
+    if source is None:
+        return
+    target, staging = checkpoints / source.name, run / ".best.tmp"
+    if source.resolve() != target.resolve():
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            shutil.copytree(source, staging)
+        except OSError:
+            if not source.is_dir():
+                raise UserError(f"{source}: has been removed since this run was started") from None
+            raise
+        checkpoints.mkdir(exist_ok=True)
+        commit(staging, target)

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.best import Best, remove_unused_best
 from ..checkpoint.manager import PREFIX, CheckpointManager, step_of
 from ..checkpoint.resume import Resume
 from ..common.errors import Preempted, RunError
@@ -34,13 +34,12 @@ from ..metrics.score import Scores
 from ..runs import schema
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
-from .best_weights import BestWeights
+from .best import Best, BestWeights, remove_unused_best
 from .json_files import RunInfo, metrics_content, run_state_content
 from .log import MetricsLog
 from .reset import FolderReset
 from .results import mfu, stage_model, write_results
-from .step_log import StepLog
-from .steps import Totals, console_line
+from .steps import StepLog, Totals, console_line
 
 
 class RunRecord:
@@ -288,7 +287,7 @@ class RunRecord:
                     step,
                     plan=self.plan,
                     totals=self.steps.totals,
-                    best=self.best.best,
+                    best=asdict(self.best.best),
                     evaluations=evaluations,
                 )
                 write_json(staging / schema.RUN_STATE, state)

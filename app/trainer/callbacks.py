@@ -13,7 +13,7 @@ from ..checkpoint.state import TrainingState
 from ..distributed.preemption import StopRequest
 from ..distributed.world import World
 from ..strategies.optimization import Optimization
-from ..training.loss_guard import skip_step_if_nonfinite
+from ..training.optim import skip_step_if_nonfinite
 from ..training.prepare import Preparation
 from .deepspeed_state import DeepSpeedState
 

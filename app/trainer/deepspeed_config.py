@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,29 +10,19 @@ from typing import Any
 from ..common.errors import UserError, shorten
 from ..common.formats import flatten
 from ..data.sampler import BatchPlan
-from ..distributed.collectives import broadcast_object, raise_on_all_ranks
-from ..distributed.world import World
 from ..settings import Settings
 from ..training.optim import warmup_steps
 
 Config = dict[str, Any]
 
-INSTALLATION = (
-    "bash run_scripts/setup.sh --deepspeed, or DS_BUILD_OPS=0 pip install --no-build-isolation -e '.[deepspeed]'"
-)
 # What DeepSpeed calls the schedules of `--lr_scheduler_type`.
 SCHEDULERS = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-# Keys that only decide what DeepSpeed prints, which it gets as they are. It has no model to check those of these types.
+# Keys that only decide what DeepSpeed prints. It has no model that would check their types.
 PRINTING: Mapping[str, type] = {
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), bool),
+    **dict.fromkeys(("flops_profiler.enabled", "flops_profiler.detailed"), bool),
+    **dict.fromkeys((f"flops_profiler.{key}" for key in ("profile_step", "module_depth", "top_modules")), int),
     "steps_per_print": int,
-    "wall_clock_breakdown": bool,
-    "memory_breakdown": bool,
-    "dump_state": bool,
-    "flops_profiler.enabled": bool,
-    "flops_profiler.detailed": bool,
-    "flops_profiler.profile_step": int,
-    "flops_profiler.module_depth": int,
-    "flops_profiler.top_modules": int,
 }
 CHECKED_BY_DEEPSPEED = ("zero_optimization", "comms_logger")
 # Keys of `zero_optimization` that DeepSpeed accepts and that change results, or are not supported here.
@@ -50,46 +39,19 @@ UNSUPPORTED_ZERO_KEYS = (
 )
 
 
-def check_engine(settings: Settings, world: World) -> None:
-    """Check that the run can use `--deepspeed` or `--fsdp`.
-
-    Raises:
-        UserError: DeepSpeed is not installed, or `--fsdp` has no GPUs.
-    """
-    if settings.fsdp and world.device.type == "cpu":
-        raise UserError("--fsdp needs GPUs: on CPUs Trainer would train with plain DDP; use --strategy zero3")
-    if settings.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(f"--deepspeed: DeepSpeed is not installed: run {INSTALLATION}")
-
-
-def read_config(settings: Settings, world: World) -> Config | None:
-    """Read the file that `--deepspeed` names. Collective.
-
-    Returns:
-        Its content, the same on every rank; None without `--deepspeed`.
-
-    Raises:
-        AgreedError: rank 0 cannot read the file.
-    """
-    if settings.deepspeed is None:
-        return None
-    config: Config = {}
-    with raise_on_all_ranks(world):
-        if world.is_main_process:
-            config = parse(Path(settings.deepspeed))
-    return broadcast_object(config, world)
-
-
 def parse(path: Path) -> Config:
     """Return the content of a JSON file.
 
     Raises:
         UserError: it cannot be read, is not a JSON object, or repeats a key.
     """
+
+    def reject(constant: str) -> None:  # Python's JSON parser accepts NaN and Infinity
+        raise ValueError(f"{constant} is not a JSON value")
+
     try:
-        config = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
-        )
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=reject)
     except OSError as problem:
         raise UserError(f"--deepspeed {path}: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
@@ -182,11 +144,7 @@ def determined_values(settings: Settings, plan: BatchPlan) -> Config:
 
 
 def check_sections(file: str, config: Config) -> None:
-    """Let DeepSpeed check names and values of its sections; reject what it accepts and this project does not support.
-
-    Raises:
-        UserError: names the first problem.
-    """
+    """Let DeepSpeed check its sections, and reject valid values that are not supported here."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
@@ -217,13 +175,7 @@ def check_sections(file: str, config: Config) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as it looks in the file, shortened."""
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _reject_constant(name: str) -> None:
-    """Reject NaN and Infinity, which Python's JSON parser accepts."""
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:

@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.csv_table import ReviewTable, read_reviews
+from ..data.csv_table import ReviewTable, list_rows, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.split import Indices, Split, count_duplicates, split_reviews
-from ..data.tokenize import count_truncated, hash_tokens, lengths_of, tokenize
+from ..data.tokenize import count_of_tokens, count_truncated, hash_tokens, largest_token, lengths_of, tokenize
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -29,11 +29,11 @@ from ..distributed.collectives import (
 )
 from ..distributed.world import World
 from ..model.checkpointing import checkpoint_activations
+from ..model.config_checks import end_of_sequence
 from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
 from ..model.load import Classifier, load_classifier, load_tokenizer
 from ..settings import Settings
-from .row_checks import check_rows
 
 SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
@@ -88,6 +88,13 @@ class ReviewData:
             seed=settings.seed,
             group_by_length=settings.train_sampling_strategy == "group_by_length",
         )
+
+    def rows_of_step(self, logical_ranks: Sequence[int], settings: Settings, step: int) -> list[int]:
+        """Return this rank's rows in the file, of an optimizer step counted from 1."""
+        sampler = self.train_sampler(logical_ranks, settings)
+        epoch, step_of_epoch = divmod(step - 1, self.plan.steps_per_epoch)
+        sampler.set_epoch(epoch)
+        return [int(row) for row in self.table.rows[self.split.train[sampler.rows_of_step(step_of_epoch)]]]
 
     def loader_options(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments that all loaders share: how rows become batches."""
@@ -202,3 +209,77 @@ def check_fingerprints(fingerprint: str, world: World) -> None:
                 f"rank(s) {', '.join(map(str, others))} read different rows than rank 0 (split fingerprint "
                 f"{fingerprints[others[0]][:12]}, not {fingerprints[0][:12]}): give every node the same CSV file"
             )
+
+
+def check_rows(
+    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+) -> None:
+    """Check that the model can process the tokens of every review.
+
+    Args:
+        config: the model's config.
+        rows: the tokens of all reviews, in the order of the table.
+        lengths: int64 (n,), the number of tokens of each review.
+
+    Raises:
+        UserError: names the rows that it cannot process, and what to do.
+    """
+    _check_lengths(settings, table, lengths)
+    _check_vocabulary(settings.model, config, rows)
+    _check_end_of_sequence(settings, config, table=table, rows=rows, lengths=lengths)
+
+
+def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.int64]) -> None:
+    if not lengths.all():
+        raise UserError(
+            f"{table.path}: {_count(lengths == 0)} without any token for the tokenizer of --model {settings.model}: "
+            f"remove {list_rows(table.rows[lengths == 0])}, or configure the tokenizer to add special tokens"
+        )
+    too_long = lengths > settings.max_length
+    if too_long.any():
+        raise UserError(
+            f"--model {settings.model}: its tokenizer returns up to {lengths.max()} tokens per review despite "
+            f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
+            "--max_length, or use a tokenizer that truncates"
+        )
+
+
+def _check_vocabulary(model: str, config: PretrainedConfig, rows: Dataset) -> None:
+    """Check that the model has an embedding for every token."""
+    size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
+    if size is not None and largest >= size:
+        raise UserError(
+            f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
+        )
+
+
+def _check_end_of_sequence(
+    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+) -> None:
+    """Check that encoder-decoders, which classify by the end-of-sequence token, find it as often in each review.
+
+    They reject a batch in which one row has more of them than another. A review has more if it contains the token's
+    text, such as `</s>`. It has fewer if most reviews do, or if the tokenizer does not append the token to it.
+    """
+    if not config.is_encoder_decoder:
+        return
+    counts = count_of_tokens(rows, lengths, end_of_sequence(config))
+    usual = int(np.bincount(counts).argmax())
+    more, fewer = counts > usual, counts < usual
+    if more.any():
+        raise UserError(
+            f"{table.path}: {_count(more)} containing the text of the end-of-sequence token, by which --model "
+            f"{settings.model} classifies: remove it from {list_rows(table.rows[more])}"
+        )
+    if fewer.any():
+        raise UserError(
+            f"{table.path}: {_count(fewer)} with fewer end-of-sequence tokens, by which --model {settings.model} "
+            f"classifies, than the others, which have {usual}: remove {list_rows(table.rows[fewer])}, or use a "
+            "tokenizer that returns as many for every review"
+        )
+
+
+def _count(selected: NDArray[np.bool_]) -> str:
+    n = int(selected.sum())
+    return f"{n:,} review{'s' * (n != 1)}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from ..checkpoint.compatibility import check_compatible
-from ..checkpoint.resume import Resume, find_resume, restore_settings
+from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
 from ..cli import TRAINER_ENGINES, refuse_flags
 from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
@@ -20,7 +22,6 @@ from ..distributed.environment import select_deepspeed_accelerator
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
-from ..profiling.profiler import StepProfiler
 from ..record.json_files import RunInfo
 from ..record.open_run import open_run
 from ..record.run_record import RunRecord
@@ -42,22 +43,46 @@ class Engine(Protocol):
 
     config: dict[str, Any] | None
 
-    def check(self, settings: Settings, world: World) -> None: ...
-    def read_config(self, settings: Settings, world: World) -> None: ...
-    def complete_config(self, settings: Settings, plan: BatchPlan, state: Mapping[str, Any]) -> tuple[str, ...]: ...
+    def check(self, settings: Settings, world: World) -> None:
+        """Check that this machine can use the engine.
+
+        Raises:
+            UserError: DeepSpeed is not installed, or `--fsdp` has no GPUs.
+        """
+
+    def read_config(self, settings: Settings, world: World) -> None:
+        """Read the file that `--deepspeed` names. Collective.
+
+        Raises:
+            AgreedError: rank 0 cannot read the file.
+        """
+
+    def complete_config(self, settings: Settings, plan: BatchPlan, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Complete the configuration, and return the changes since the checkpoint whose run_state.json is `state`.
+
+        Raises:
+            UserError: a value contradicts the settings, is unknown or is not supported.
+        """
+
     def select_strategy(self, settings: Settings, plan: BatchPlan, world: World) -> Strategy: ...
+
+
+class NoProfiler(nullcontext[None]):
+    """Takes the place of `app.profiling.profiler.StepProfiler` in runs without `--profile`."""
+
+    def step(self) -> None:
+        """Do nothing after a training step."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What `prepare` returns to a training path.
+    """A run that is ready for its first step.
 
     Attributes:
         settings: with all defaults resolved that depend on the data and the model, such as the learning rate.
-        eval_set: what is evaluated during training: the validation rows if there are any, otherwise the test rows (for
+        eval_set: the rows to evaluate during training: validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
-        profiler: measures where the time of some steps goes (`--profile`).
         deepspeed_config: the complete configuration of DeepSpeed; None without `--deepspeed`.
     """
 
@@ -69,17 +94,15 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
-    profiler: StepProfiler
+    profiler: NoProfiler
     deepspeed_config: dict[str, Any] | None = None
 
     @property
     def plan(self) -> BatchPlan:
-        """How the training rows are divided into batches."""
         return self.data.plan
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate."""
         assert self.settings.learning_rate is not None
         return self.settings.learning_rate
 
@@ -118,18 +141,9 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         if engine is not None:
             changes = engine.complete_config(settings, data.plan, resume.state)
             resume = replace(resume, changes=(*resume.changes, *changes))
-    deepspeed_config = engine.config if engine else None
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = (engine.select_strategy if engine else select_strategy)(settings, data.plan, world)
-
-    def rows_of_step(step: int) -> list[int]:
-        sampler = data.train_sampler(strategy.logical_ranks, settings)
-        epoch, step_of_epoch = divmod(step - 1, data.plan.steps_per_epoch)
-        sampler.set_epoch(epoch)
-        positions = sampler.rows_of_step(step_of_epoch)
-        return [int(row) for row in data.table.rows[data.split.train[positions]]]
-
     peak = None
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
@@ -142,13 +156,18 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         duplicates=data.duplicates,
         world=world,
         model=identity,
-        deepspeed_config=deepspeed_config,
+        deepspeed_config=engine.config if engine else None,
     )
+    rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
     record = open_run(info, resume, rows_of_step, measured_peak_flops=peak)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
     world.print_main(describe_run(data, classifier, record) + ranks)
+    profiler = NoProfiler()
+    if settings.profile:  # by name, so that other runs do not load it
+        module = import_module("..profiling.profiler", __package__)
+        profiler = module.StepProfiler(record, data.plan.total_steps)
     for line in advise_checkpointing(settings, classifier.model, world.size):
         world.print_main(f"warning: {line}")
     return Preparation(
@@ -160,8 +179,8 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         test_set=test_set,
         record=record,
         resume=resume,
-        profiler=StepProfiler(record, data.plan.total_steps),
-        deepspeed_config=deepspeed_config,
+        profiler=profiler,
+        deepspeed_config=info.deepspeed_config,
     )
 
 
@@ -171,7 +190,7 @@ def resolve_settings(
     """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
 
     Raises:
-        AgreedError: the ranks have different flags, the checkpoint can't be used, or the output folder is not empty.
+        AgreedError: the ranks have different flags, the checkpoint cannot be used, or the output folder is not empty.
     """
     quiet_libraries(world)
     check_settings(settings, world)
@@ -188,13 +207,7 @@ def resolve_settings(
 
 
 def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, *, pretrained: bool) -> Settings:
-    """Fill in what depends on the data and the model.
-
-    Args:
-        settings: as returned by `resolve_settings`.
-        given: the settings on the command line.
-        pretrained: whether the model has weights of its own.
-    """
+    """Fill in the settings that depend on the data and the model. `given` are those of the command line."""
     return replace(
         settings,
         learning_rate=settings.learning_rate or default_learning_rate(pretrained),
@@ -204,14 +217,7 @@ def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, *, p
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.
-MAY_DIFFER_BETWEEN_RANKS = {
-    "csv",
-    "model",
-    "cache_dir",
-    "output_dir",
-    "resume_from_checkpoint",
-    "disable_tqdm",
-}
+MAY_DIFFER_BETWEEN_RANKS = {"csv", "model", "cache_dir", "output_dir", "resume_from_checkpoint", "disable_tqdm"}
 
 
 def check_settings(settings: Settings, world: World) -> None:
@@ -222,15 +228,15 @@ def check_settings(settings: Settings, world: World) -> None:
     Raises:
         AgreedError: names the flags and the ranks that differ from rank 0.
     """
-    mine = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    mine["deepspeed"] = settings.deepspeed is not None  # rank 0 reads the file
-    by_rank = all_gather_object(mine, world)
+    compared = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
+    compared["deepspeed"] = settings.deepspeed is not None  # rank 0 reads the file
+    by_rank = all_gather_object(compared, world)
     with raise_on_all_ranks(world):
-        for rank, theirs in enumerate(by_rank):
+        for rank, flags in enumerate(by_rank):
             differing = [
-                f"--{name} {theirs[name]} (rank 0: {by_rank[0][name]})"
-                for name in theirs
-                if theirs[name] != by_rank[0][name]
+                f"--{name} {value} (rank 0: {by_rank[0][name]})"
+                for name, value in flags.items()
+                if value != by_rank[0][name]
             ]
             if differing:
                 raise UserError(f"rank {rank} was started with {', '.join(differing)}: give every node the same flags")

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from helpers.run_records import add_steps, begin
 
-from app.checkpoint.best import Best
-from app.checkpoint.compatibility import check_compatible
-from app.checkpoint.resume import Resume
+from app.checkpoint.resume import Resume, check_compatible
 from app.checkpoint.run_state import read_run_state
 from app.common.errors import UserError
+from app.record.best import Best
 from app.record.steps import Totals
 from app.runs.schema import CHECKPOINTS, RUN_STATE, RUN_STATE_VERSION
 from app.settings import Settings

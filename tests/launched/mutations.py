@@ -19,6 +19,7 @@ from app.distributed.world import World
 from app.strategies.base import clip_by_norm
 from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
+from app.trainer.engine import TrainerEngine
 from app.training.dropout import seed_micro_batch
 
 
@@ -170,7 +171,7 @@ def cpus_as_gpus(world: World) -> Iterator[None]:
         start(state, *arguments, **options)
         state.distributed_type = DistributedType.MULTI_GPU
 
-    with patch.object(PartialState, "__init__", start_as_gpus), patch_everywhere("check_engine", lambda *_: None):
+    with patch.object(PartialState, "__init__", start_as_gpus), patch.object(TrainerEngine, "check", lambda *_: None):
         yield
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.profiling.breakdown import CATEGORIES, EXPOSED, Event, StepTimes, Timeline, divide_steps, mean
-from app.record.step_log import START_CLOCK
+from app.record.steps import START_CLOCK
 from app.strategies.base import CLIP, FORWARD, MICRO_BATCH
 
 GLOO_THREAD = 2

@@ -11,7 +11,8 @@ from helpers.worlds import batch_plan, fake_world
 
 from app.common.errors import AgreedError, UserError
 from app.settings import Settings
-from app.trainer.deepspeed_config import check_engine, complete_config, parse
+from app.trainer.deepspeed_config import complete_config, parse
+from app.trainer.engine import TrainerEngine
 from app.training.prepare import resolve_settings
 
 ZERO = {"zero_optimization": {"stage": 2}}
@@ -175,15 +176,15 @@ def test_it_must_be_installed(monkeypatch):
     world = fake_world()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"DeepSpeed is not installed: run .*\.\[deepspeed\]"):
-        check_engine(Settings(deepspeed="ds.json"), world)
+        TrainerEngine().check(Settings(deepspeed="ds.json"), world)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    check_engine(Settings(deepspeed="ds.json"), world)
+    TrainerEngine().check(Settings(deepspeed="ds.json"), world)
 
 
 def test_fsdp_of_trainer_is_refused_on_cpus_where_it_would_be_plain_ddp():
     with pytest.raises(UserError, match=r"--fsdp needs GPUs: .* use --strategy zero3"):
-        check_engine(Settings(fsdp=True), fake_world())
-    check_engine(Settings(fsdp=True), fake_world(device="cuda"))
+        TrainerEngine().check(Settings(fsdp=True), fake_world())
+    TrainerEngine().check(Settings(fsdp=True), fake_world(device="cuda"))
 
 
 def test_the_example_in_the_documentation_is_accepted():

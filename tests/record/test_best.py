@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.checkpoint.best import Best, copy_best, remove_unused_best
 from app.checkpoint.manager import commit_checkpoint, problem_of
 from app.common.errors import UserError
+from app.record.best import Best, remove_unused_best
+from app.record.reset import copy_best
 from app.runs.schema import CHECKPOINTS, RUN_STATE
 
 
