@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..runs.schema import CHECKPOINTS, INTEGER, LATEST, METRICS, RUNS, SETTINGS,
 from ..settings import Settings
 from .manager import PREFIX, latest_first, latest_valid_checkpoint, problem_of, was_complete
 
-# What tells a run's settings.json from another program's. `check_recorded_settings` checks the other values.
+# The keys that tell a run's settings.json from another program's. `check_recorded_settings` checks the other values.
 OF_A_RUN = JsonFormat(
     SETTINGS.name,
     required={"path": TEXT, "world_size": INTEGER, "csv": TEXT, "train_batch_size": INTEGER},
@@ -34,21 +34,18 @@ class Found:
         checkpoint: the checkpoint to resume from.
         lock: the descriptor that keeps other jobs out of `folder`.
         finished: `folder` holds this job's finished run.
-        recorded: the content of the settings.json in `folder`, {} without a folder.
     """
 
     folder: Path | None = None
     checkpoint: Path | None = None
     lock: int | None = None
     finished: bool = False
-    recorded: dict[str, Any] = field(default_factory=dict)
 
 
 def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]) -> Found:
     """Choose the folder and the checkpoint to resume from.
 
     Args:
-        path_name: the training path, `ddp_loop` or `trainer_run`.
         own: the folder that this job created before torchrun restarted it.
         warn: prints a line about each damaged checkpoint that is skipped.
 
@@ -57,20 +54,16 @@ def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, war
     """
     requested = settings.resume_from_checkpoint
     if own is not None:
-        return replace(_find_own(own, requested, warn), recorded=_recorded_settings(own))
+        return _find_own(own, requested, warn)
     if requested is None:
         return Found()
     if requested == "auto":
-        found = _find_latest(path_name, settings.output_dir, warn)
-        return replace(found, recorded=_recorded_settings(found.folder)) if found.folder else found
+        return _find_latest(path_name, settings.output_dir, warn)
     if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
         return Found(None, _requested_checkpoint(requested, warn))
     run = _locate(requested)[0]
-    if run is None:  # leave the folder unlocked, and report what is wrong
-        _requested_checkpoint(requested, warn)
-    assert run is not None
-    held = lock(run)
-    return Found(run, _requested_checkpoint(requested, warn), held)
+    lock_fd = lock(run) if run is not None else None
+    return Found(run, _requested_checkpoint(requested, warn), lock_fd)  # reports the problem if there is no run
 
 
 def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
@@ -90,49 +83,51 @@ def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection
     else:
         candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
     for folder in candidates:
-        if set(launchers) & set(_recorded_settings(folder).get("launchers") or []):
+        if set(launchers) & set(recorded_settings(folder).get("launchers") or []):
             return folder.resolve()
     return None
 
 
 def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> Found:
     """Resume a restarted job in its own folder, or from the requested checkpoint if it has not saved one yet."""
-    held = lock(own)
+    lock_fd = lock(own)
     if (own / METRICS.name).is_file():
-        return Found(own, None, held, finished=True)
+        return Found(own, None, lock_fd, finished=True)
     checkpoint = _latest_valid(own, warn)
     if checkpoint is None and requested not in (None, "auto"):
         checkpoint = _requested_checkpoint(str(requested), warn)
     if checkpoint is None:
         warn(NO_CHECKPOINT.format(run=own))
-    return Found(own, checkpoint, held)
+    return Found(own, checkpoint, lock_fd)
 
 
 def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
-    """Find what `auto` resumes: the run in the requested folder, or the path's latest run if it has not finished."""
+    """Find the run in the requested folder, or the path's latest run if it has not finished."""
     latest = RUNS / path_name / LATEST
     if output_dir is None:
-        _refuse_dangling(latest, ": name the run to resume, or start a new one without --resume_from_checkpoint")
+        _reject_dangling(latest, ": name the run to resume, or start a new one without --resume_from_checkpoint")
     folder = Path(output_dir) if output_dir else latest.resolve()
-    recorded = _recorded_settings(folder)
-    if not recorded and latest_first(folder / CHECKPOINTS):
-        raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or can't be read")
-    if not recorded:  # any other folder that is not empty is refused later
+    recorded = recorded_settings(folder)
+    if not recorded:  # any other folder that is not empty is rejected later
+        if latest_first(folder / CHECKPOINTS):
+            raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or cannot be read")
         warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
         return Found()
     if recorded["path"] != path_name:
         raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
-    held = lock(folder)
+    lock_fd = lock(folder)
     finished = (folder / METRICS.name).is_file()
     if finished and output_dir is None:
-        os.close(held)
+        os.close(lock_fd)
         return Found()
     checkpoint = _latest_valid(folder, warn)
-    if finished and checkpoint is None:
-        raise UserError(f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one")
     if checkpoint is None:
+        if finished:
+            raise UserError(
+                f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one"
+            )
         warn(NO_CHECKPOINT.format(run=folder))
-    return Found(folder.resolve(), checkpoint, held)
+    return Found(folder.resolve(), checkpoint, lock_fd)
 
 
 def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
@@ -143,7 +138,7 @@ def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
             the beginning would remove them, although the cause may be temporary.
     """
     folder = run / CHECKPOINTS
-    _refuse_dangling(folder)
+    _reject_dangling(folder)
     checkpoint = latest_valid_checkpoint(folder, warn)
     if checkpoint is None:
         damaged = latest_first(folder)
@@ -153,8 +148,8 @@ def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
     return checkpoint
 
 
-def _refuse_dangling(link: Path, advice: str = "") -> None:
-    """Refuse a link that points nowhere, for example to a disk that is not mounted: work would be repeated."""
+def _reject_dangling(link: Path, advice: str = "") -> None:
+    """Reject a link that points nowhere, for example to a disk that is not mounted: work would be repeated."""
     if link.is_symlink() and not link.exists():
         raise UserError(f"{link}: links to {os.readlink(link)}, which does not exist{advice}")
 
@@ -203,7 +198,7 @@ def _is_checkpoint(path: Path) -> bool:
     return path.name.startswith(PREFIX) and not (path / SETTINGS.name).is_file()
 
 
-def _recorded_settings(folder: Path) -> dict[str, Any]:
+def recorded_settings(folder: Path) -> dict[str, Any]:
     """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
     path = folder / SETTINGS.name
     try:

@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from ..common import files
 from ..common.files import flush
+from ..common.files import remove as remove_path
 from ..distributed.world import World
 from ..distributed.writing import WRITE_ERRORS, stop_or_warn, write_on_ranks
 
@@ -28,16 +28,11 @@ MARKER_SIZE = hashlib.sha256().digest_size * 2  # bytes of the completion marker
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step after which a checkpoint was written."""
     return int(folder.name.removeprefix(PREFIX))
 
 
 def problem_of(folder: Path) -> str | None:
-    """Verify a checkpoint: it is complete, and every file has the size and the hash that it was written with.
-
-    Returns:
-        What is wrong, or None.
-    """
+    """Return the first problem of a checkpoint: it is incomplete, or a file's size or hash has changed; or None."""
     try:
         manifest = (folder / MANIFEST).read_bytes()
         marker = (folder / COMPLETION_MARKER).read_bytes()
@@ -49,12 +44,12 @@ def problem_of(folder: Path) -> str | None:
             path = folder / name
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, not {size}"
-            if _sha256(path) != sha256:
+            if sha256_of(path) != sha256:
                 return f"{name} has changed since it was written"
     except FileNotFoundError as missing:
         return f"{Path(missing.filename).name} is missing"
     except (OSError, ValueError) as unreadable:
-        return f"can't be read: {unreadable}"
+        return f"cannot be read: {unreadable}"
     return None
 
 
@@ -67,7 +62,7 @@ def was_complete(folder: Path) -> bool:
 
 
 def latest_valid_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """Return the latest valid checkpoint in a folder, or None. Report what is wrong with each later one."""
+    """Return the latest valid checkpoint in a folder, or None. Report the problem of each later one."""
     for checkpoint in latest_first(folder):
         problem = problem_of(checkpoint)
         if problem is None:
@@ -78,19 +73,19 @@ def latest_valid_checkpoint(folder: Path, report: Callable[[str], None]) -> Path
 
 def latest_first(folder: Path) -> list[Path]:
     """Return the folders that are named like a checkpoint, complete or not, the latest step first."""
-    found = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name.removeprefix(PREFIX).isdecimal()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def commit_checkpoint(staging: Path, folder: Path) -> None:
     """Turn the files in a staging directory into a checkpoint."""
     manifest = {}
-    for path in _files(staging):
+    for path in sorted(path for path in staging.rglob("*") if path.is_file()):
         flush(path)
-        manifest[path.relative_to(staging).as_posix()] = (path.stat().st_size, _sha256(path))
+        manifest[path.relative_to(staging).as_posix()] = (path.stat().st_size, sha256_of(path))
     content = json.dumps(manifest, indent=1, sort_keys=True).encode()
     _write(staging / MANIFEST, content)
-    for directory in {path.parent for path in _files(staging)}:
+    for directory in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
         flush(directory)
     remove(folder)  # a damaged checkpoint of the same step, or one from before a resume
     os.rename(staging, folder)
@@ -108,7 +103,7 @@ def remove(folder: Path) -> None:
     if not folder.is_symlink():
         with suppress(FileNotFoundError):
             (folder / COMPLETION_MARKER).unlink()
-    files.remove(folder)
+    remove_path(folder)
 
 
 class CheckpointManager:
@@ -117,10 +112,8 @@ class CheckpointManager:
     def __init__(self, folder: Path, limit: int, on_failure: str, *, world: World) -> None:
         """
         Args:
-            folder: the folder that contains the checkpoints.
             limit: how many checkpoints to keep.
-            on_failure: whether to `continue` or `stop` the run if a checkpoint can't be written.
-            world: the world of this rank.
+            on_failure: whether to `continue` or `stop` the run if a checkpoint cannot be written.
         """
         self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
         self.latest_valid: Path | None = None
@@ -144,7 +137,6 @@ class CheckpointManager:
         """Write a folder and mark it complete. Collective.
 
         Args:
-            name: the name of the folder.
             write: `write(staging)`, called on every rank, writes the files.
             required: the files without which the folder must not be marked complete.
 
@@ -184,8 +176,7 @@ class CheckpointManager:
             raise OSError(f"{', '.join(missing)} was not written")
         try:
             commit_checkpoint(staging, folder)
-            problem = problem_of(folder)
-            if problem is not None:
+            if (problem := problem_of(folder)) is not None:
                 raise OSError(problem)
         except WRITE_ERRORS:
             if problem_of(folder) is not None:
@@ -195,11 +186,7 @@ class CheckpointManager:
             remove(old)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -207,5 +194,4 @@ def _sha256(path: Path) -> str:
 def _write(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    flush(path)

@@ -22,7 +22,7 @@ from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
 from ..setting_groups import TINY
 from ..settings import Settings, trainer_engine
-from .find import Found, find_checkpoint, folder_of_this_job
+from .find import Found, find_checkpoint, folder_of_this_job, recorded_settings
 from .manager import problem_of
 from .run_state import check_recorded_settings, read_run_state
 
@@ -90,17 +90,17 @@ class Resume:
             except UserError as problem:
                 if not line.endswith("\n"):
                     break  # the last line, which a killed run had not completed
-                raise UserError(f"{problem}, so the run can't be resumed") from None
+                raise UserError(f"{problem}, so the run cannot be resumed") from None
             if step > self.step or step == before:
                 break
             kept.append(line)
             steps.append(step)
         if log == STEPS.name and steps != list(range(1, self.step + 1)):
-            raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run can't be resumed from it")
+            raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run cannot be resumed from it")
         # A checkpoint is written before the evaluation of its own step. Those of older versions record no number.
         earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations")
         if log == EVALUATIONS.name and earlier < (recorded or 0):
-            raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run can't be resumed from it")
+            raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run cannot be resumed from it")
         return kept
 
 
@@ -117,24 +117,25 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     """
     launchers = sorted({launcher for launcher in all_gather_object(launcher_id(), world) if launcher is not None})
     found = Found()
+    recorded: dict[str, Any] = {}
     with raise_on_all_ranks(world):
         if world.is_main_process:
             # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
             # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
             found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
+            recorded = recorded_settings(found.folder) if found.folder else {}
     folder, checkpoint, finished, recorded = broadcast_object(
-        (found.folder, found.checkpoint, found.finished, found.recorded), world
+        (found.folder, found.checkpoint, found.finished, recorded), world
     )
     if finished:
         raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
     state: dict[str, Any] = {}
-    if checkpoint is not None:
-        with raise_on_all_ranks(world):
+    with raise_on_all_ranks(world):
+        if checkpoint is not None:
             state = read_run_state(checkpoint)
             recorded = state["settings"] | {"threads": state.get("threads")}
-    elif folder is not None:
-        with raise_on_all_ranks(world):
+        elif folder is not None:
             known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
             check_recorded_settings(folder / SETTINGS.name, known)
     changes = changes_since(state, settings, world, arithmetic=gather_arithmetic(world))
@@ -246,19 +247,21 @@ def check_compatible(
 
 
 def _are_folders(names: Sequence[str], commits: Sequence[str | None]) -> bool:
-    """Return whether both models are local folders, of which only the content counts. The first may have been moved."""
+    """Tell whether both models are local folders, of which only the content counts. The first may have been moved."""
     return TINY not in names and set(commits) == {None}
 
 
 def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
-    """Compare what the model computes from its weights and the reviews."""
-    found = differences_of_configs(state["model_config"], model.config or {})
-    found = [f"config.json of --model {name} has changed: {', '.join(found)}"] if found else []
+    differences = []
+    if keys := differences_of_configs(state["model_config"], model.config or {}):
+        differences.append(f"config.json of --model {name} has changed: {', '.join(keys)}")
     if state.get("model_code_sha256") != model.code:
-        found += [f"the Python code of --model {name} has changed"]
+        differences.append(f"the Python code of --model {name} has changed")
     if state.get("tokens_sha256") != model.tokens:
-        found += [f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"]
-    return found
+        differences.append(
+            f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"
+        )
+    return differences
 
 
 def _model_name(model: str) -> str:

@@ -31,8 +31,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's run_state.json.
 
     Raises:
-        UserError: it can't be read, it is damaged, or an earlier or newer version of this program wrote the checkpoint
-            in another format.
+        UserError: it cannot be read, is damaged, or is from a version of this program with another format.
     """
     path = checkpoint / RUN_STATE
     try:
@@ -68,21 +67,16 @@ def check_recorded_settings(path: Path, recorded: Mapping[str, Any]) -> None:
     Raises:
         UserError: a setting is unknown, because a newer version wrote the file; or a value is damaged.
     """
+    hints = get_type_hints(Settings)
     known = Settings().as_dict().keys()
     if unknown := sorted(recorded.keys() - known - set(FORMER)):
         raise _newer(path, f"the setting {unknown[0]} is unknown")
-    for name, value in recorded.items():
-        if name in known and (problem := _problem_of_value(name, value)) is not None:
-            raise UserError(f"{path}: damaged: the setting {problem}")
+    for name in sorted(recorded.keys() & known):
+        value, types = recorded[name], _types_of(hints[name])
+        if type(value) not in types and not (type(value) is int and float in types):  # True is no int here
+            raise UserError(f"{path}: damaged: the setting {name} is {shorten(repr(value))}")
     if not 0 <= recorded.get("threads", 0) <= MAX_THREADS:
         raise UserError(f"{path}: damaged: {recorded['threads']} threads")
-
-
-def _problem_of_value(name: str, value: Any) -> str | None:
-    """Describe the problem of a value that was read from a file and is not of the setting's type; None if it is."""
-    types = _types_of(get_type_hints(Settings)[name])
-    is_valid = type(value) in types or (type(value) is int and float in types)  # True is no int here
-    return None if is_valid else f"{name} is {shorten(repr(value))}"
 
 
 def _types_of(hint: Any) -> set[type]:

@@ -1,4 +1,4 @@
-"""Save and load the training state in files that can't contain code: safetensors and JSON.
+"""Save and load the training state in files that cannot contain code: safetensors and JSON.
 
 A checkpoint holds everything that the next step depends on: weights, optimizer, schedule and loss scale. Each rank
 writes the part that only it holds into a file of its own, so sharded state is never gathered. A run can resume under
@@ -88,13 +88,12 @@ class TrainingState:
         return tensors
 
     def _restore(self, shards: ShardReader) -> None:
-        """Restore the weights, and the state of AdamW and PowerSGD."""
         _copy_weights(shards, self.model)
         optimizer = self.strategy.local_optimizer(self.optimization.optimizer)
-        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}  # by this rank
         optimizer.state.clear()
         for name, parameter in self.model.named_parameters():
-            if parameter in mine and f"step.{name}" in shards:  # a parameter that has had a gradient
+            if parameter in optimized and f"step.{name}" in shards:  # a parameter that has had a gradient
                 optimizer.state[parameter] = self._read_moments(name, parameter, shards)
         if self.strategy.power_sgd is not None:
             self.strategy.power_sgd.load_state_dict(shards.read_prefix(POWER_SGD.format(rank=self.world.rank)))
@@ -109,11 +108,7 @@ class TrainingState:
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, folder: Path, world: World) -> None:
-    """Restore only the weights of a checkpoint. Collective. `model` may be sharded.
-
-    Raises:
-        AgreedError: the checkpoint has been removed, or it is not one of this model.
-    """
+    """Restore only the weights of a checkpoint, with the same errors as `TrainingState.load`. Collective."""
     with ShardReader(folder) as shards:
         with raise_on_all_ranks(world):
             shards.open(model)
@@ -121,7 +116,7 @@ def load_weights(model: torch.nn.Module, folder: Path, world: World) -> None:
 
 
 def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's parts of tensors, with the row at which each part begins."""
+    """Write this rank's shards, with the row at which each begins."""
     first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
     parts = {name: _for_file(local_part(tensor)) for name, tensor in tensors.items()}
     save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
@@ -129,10 +124,10 @@ def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def unreadable(checkpoint: Path, problem: Exception) -> UserError:
-    """Return the error for a checkpoint, verified before, of which a file can't be read any more."""
+    """Return the error for a checkpoint, verified before, of which a file cannot be read any more."""
     is_removed = not (checkpoint / COMPLETION_MARKER).exists()
     reason = "it has been removed since this run was started" if is_removed else problem
-    return UserError(f"{checkpoint}: can't be read: {reason}")
+    return UserError(f"{checkpoint}: cannot be read: {reason}")
 
 
 class ShardReader:
@@ -146,12 +141,9 @@ class ShardReader:
         return self
 
     def open(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Open the files of a checkpoint, and check that they hold the tensors of a model and no others.
+        """Open the files of a checkpoint, check that they hold the model's tensors, and return schedule.json's content.
 
         The folder may be another run's, which removes old checkpoints. After this, that does no harm.
-
-        Returns:
-            The content of schedule.json.
 
         Raises:
             UserError: a file is missing or damaged, or the checkpoint is not one of this model.
@@ -177,16 +169,16 @@ class ShardReader:
             self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
 
     def _differences(self, model: torch.nn.Module) -> list[str]:
-        """Return which tensors are missing, do not belong to the model, or have another shape."""
+        """List the tensors that are missing, do not belong to the model, or have another shape."""
         # DeepSpeed's stage 3 leaves parameters empty; `ds_shape` is their shape.
         shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in _weights(model)}
         required = [f"model.{name}" for name in shapes]
         # A parameter that has had no gradient has no optimizer state.
         required += [f"{key}.{name}" for name in shapes if f"step.{name}" in self for key in (*MOMENTS, "step")]
-        found = [name for name in self.parts if not name.startswith(POWER_SGD.partition("{")[0])]
+        present = [name for name in self.parts if not name.startswith(POWER_SGD.partition("{")[0])]
         return [
             *(f"{name} is missing" for name in required if name not in self),
-            *(f"{name} does not belong to the model" for name in sorted(set(found) - set(required))),
+            *(f"{name} does not belong to the model" for name in sorted(set(present) - set(required))),
             *(
                 f"{name} has the shape {self._shape(f'model.{name}')}, not {shape}"
                 for name, shape in shapes.items()
@@ -205,7 +197,7 @@ class ShardReader:
         return name in self.parts
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a tensor that is sharded as `like` is, on the CPU."""
+        """Return this rank's shard of a tensor that is sharded as `like` is, on the CPU."""
         start, length = rows_of(like)
         if start is None:
             parts = [file.get_tensor(name) for _, file in self.parts[name]]

@@ -12,7 +12,6 @@ import torch
 
 from ..common.machine import device_name, git_commit, kernels
 from ..data.csv_table import ReviewTable
-from ..data.sampler import BatchPlan
 from ..data.split import Split
 from ..distributed.arithmetic import Arithmetic
 from ..distributed.world import World
@@ -23,46 +22,27 @@ from ..settings import Settings
 from .steps import Totals
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "datasets",
-    "evaluate",
-    "accelerate",
-    "tokenizers",
-    "pandas",
-    "scikit-learn",
-    "numpy",
+    *("torch", "transformers", "datasets", "evaluate", "accelerate", "tokenizers"),
+    *("pandas", "scikit-learn", "numpy"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known about a run before it starts. `open_run` fills in what all ranks together determine.
+    """The facts about a run before it starts. `open_run` fills in those that all ranks together determine."""
 
-    Attributes:
-        path_name: the training path, `ddp_loop` or `trainer_run`.
-        duplicates: the reviews that occur in several parts of the split, as `count_duplicates` returns them.
-        model: the content of the model's files.
-        deepspeed_config: the configuration of DeepSpeed, completed from the settings; None without it.
-        devices: the name of each rank's device.
-        launchers: the torchrun processes of this job.
-        peak_flops: the peak of all ranks' devices together, in FLOP/s, for the model FLOPs utilization; None if it is
-            unknown.
-        arithmetic: as returned by `gather_arithmetic`.
-    """
-
-    path_name: str
+    path_name: str  # the training path, `ddp_loop` or `trainer_run`
     settings: Settings
     table: ReviewTable
     split: Split
-    duplicates: Mapping[str, int]
+    duplicates: Mapping[str, int]  # as returned by `count_duplicates`
     world: World
     model: ModelIdentity
-    deepspeed_config: dict[str, Any] | None = None
-    devices: Sequence[str] = ()
-    launchers: Collection[str] = ()
-    peak_flops: float | None = None
-    arithmetic: Arithmetic = field(default_factory=dict)
+    deepspeed_config: dict[str, Any] | None = None  # completed from the settings; None without DeepSpeed
+    devices: Sequence[str] = ()  # the name of each rank's device
+    launchers: Collection[str] = ()  # the torchrun processes of this job
+    peak_flops: float | None = None  # of all ranks' devices together, in FLOP/s; None if it is unknown
+    arithmetic: Arithmetic = field(default_factory=dict)  # as returned by `gather_arithmetic`
 
 
 def settings_content(info: RunInfo) -> dict[str, Any]:
@@ -104,19 +84,19 @@ def split_content(info: RunInfo) -> dict[str, Any]:
 
 
 def run_state_content(
-    info: RunInfo, step: int, *, plan: BatchPlan, totals: Totals, best: Mapping[str, Any], evaluations: int
+    info: RunInfo, step: int, *, total_steps: int, totals: Totals, best: Mapping[str, Any], evaluations: int
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint's run_state.json: what resuming needs besides the training state.
+    """Return the content of a checkpoint's run_state.json, which resuming needs besides the training state.
 
     Args:
-        best: as it is returned by `read_run_state`.
+        best: the fields of `Best`.
         evaluations: the number of evaluations so far.
     """
     return {
         "format_version": RUN_STATE_VERSION,
         "path": info.path_name,
         "step": step,
-        "total_steps": plan.total_steps,
+        "total_steps": total_steps,
         "world_size": info.world.size,
         "device": device_name(info.world.device),
         "torch": torch.__version__,
@@ -134,11 +114,11 @@ def run_state_content(
 
 
 def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], *, mfu: float | None) -> dict[str, Any]:
-    """Return the content of metrics.json.
+    """Return the content of metrics.json, except for the hash.
 
     Args:
         scores: the scores of the test rows.
-        peak_memory: the peak memory of each rank, in bytes.
+        peak_memory: of each rank, in bytes.
         mfu: model FLOPs utilization; None if it is unknown.
     """
     metrics = asdict(scores)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..common import files
+from ..common.files import flush
 from ..distributed.writing import stop_or_warn
 
 
@@ -79,4 +79,4 @@ class MetricsLog:
         """
         self.append("")
         if self.path.exists():
-            files.flush(self.path)
+            flush(self.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,13 @@ from ..runs.folder import claim_folder, remove_claimed
 from ..runs.schema import RUNS
 from .json_files import RunInfo
 from .run_record import RunRecord
+from .steps import RowsOfStep
 
 
 def open_run(
     info: RunInfo,
     resume: Resume,
-    rows_of_step: Callable[[int], Sequence[int]],
+    rows_of_step: RowsOfStep,
     *,
     measured_peak_flops: float | None = None,
 ) -> RunRecord:
@@ -32,12 +32,10 @@ def open_run(
     Nothing in an existing folder changes before `RunRecord.begin`.
 
     Args:
-        info: what this rank knows about the run.
-        rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
         measured_peak_flops: the peak of this rank's device in FLOP/s; None: the one in the manufacturer's data sheet.
 
     Raises:
-        AgreedError: the folder can't be created or written, another job uses it, or not all ranks see it.
+        AgreedError: the folder cannot be created or written, another job uses it, or not all ranks see it.
     """
     settings, world = info.settings, info.world
     name = device_name(world.device)
@@ -62,14 +60,14 @@ def open_run(
 
 
 def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
-    """Refuse a folder that only some nodes see: a checkpoint in it could not be resumed. Collective."""
+    """Reject a folder that only some nodes see: a checkpoint in it could not be resumed. Collective."""
     probe = folder / broadcast_object(f".shared-{uuid.uuid4().hex}.tmp", world)
     with raise_on_all_ranks(world):
         if world.is_main_process:
             try:
                 probe.touch()
             except OSError as problem:
-                raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
+                raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
     ranks_that_see_it = all_gather_object(probe.exists(), world)
     with raise_on_all_ranks(world):
         if world.is_main_process:
@@ -80,6 +78,6 @@ def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
                 remove_claimed(folder)
             ranks = ", ".join(str(rank) for rank, sees_it in enumerate(ranks_that_see_it) if not sees_it)
             raise UserError(
-                f"--output_dir {folder}: rank(s) {ranks} can't see it: name a folder on a file system that all nodes "
+                f"--output_dir {folder}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes "
                 "share, or turn checkpoints off with --save_strategy no, and do not use --profile"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint.manager import latest_first, remove, step_of
@@ -11,8 +12,8 @@ from ..checkpoint.resume import Resume
 from ..common.errors import UserError
 from ..common.files import commit, write_json, write_text
 from ..distributed.collectives import raise_on_all_ranks
-from ..runs import schema
 from ..runs.folder import point_latest
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, PROFILE_STAGING, RESULTS, SETTINGS, SPLIT
 from .json_files import RunInfo, settings_content, split_content
 
 
@@ -33,36 +34,25 @@ class FolderReset:
         self.deferred: list[Callable[[], None]] = []
 
     def begin(self, wrapper: str, step_to_evaluate: int | None) -> None:
-        """Reset a new folder. Collective.
-
-        Args:
-            wrapper: the class of the wrapped model.
-            step_to_evaluate: the checkpoint's own step, if its evaluation is repeated.
-
-        Raises:
-            AgreedError: the folder can't be written.
-        """
-        self.wrapper, self.step_to_evaluate = wrapper, step_to_evaluate
+        """Reset a new folder. Collective. For the arguments and errors, see `reset_folder`."""
+        self.write_start = partial(
+            reset_folder,
+            self.folder,
+            self.info,
+            resume=self.resume,
+            wrapper=wrapper,
+            step_to_evaluate=step_to_evaluate,
+        )
         if self.resume.folder is None:
             self.run()
 
     def run(self) -> None:
-        """Reset the folder, unless that is done, and write what was deferred. Collective.
-
-        Raises:
-            AgreedError: the folder can't be written, or files of the run to resume have been removed meanwhile.
-        """
+        """Reset the folder, unless that is done, and do the deferred writes. Collective."""
         if self.is_done:
             return
         with raise_on_all_ranks(self.info.world):
             if self.info.world.is_main_process:
-                reset_folder(
-                    self.folder,
-                    self.info,
-                    resume=self.resume,
-                    wrapper=self.wrapper,
-                    step_to_evaluate=self.step_to_evaluate,
-                )
+                self.write_start()
         self.is_done = True
         for write in self.deferred:
             write()
@@ -77,66 +67,60 @@ class FolderReset:
 
 
 def reset_folder(folder: Path, info: RunInfo, *, resume: Resume, wrapper: str, step_to_evaluate: int | None) -> None:
-    """Remove what a finished or interrupted run wrote after its checkpoint, and write what is known at the start.
-
-    Call it on rank 0. In a new folder there is nothing to remove.
+    """Remove the files that a run wrote after its checkpoint, and write those of the start. Call it on rank 0.
 
     Args:
         wrapper: the class of the wrapped model.
         step_to_evaluate: the checkpoint's own step, if its evaluation is repeated.
 
     Raises:
-        UserError: the folder can't be written, or files of the run to resume have been removed meanwhile.
+        UserError: the folder cannot be written, or files of the run to resume have been removed meanwhile.
     """
-    logs = {
-        name: resume.lines_of(name, step_to_evaluate if name == schema.EVALUATIONS.name else None)
-        for name in schema.LOGS
-    }
+    logs = {name: resume.lines_of(name, step_to_evaluate if name == EVALUATIONS.name else None) for name in LOGS}
     try:
         # First, because it fails if the checkpoints are on a disk that is mounted read-only: then nothing is lost.
-        for checkpoint in latest_first(folder / schema.CHECKPOINTS):
+        for checkpoint in latest_first(folder / CHECKPOINTS):
             if step_of(checkpoint) > resume.step:  # damaged, or of steps that are repeated
                 remove(checkpoint)
-        for name in schema.RESULTS:
+        for name in RESULTS:
             (folder / name).unlink(missing_ok=True)
         # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So write
         # settings.json after later checkpoints are removed, and before anything else in a new folder.
-        write_json(folder / schema.SETTINGS.name, settings_content(info) | {"wrapper": wrapper})
-        write_json(folder / schema.SPLIT.name, split_content(info))
+        write_json(folder / SETTINGS.name, settings_content(info) | {"wrapper": wrapper})
+        write_json(folder / SPLIT.name, split_content(info))
         if info.settings.output_dir is None and resume.folder is None:
             point_latest(folder)  # only now: `auto` looks there for settings.json
-        shutil.rmtree(folder / schema.PROFILE_STAGING, ignore_errors=True)  # of a process that was killed
-        copy_best(resume.best, folder, folder / schema.CHECKPOINTS)
+        shutil.rmtree(folder / PROFILE_STAGING, ignore_errors=True)  # of a process that was killed
+        copy_best(resume.best, folder, folder / CHECKPOINTS)
         for name, lines in logs.items():
             if lines:
                 write_text(folder / name, "".join(lines))
             else:
                 (folder / name).unlink(missing_ok=True)
     except OSError as problem:
-        raise UserError(f"{problem.filename or folder}: can't be written: {problem.strerror or problem}") from None
+        raise UserError(f"{problem.filename or folder}: cannot be written: {problem.strerror or problem}") from None
 
 
 def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
-    """Copy the best weights of another run, whose checkpoint a new run resumes from. Call it on rank 0.
+    """Copy the best weights next to the checkpoint from which a new run resumes. Call it on rank 0.
 
     Args:
-        source: the `best-<step>` folder next to that checkpoint, which may be this run's own; None without one.
+        source: their folder, which may be this run's own; None without one.
         run: the folder of the new run.
         checkpoints: the folder of its checkpoints.
 
     Raises:
         UserError: another job has removed the folder.
     """
-    if source is None:
+    if source is None or source.resolve() == (checkpoints / source.name).resolve():
         return
-    target, staging = checkpoints / source.name, run / ".best.tmp"
-    if source.resolve() != target.resolve():
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            shutil.copytree(source, staging)
-        except OSError:
-            if not source.is_dir():
-                raise UserError(f"{source}: has been removed since this run was started") from None
-            raise
-        checkpoints.mkdir(exist_ok=True)
-        commit(staging, target)
+    staging = run / ".best.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        shutil.copytree(source, staging)
+    except OSError:
+        if not source.is_dir():
+            raise UserError(f"{source}: has been removed since this run was started") from None
+        raise
+    checkpoints.mkdir(exist_ok=True)
+    commit(staging, checkpoints / source.name)

@@ -31,7 +31,15 @@ from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest
 from ..metrics.score import Scores
-from ..runs import schema
+from ..runs.schema import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOGS,
+    MODEL_FOLDER,
+    RUN_STATE,
+    STEPS,
+    checkpoint_files,
+)
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
@@ -39,7 +47,7 @@ from .json_files import RunInfo, metrics_content, run_state_content
 from .log import MetricsLog
 from .reset import FolderReset
 from .results import mfu, stage_model, write_results
-from .steps import StepLog, Totals, console_line
+from .steps import RowsOfStep, StepLog, Totals, console_line
 
 
 class RunRecord:
@@ -49,27 +57,29 @@ class RunRecord:
         self,
         info: RunInfo,
         resume: Resume,
-        rows_of_step: Callable[[int], Sequence[int]],
+        rows_of_step: RowsOfStep,
         *,
         folder: Path,
         lock: int | None,
     ) -> None:
-        """
-        Args:
-            rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
-            folder: the run's folder, which exists.
-            lock: on rank 0, the descriptor that keeps other jobs out of the folder until the run has finished.
-        """
+        """`lock`: on rank 0, the descriptor that keeps other jobs out of the existing folder until the run finishes."""
         self.info, self.settings, self.world = info, info.settings, info.world
         self.resume, self.folder, self.lock = resume, folder, lock
-        self.model_folder = folder / schema.MODEL_FOLDER
+        self.model_folder = folder / MODEL_FOLDER
         self.checkpoints = CheckpointManager(
-            folder / schema.CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
+            folder / CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
         )
         self.checkpoints.latest_valid = resume.checkpoint
-        self.logs = {name: MetricsLog(folder / name) for name in schema.LOGS}
+        self.logs = {name: MetricsLog(folder / name) for name in LOGS}
         totals = Totals(**resume.state.get("totals", {}))
-        self.steps = StepLog(self.settings, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step)
+        self.steps = StepLog(
+            self.settings.precision,
+            self.settings.ddp_comm_hook,
+            self.world,
+            rows_of_step=rows_of_step,
+            totals=totals,
+            step=resume.step,
+        )
         self.reset = FolderReset(folder, info, resume)
         best = Best(**resume.state.get("best", {}))
         self.best = BestWeights(self.settings, self.checkpoints, self.reset, best=best)
@@ -128,7 +138,7 @@ class RunRecord:
             logits: float (n_test, classes), of the test rows in file order.
 
         Raises:
-            OSError: on rank 0, a file can't be written.
+            OSError: on rank 0, a file cannot be written.
         """
         self.reset.run()  # if the checkpoint was that of the last step
         peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
@@ -172,7 +182,6 @@ class RunRecord:
             step: the optimizer step, counted from 1.
             losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
             grad_norm: the global gradient norm before clipping, scalar.
-            learning_rate: the one of this step.
             batches: this rank's micro-batches of the step, on the CPU.
 
         Returns:
@@ -224,7 +233,7 @@ class RunRecord:
             if not self.reset.is_done:
                 self.reset.run()
                 self.steps.start_clock()  # removing checkpoints is not training
-            self._append(schema.STEPS.name, lines)
+            self._append(STEPS.name, lines)
         if failure is not None:
             raise failure
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
@@ -245,11 +254,11 @@ class RunRecord:
         self.steps.start_clock()  # an evaluation does not count as training time
 
     def write_evaluation(self, step: int, rows: str, metrics: Mapping[str, float]) -> None:
-        """Append a line to evaluations.jsonl, and print it. Arguments as for `after_evaluation`."""
+        """Append a line to evaluations.jsonl, and print it."""
         epoch = step / self.plan.steps_per_epoch
         line = {"step": step, "epoch": epoch, "rows": rows}
         line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
-        self.reset.write_after(lambda: self._append(schema.EVALUATIONS.name, [line]))
+        self.reset.write_after(lambda: self._append(EVALUATIONS.name, [line]))
         self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -269,11 +278,7 @@ class RunRecord:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int, fill: Callable[[Path], None]) -> None:
-        """Write the checkpoint of a step. Collective.
-
-        Args:
-            fill: `fill(staging)`, called on every rank, writes the training state.
-        """
+        """Write the checkpoint of a step. Collective. `fill(staging)` writes this rank's part of the training state."""
         self.write_steps()
 
         def fill_with_run_state(staging: Path) -> None:
@@ -281,19 +286,18 @@ class RunRecord:
             if self.world.is_main_process:
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
-                evaluations = self.logs[schema.EVALUATIONS.name].count_lines()
                 state = run_state_content(
                     self.info,
                     step,
-                    plan=self.plan,
+                    total_steps=self.plan.total_steps,
                     totals=self.steps.totals,
                     best=asdict(self.best.best),
-                    evaluations=evaluations,
+                    evaluations=self.logs[EVALUATIONS.name].count_lines(),
                 )
-                write_json(staging / schema.RUN_STATE, state)
+                write_json(staging / RUN_STATE, state)
                 flush(self.folder)
 
-        saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, schema.checkpoint_files(self.world.size))
+        saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, checkpoint_files(self.world.size))
         if saved and self.world.is_main_process:
             remove_unused_best(self.checkpoints.folder, self.best.best)
         self.steps.start_clock()

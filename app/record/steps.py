@@ -15,58 +15,44 @@ from ..common.errors import RunError
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
-from ..settings import Settings
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24
+RowsOfStep = Callable[[int], Sequence[int]]  # returns this rank's data rows of an optimizer step, counted from 1
 START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/profiling/breakdown.py
 
 
 @dataclass
 class Step:
-    """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced.
-
-    Attributes:
-        losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
-        grad_norm: the norm of the averaged gradients before clipping, scalar, equal on every rank.
-        examples: this rank's rows.
-        tokens: this rank's tokens without padding, scalar int64 tensor on the CPU.
-        padded_tokens: this rank's tokens with padding.
-        seconds: the duration of the step.
-    """
+    """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced."""
 
     step: int
     epoch: float
-    losses: torch.Tensor
-    grad_norm: torch.Tensor
+    losses: torch.Tensor  # the mean loss of each of this rank's micro-batches, shape (micro-batches,)
+    grad_norm: torch.Tensor  # of the averaged gradients before clipping, scalar, equal on every rank
     learning_rate: float
-    examples: int
-    tokens: torch.Tensor
-    padded_tokens: int
+    examples: int  # like tokens and padded_tokens, this rank's
+    tokens: torch.Tensor  # without padding, scalar int64 tensor on the CPU
+    padded_tokens: int  # with padding
     seconds: float
 
 
 @dataclass
 class Totals:
-    """Sums over all steps so far and all ranks.
-
-    `padded_tokens` counts tokens and padding; `skipped` counts steps that were skipped because of an overflow in fp16,
-    and `skipped_in_a_row` those since the last step that was not.
-    """
+    """Sums over all steps so far and all ranks."""
 
     train_seconds: float = 0.0
     examples: int = 0
     tokens: int = 0
-    padded_tokens: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
+    padded_tokens: int = 0  # tokens and padding
+    skipped: int = 0  # steps skipped because of an overflow in fp16
+    skipped_in_a_row: int = 0  # since the last step that was not skipped
 
     @property
     def examples_per_second(self) -> float:
         return self.examples / self.train_seconds
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line of steps.jsonl."""
         self.train_seconds += line["seconds"]
         self.examples += line["examples"]
         self.tokens += line["tokens"]
@@ -96,26 +82,15 @@ class StepLog:
     """The measurements of this rank's steps. Every rank holds one.
 
     Attributes:
-        last_step: the last step that has been done.
-        last_loss: the loss of the last step that has been reduced.
-        totals: sums over all steps that have been reduced.
+        last_step: the last step that has been done; `totals` and `last_loss` follow when it is reduced.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        world: World,
-        *,
-        rows_of_step: Callable[[int], Sequence[int]],
-        totals: Totals,
-        step: int,
+        self, precision: str, comm_hook: str, world: World, *, rows_of_step: RowsOfStep, totals: Totals, step: int
     ) -> None:
-        """
-        Args:
-            rows_of_step: returns this rank's data rows of an optimizer step, counted from 1.
-            step: the last step before this process was started.
-        """
-        self.settings, self.world, self.rows_of_step, self.totals = settings, world, rows_of_step, totals
+        """`step` is the last step before this process was started."""
+        self.precision, self.comm_hook, self.world = precision, comm_hook, world
+        self.rows_of_step, self.totals = rows_of_step, totals
         self.pending: list[Step] = []
         self.last_step, self.last_loss = step, float("nan")
 
@@ -150,7 +125,7 @@ class StepLog:
         """
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
-        failed = self.totals.add_all(lines, self.settings.precision)
+        failed = self.totals.add_all(lines, self.precision)
         pending, self.pending = self.pending, []
         if failed is None:
             return lines, None
@@ -158,7 +133,7 @@ class StepLog:
         self.last_step = step.step - 1
         rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
         return lines[:failed], nonfinite_error(
-            step, rows, skipped_in_a_row=skipped, world=self.world, comm_hook=self.settings.ddp_comm_hook
+            step, rows, skipped_in_a_row=skipped, world=self.world, comm_hook=self.comm_hook
         )
 
 
@@ -190,7 +165,7 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     # Only here does the host wait for the device: once for all steps of the interval.
     by_rank = all_gather(torch.cat(measured, dim=1), world).cpu()
     counts = by_rank[:, :, :3].sum(dim=0)
-    mine = by_rank[world.rank, :, 3].tolist()  # the norms, which are equal on every rank
+    norms_of_rank = by_rank[world.rank, :, 3].tolist()  # equal on every rank
     means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]
     return [
         {
@@ -205,7 +180,7 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
             "seconds": step.seconds,
         }
         for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(
-            steps, means, mine, counts.long().tolist(), strict=True
+            steps, means, norms_of_rank, counts.long().tolist(), strict=True
         )
     ]
 

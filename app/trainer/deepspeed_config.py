@@ -62,7 +62,7 @@ def parse(path: Path) -> Config:
 
 
 def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Config:
-    """Return the configuration with which DeepSpeed trains what the settings say.
+    """Return the configuration with which DeepSpeed follows the settings.
 
     Args:
         config: the content of the user's file.
@@ -95,7 +95,7 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
 
 
 def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
-    """List what makes a resumed run differ by rounding from the run that wrote the checkpoint.
+    """List the differences by which a resumed run rounds differently than before the checkpoint.
 
     Args:
         state: the content of run_state.json.

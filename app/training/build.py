@@ -40,43 +40,29 @@ SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
 @dataclass(frozen=True)
 class ReviewData:
-    """The reviews, their split, and their token ids.
-
-    Attributes:
-        table: the reviews and their class ids.
-        split: which rows are for training, validation and test.
-        plan: how the training rows are divided into batches.
-        commit: the Hub commit of the model, None for any other model.
-        tokenizer: the model's tokenizer.
-        rows: token ids and labels, in the order of the table.
-        lengths: int64 (n,), the number of tokens of each row.
-        n_truncated: how many reviews have more than `max_length` tokens and were truncated.
-        tokens_hash: SHA-256 of the tokens, as `hash_tokens` returns it.
-    """
+    """The reviews, their split, and their token ids."""
 
     table: ReviewTable
     split: Split
     plan: BatchPlan
-    commit: str | None
+    commit: str | None  # the Hub commit of the model, None for any other model
     tokenizer: PreTrainedTokenizerBase
-    rows: Dataset
-    lengths: NDArray[np.int64]
-    n_truncated: int
-    tokens_hash: str
+    rows: Dataset  # token ids and labels, in the order of the table
+    lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
+    n_truncated: int  # reviews that had more than `max_length` tokens
+    tokens_hash: str  # as returned by `hash_tokens`
 
     @property
     def collator(self) -> Collator:
-        """The collator that pads the rows of a batch."""
         return Collator(self.tokenizer)
 
     @cached_property
     def duplicates(self) -> dict[str, int]:
-        """The reviews of a part that also occur in another part, as `count_duplicates` returns them."""
+        """The reviews that occur in several parts of the split, as returned by `count_duplicates`."""
         return count_duplicates(self.table, self.split)
 
     @property
     def train_rows(self) -> Dataset:
-        """The tokenized training rows."""
         return self.rows.select(self.split.train)
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
@@ -140,19 +126,14 @@ def read_and_split(
 def build_data(settings: Settings, world: World, split_rows: SplitFunction = split_reviews) -> ReviewData:
     """Read, split and tokenize the reviews, with the same result on every rank. Collective.
 
-    Args:
-        split_rows: replaces `split_reviews`, as the ablation does.
-
     Raises:
         AgreedError: a user's mistake on any rank.
     """
     with raise_on_all_ranks(world):
         table, split, plan = read_and_split(settings, world.size, split_rows)
     check_fingerprints(split.fingerprint, world)
-    commit = None
     with raise_on_all_ranks(world):
-        if world.is_main_process:
-            commit = resolve_commit(settings)
+        commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):
         tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
@@ -202,9 +183,8 @@ def check_fingerprints(fingerprint: str, world: World) -> None:
         AgreedError: names the ranks that differ from rank 0.
     """
     fingerprints = all_gather_object(fingerprint, world)
-    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     with raise_on_all_ranks(world):
-        if others:
+        if others := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
             raise UserError(
                 f"rank(s) {', '.join(map(str, others))} read different rows than rank 0 (split fingerprint "
                 f"{fingerprints[others[0]][:12]}, not {fingerprints[0][:12]}): give every node the same CSV file"
@@ -214,22 +194,15 @@ def check_fingerprints(fingerprint: str, world: World) -> None:
 def check_rows(
     settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
 ) -> None:
-    """Check that the model can process the tokens of every review.
+    """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
-        config: the model's config.
         rows: the tokens of all reviews, in the order of the table.
         lengths: int64 (n,), the number of tokens of each review.
 
     Raises:
-        UserError: names the rows that it cannot process, and what to do.
+        UserError: names the rows that it cannot process, and the remedy.
     """
-    _check_lengths(settings, table, lengths)
-    _check_vocabulary(settings.model, config, rows)
-    _check_end_of_sequence(settings, config, table=table, rows=rows, lengths=lengths)
-
-
-def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.int64]) -> None:
     if not lengths.all():
         raise UserError(
             f"{table.path}: {_count(lengths == 0)} without any token for the tokenizer of --model {settings.model}: "
@@ -242,39 +215,32 @@ def _check_lengths(settings: Settings, table: ReviewTable, lengths: NDArray[np.i
             f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
             "--max_length, or use a tokenizer that truncates"
         )
-
-
-def _check_vocabulary(model: str, config: PretrainedConfig, rows: Dataset) -> None:
-    """Check that the model has an embedding for every token."""
     size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
     if size is not None and largest >= size:
         raise UserError(
-            f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
             f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
         )
+    if config.is_encoder_decoder:
+        _check_end_of_sequence(settings.model, table, count_of_tokens(rows, lengths, end_of_sequence(config)))
 
 
-def _check_end_of_sequence(
-    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
-) -> None:
+def _check_end_of_sequence(model: str, table: ReviewTable, counts: NDArray[np.int64]) -> None:
     """Check that encoder-decoders, which classify by the end-of-sequence token, find it as often in each review.
 
     They reject a batch in which one row has more of them than another. A review has more if it contains the token's
     text, such as `</s>`. It has fewer if most reviews do, or if the tokenizer does not append the token to it.
     """
-    if not config.is_encoder_decoder:
-        return
-    counts = count_of_tokens(rows, lengths, end_of_sequence(config))
     usual = int(np.bincount(counts).argmax())
     more, fewer = counts > usual, counts < usual
     if more.any():
         raise UserError(
             f"{table.path}: {_count(more)} containing the text of the end-of-sequence token, by which --model "
-            f"{settings.model} classifies: remove it from {list_rows(table.rows[more])}"
+            f"{model} classifies: remove it from {list_rows(table.rows[more])}"
         )
     if fewer.any():
         raise UserError(
-            f"{table.path}: {_count(fewer)} with fewer end-of-sequence tokens, by which --model {settings.model} "
+            f"{table.path}: {_count(fewer)} with fewer end-of-sequence tokens, by which --model {model} "
             f"classifies, than the others, which have {usual}: remove {list_rows(table.rows[fewer])}, or use a "
             "tokenizer that returns as many for every review"
         )

@@ -51,30 +51,24 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         if table.path.resolve() == SAMPLE_CSV
         else ""
     )
-    validation = f"{len(split.validation)} validation + " if len(split.validation) else ""
+    parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
+    rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
     commit = f" at {data.commit[:12]}" if data.commit else ""
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    threads = torch.get_num_threads()
+    threads, warmup = torch.get_num_threads(), warmup_steps(settings.warmup_steps, plan.total_steps)
     compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
     lines = [
         ("path", path_name),
         ("reviews", f"{table.path}{sample}"),
         *(("dropped", line) for line in describe_dropped(table)),
-        (
-            "rows",
-            f"{len(split.train)} training + {validation}{len(split.test)} test; classes {', '.join(table.class_names)}",
-        ),
+        ("rows", f"{rows}; classes {', '.join(table.class_names)}"),
         *([("duplicates", duplicates)] if duplicates else []),
         ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}{commit}; {classifier.model.num_parameters() / 1e6:.1f} M parameters"),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
-        (
-            "steps",
-            f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
-            f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
-        ),
+        ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (
             "machine",
@@ -88,11 +82,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
 
 
 def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:
-    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set.
-
-    Args:
-        settings: with the number of logical ranks filled in.
-    """
+    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set."""
     if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
         # One logical rank is the default of one rank, and not a limit for more of them.
         free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
@@ -106,7 +96,7 @@ def hints_about_devices(path_name: str, settings: Settings, world: World) -> lis
 
 
 def describe_resume(resume: Resume) -> list[str]:
-    """Return at most one block: the checkpoint that a run resumes from, and what has changed since."""
+    """Return at most one block: the checkpoint that a run resumes from, and the changes since."""
     if resume.checkpoint is None:
         return []
     lines = [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
@@ -117,11 +107,7 @@ def describe_resume(resume: Resume) -> list[str]:
 
 
 def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
-    """Return one line per rank: its host, device and process id; and one if they round differently. Collective.
-
-    Args:
-        arithmetic: as returned by `gather_arithmetic`.
-    """
+    """Return one line per rank: its host, device and process id; and one if they round differently. Collective."""
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
     lines = [(f"rank {rank}", text) for rank, text in enumerate(ranks)]
     mixed = describe_mixed(arithmetic)
@@ -129,10 +115,10 @@ def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
 
 
 def describe_result(scores: Scores, record: RunRecord) -> str:
-    """Return the block that a run prints at its end: what it measured, what it wrote, and what to do with it."""
+    """Return the block that a run prints at its end: its results, its files, and the next steps."""
     correct = round(scores.accuracy * scores.n)
     seconds, rate = record.steps.totals.train_seconds, record.steps.totals.examples_per_second
-    model = str(record.model_folder)
+    model, results_hash = str(record.model_folder), (record.results_hash or "")[:DIGITS]
     other_path = "trainer_run" if record.info.path_name == "ddp_loop" else "ddp_loop"
     latest = RUNS / other_path / LATEST
     other_run = shlex.quote(str(latest)) if latest.exists() else "OTHER_RUN"
@@ -140,10 +126,7 @@ def describe_result(scores: Scores, record: RunRecord) -> str:
         [
             ("test accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"),
             ("training took", f"{seconds:.1f} s, {rate:.0f} reviews per second"),
-            (
-                "hash",
-                f"{(record.results_hash or '')[:DIGITS]}: weights, losses, gradient norms, evaluations and predictions",
-            ),
+            ("hash", f"{results_hash}: weights, losses, gradient norms, evaluations and predictions"),
             ("model", f"{model}/"),
             ("predictions", str(record.folder / PREDICTIONS)),
             ("use", f'transformers.pipeline("text-classification", model={model!r}, truncation=True)'),
@@ -157,7 +140,7 @@ def _block(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
-    """Return at most one line: what keeps ZeRO-3 from saving memory, and what to do about it."""
+    """Return at most one line: the reason why ZeRO-3 saves less memory, and the remedy."""
     is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
     if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
         return []

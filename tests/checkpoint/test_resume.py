@@ -284,7 +284,7 @@ def test_auto_does_not_start_again_beside_checkpoints_whose_settings_are_lost(fo
     (folder.parent / "ddp_loop").symlink_to(".")
     for settings in ({"output_dir": str(folder)}, {}):
         with pytest.raises(
-            UserError, match=r"run: has checkpoints, but its settings\.json is missing or can't be read"
+            UserError, match=r"run: has checkpoints, but its settings\.json is missing or cannot be read"
         ):
             find_checkpoint("ddp_loop", Settings(resume_from_checkpoint="auto", **settings), own=None, warn=ignore)
 

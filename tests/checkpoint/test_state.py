@@ -410,7 +410,9 @@ def test_a_checkpoint_that_another_job_removes_is_named(saved):
     (saved / COMPLETION_MARKER).unlink()  # first, as `remove` does
     load(saved)
     (saved / SHARDS.format(rank=1, size=2)).unlink()
-    with pytest.raises(UserError, match=f"{saved.name}: can't be read: it has been removed since this run was started"):
+    with pytest.raises(
+        UserError, match=f"{saved.name}: cannot be read: it has been removed since this run was started"
+    ):
         load(saved)
     shutil.rmtree(saved)
     with pytest.raises(UserError, match="it has been removed since this run was started"):
@@ -421,7 +423,7 @@ def test_a_checkpoint_that_another_job_removes_is_named(saved):
 def test_a_damaged_file_is_a_mistake_that_names_the_checkpoint(saved, name):
     """Another node may see other contents than rank 0, which has checked all files."""
     (saved / name).write_bytes((saved / name).read_bytes()[:5])
-    with pytest.raises(UserError, match=f"{saved.name}: can't be read: (?!it has been removed).+"):
+    with pytest.raises(UserError, match=f"{saved.name}: cannot be read: (?!it has been removed).+"):
         load(saved)
 
 

@@ -270,7 +270,7 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(wor
         arguments=list(map(str, [*resume(*flags, source=checkpoint), "--output_dir", tmp_path / "new"]))
     )
     removed = pytest.raises(
-        AgreedError, match="checkpoint-1: can't be read: it has been removed since this run was started"
+        AgreedError, match="checkpoint-1: cannot be read: it has been removed since this run was started"
     )
     with patch.object(path, "prepare", prepare_late), patch.object(path, "StopRequest", NeverStopped), removed:
         path.fine_tune(settings, world)

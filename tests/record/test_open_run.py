@@ -21,7 +21,7 @@ def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_wr
     if strategy == "no":
         new_record(save_strategy="no")
         return
-    with pytest.raises(UserError, match=r"--output_dir .*run: rank\(s\) 1 can't see it"):
+    with pytest.raises(UserError, match=r"--output_dir .*run: rank\(s\) 1 cannot see it"):
         new_record()
     assert not (tmp_path / "run").exists()
 

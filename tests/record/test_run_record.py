@@ -276,7 +276,7 @@ def test_checkpoints_that_can_not_be_removed_keep_the_results(interrupted, new_r
     monkeypatch.setattr(reset_module, "remove", refuse)
     record, plan = new_record(resume_at(interrupted, 5))
     begin(record, plan)
-    with pytest.raises(UserError, match=r"run/checkpoints/checkpoint-10: can't be written: Read-only file system"):
+    with pytest.raises(UserError, match=r"run/checkpoints/checkpoint-10: cannot be written: Read-only file system"):
         add_steps(record, 6)
     assert contents(interrupted.folder) == before
 
@@ -352,7 +352,7 @@ def test_a_folder_that_can_no_longer_be_written_is_a_one_line_error(interrupted,
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(UserError, match=r"--output_dir .*run: can't be written: Read-only file system"):
+    with pytest.raises(UserError, match=r"--output_dir .*run: cannot be written: Read-only file system"):
         new_record(resume_at(interrupted, 10))
 
 
