@@ -65,6 +65,7 @@ def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
 
 def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
     record = record_of_rank_1(tmp_path, monkeypatch)
+    record.reset.is_done = True
     record.plan = SimpleNamespace(total_steps=1, steps_per_epoch=1)
     record.steps.start_clock()
     monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
