@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import psutil
@@ -127,13 +126,13 @@ class TorchrunJob:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"still running after {timeout:g} s: {' '.join(self.command)}") from None
 
-    def wait_until(self, condition: Callable[[], T], timeout: float | None = None) -> T | None:
+    def wait_until(self, condition: Callable[[], T], timeout: float = math.inf) -> T | None:
         """Poll until a condition is true; return its value, or None if the job ended first.
 
         Raises:
             TimeoutError: the condition is still false after `timeout` seconds.
         """
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        deadline = time.monotonic() + timeout
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the condition was not met within {timeout:g} s: {' '.join(self.command)}")
@@ -208,9 +207,7 @@ class TorchrunJob:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         with self._signals, _ignore_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self.terminate() if self.running else self.kill_leftovers()
 

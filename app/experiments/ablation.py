@@ -17,12 +17,10 @@ import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
-from transformers import get_scheduler
 
-from ..bench.harness import Bench, distribute
+from ..bench.harness import distribute
 from ..common.errors import UserError
 from ..common.progress import hides_progress
 from ..data.csv_table import ReviewTable
@@ -187,6 +185,8 @@ def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
 
 def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:
     """Return the settings of a variant: one process works for all ranks, of which a variant may have more."""
+    if variant.optimizer == "Adam":  # AdamW without decay
+        settings = replace(settings, weight_decay=0.0, lr_scheduler_type="constant")
     return replace(
         settings,
         logical_ranks=ranks * variant.batch_factor,
@@ -250,7 +250,8 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     if variant.padding == "max_length":
         bench.loader.collate_fn = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    optimizer, scheduler = build_optimization(bench, variant, learning_rate)
+    optimizer = build_optimizer(bench.wrapped, settings, learning_rate, strategy=bench.strategy)
+    scheduler = build_scheduler(optimizer, settings, bench.data.plan.total_steps)
     # A training step uses the seed for dropout only.
     reseeded = replace(bench, settings=replace(settings, seed=settings.seed + variant.dropout_seed))
     losses = reseeded.train_without_record(optimizer, scheduler)
@@ -263,19 +264,3 @@ def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, *, factor: in
     """Multiply the loss that a model returns, as a forward hook. Without labels, it returns none."""
     if output.loss is not None:
         output.loss = output.loss * factor
-
-
-def build_optimization(
-    bench: Bench, variant: Variant, learning_rate: float
-) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the optimizer and the schedule of a variant."""
-    settings = bench.settings
-    if variant.optimizer == "AdamW":
-        adamw = build_optimizer(bench.wrapped, settings, learning_rate, strategy=bench.strategy)
-        return adamw, build_scheduler(adamw, settings, bench.data.plan.total_steps)
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    # With the fused kernel: the check for non-finite gradients in train_step requires it.
-    adam = torch.optim.Adam(
-        bench.wrapped.parameters(), lr=learning_rate, betas=betas, eps=settings.adam_epsilon, fused=True
-    )
-    return adam, get_scheduler("constant", adam)

@@ -76,7 +76,7 @@ class Subject:
     """A training path with an architecture, on which jobs are run.
 
     Attributes:
-        flags: those of the training run, without the strategy.
+        flags: of the training run, without the strategy and the folder.
         seconds: the duration of an uninterrupted job.
         hashes: of the results of an uninterrupted job.
         identical: for each job with kills, whether it has these results.
@@ -153,7 +153,7 @@ class Outcome:
 
     Attributes:
         log: the job's standard output and standard error.
-        problem: what is wrong with the result, or None.
+        problem: the reason why the result is not correct, or None.
         kills: the moment and rank of each kill.
         restart_seconds: for each kill, the seconds until the new rank 0 exists.
         seconds: the duration of the job.
@@ -224,7 +224,7 @@ def run_job(subject: Subject, strategy: str, folder: Path, *, kills: int, rng: r
 
 
 def wait_for_end(job: TorchrunJob) -> str | None:
-    """Return what is wrong with the way the job ended, or None."""
+    """Return the problem with the job's end, or None."""
     try:
         status = job.wait(TIME_LIMIT)
     except TimeoutError:
@@ -236,7 +236,7 @@ def wait_for_end(job: TorchrunJob) -> str | None:
 
 
 def find_difference(folder: Path, uninterrupted: dict[str, str]) -> str | None:
-    """Return what differs from the hashes of the uninterrupted run, or None."""
+    """Return the results that differ from the uninterrupted run, or None."""
     try:
         hashes = hash_results(folder)
     except (OSError, ValueError) as problem:

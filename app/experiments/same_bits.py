@@ -31,6 +31,8 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.manager import latest_first, step_of, was_complete
 from ..cli import OneLineParser, as_flags, count, settings_parser
 from ..common.errors import RunError, UserError
@@ -48,7 +50,7 @@ from ..runs.hashes import DIGITS, hash_run
 from ..runs.reader import read_run
 from ..runs.schema import CHECKPOINTS, RUNS
 from ..settings import STRATEGIES, Settings
-from .train_pair import PATHS, deterministic_on_gpus
+from .train_pair import PATHS
 
 INTERRUPTIONS = ("uninterrupted", "killed")
 # What --vary can name: the setting, and its values. Those of logical_ranks are the numbers of ranks.
@@ -147,7 +149,9 @@ def parse() -> tuple[Any, Settings]:
     values = parser.values(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions", "vary")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
-    settings = deterministic_on_gpus(Settings(**values))
+    settings = Settings(**values)
+    if torch.cuda.device_count() > 0 and not settings.use_cpu:  # GPUs otherwise may round differently each time
+        settings = replace(settings, deterministic=True)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
             f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "
@@ -159,13 +163,12 @@ def parse() -> tuple[Any, Settings]:
         field = VARIED[name][0]
         if (value := getattr(settings, field)) != getattr(Settings(**DEFAULTS), field):
             raise UserError(f"--{field} {value}: --vary {name} sets other values: remove one of the two flags")
-    if "logical_ranks" not in options.vary:
-        if settings.logical_ranks is None or settings.logical_ranks & (settings.logical_ranks - 1):
-            raise UserError(f"--logical_ranks {settings.logical_ranks}: must be a power of two")
-        if wrong := [n for n in options.ranks if settings.logical_ranks % n]:
-            raise UserError(f"--ranks {wrong[0]}: must divide --logical_ranks {settings.logical_ranks}")
+    logical_ranks = settings.logical_ranks
+    if "logical_ranks" not in options.vary and (logical_ranks is None or logical_ranks & (logical_ranks - 1)):
+        raise UserError(f"--logical_ranks {logical_ranks}: must be a power of two")
     check_gpus(max(options.ranks), settings.use_cpu)
-    for cell in build_cells(options, random.Random(0)):  # such as with --ddp_comm_hook, which some strategies reject
+    # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook.
+    for cell in build_cells(options, random.Random(0)):
         plan_batches(cell.settings(settings), LARGEST_COUNT, cell.ranks)
     return options, settings
 
@@ -189,7 +192,7 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
     """Train one cell into its folder.
 
     Args:
-        settings: those of this cell.
+        settings: with the values of this cell.
 
     Raises:
         RunError: a job failed, took too long, or ended before it could be killed.

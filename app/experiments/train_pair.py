@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ..common.errors import RunError
 from ..common.paths import PACKAGE
 from ..jobs import run_job
@@ -17,12 +15,6 @@ from ..runs.schema import RUNS
 from ..settings import Settings
 
 PATHS = ("ddp_loop", "trainer_run")
-
-
-def deterministic_on_gpus(settings: Settings) -> Settings:
-    """Return settings with `--deterministic` if the runs use GPUs, which otherwise may round differently each time."""
-    uses_gpus = torch.cuda.device_count() > 0 and not settings.use_cpu
-    return replace(settings, deterministic=settings.deterministic or uses_gpus)
 
 
 def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:

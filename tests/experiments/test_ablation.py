@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.harness import set_up
 from app.common.errors import UserError
 from app.compare import run_ablation
 from app.data.sampler import plan_batches
@@ -18,7 +17,6 @@ from app.experiments.ablation import (
     Outcome,
     Variant,
     as_markdown,
-    build_optimization,
     build_variant_data,
     build_variants,
     measure_effect,
@@ -104,14 +102,19 @@ def test_both_split_functions_select_the_same_number_of_rows(world, review_csv, 
     assert ours.test.tolist() != theirs.test.tolist()
 
 
-def test_adam_differs_from_adamw_only_in_decay_and_schedule(world, review_csv, tmp_path):
-    settings = Settings(csv=str(review_csv(90)), max_length=16, cache_dir=str(tmp_path / "cache"))
-    settings = replace(settings, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3)
-    bench = set_up(settings, world)
-    ours, theirs = (build_optimization(bench, Variant(optimizer=name), 1e-3)[0] for name in ("AdamW", "Adam"))
-    of_adam = {"weight_decay": 0, "decoupled_weight_decay": False}
-    assert type(theirs) is torch.optim.Adam
-    assert theirs.defaults == ours.defaults | of_adam
+def test_adamw_without_decay_is_adam():
+    settings = variant_settings(Settings(), Variant(optimizer="Adam"), ranks=2)
+    assert (settings.weight_decay, settings.lr_scheduler_type) == (0.0, "constant")
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 77)) for _ in range(2))
+    optimizers = (
+        torch.optim.AdamW([ours], lr=0.1, weight_decay=settings.weight_decay, fused=True),
+        torch.optim.Adam([theirs], lr=0.1, fused=True),
+    )
+    for step in range(1, 4):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = torch.sin(step * torch.arange(77.0))
+            optimizer.step()
+    assert torch.equal(ours, theirs)
 
 
 def test_a_variant_that_cannot_be_trained_is_reported_before_anything_is_trained(review_csv, tmp_path, monkeypatch):
