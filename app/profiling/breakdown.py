@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,11 +103,11 @@ class Timeline:
 def divide_steps(events: Sequence[Event]) -> list[StepTimes]:
     """Return the times of all steps between two calls of the profiler's `step()`, in order."""
     on_gpu = any(event.launched is not None for event in events)
-    windows = sorted((e for e in events if e.is_annotation and e.name.startswith("ProfilerStep")), key=_start)
+    windows = [event for event in events if event.is_annotation and event.name.startswith("ProfilerStep")]
     main_thread = windows[0].thread
     collectives = in_flight(events)
     steps = []
-    for window in windows:
+    for window in sorted(windows, key=attrgetter("start")):
         near = [e for e in events if e.end >= window.start - SHORTEST_WAIT and e.start <= window.end + SHORTEST_WAIT]
         on_main_thread = [event for event in near if event.thread == main_thread and event.launched is None]
         annotations = [e for e in on_main_thread if e.is_annotation and window.start <= e.start < window.end]
@@ -160,7 +161,7 @@ def in_flight(events: Iterable[Event]) -> list[Interval]:
     """
     calls: dict[str, list[Event]] = {}
     runs: dict[str, list[Event]] = {}
-    for event in sorted(events, key=_start):
+    for event in sorted(events, key=attrgetter("start")):
         backend, _, name = event.name.replace("gloo:", "gloo::").partition("::")
         kind = name.replace("_", "").removesuffix("base")
         if backend == "c10d":
@@ -198,7 +199,3 @@ def _kernels_by_part(
 def _is_operator(event: Event) -> bool:
     namespace, separator, _ = event.name.partition("::")
     return not event.is_annotation and bool(separator) and namespace not in NOT_OPERATORS
-
-
-def _start(event: Event) -> int:
-    return event.start

@@ -58,7 +58,7 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
         (["--vary=x" + "y" * 500], "argument --vary: invalid choice: 'xyyy"),
     ],
 )
-def test_settings_with_which_a_cell_would_fail_are_refused(monkeypatch, flags, message):
+def test_settings_with_which_a_cell_would_fail_are_rejected(monkeypatch, flags, message):
     with pytest.raises(UserError, match=f"^{message}"):
         cells(monkeypatch, *flags)
 

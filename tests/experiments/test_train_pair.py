@@ -32,10 +32,7 @@ def call(tmp_path, monkeypatch, capsys):
     ("gpus", "flags", "processes"),
     [
         (0, [], 2),
-        (1, [], 1),
         (4, [], 4),
-        (1, ["--use_cpu"], 2),
-        (1, ["--nproc_per_node", "auto"], 1),
         (4, ["--nproc_per_node", "3"], 3),
         (1, ["--nproc_per_node", "3", "--use_cpu"], 3),
     ],
@@ -58,7 +55,6 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (["--nproc_per_node", "0"], "--nproc_per_node 0: must be auto or a whole number, 1 or more"),
         (["--nproc_per_node", "many"], "--nproc_per_node many: must be auto or a whole number, 1 or more"),
         (["--nproc_per_node", "2"], "--nproc_per_node 2: this machine has 1 GPU(s)"),
         (["--seeds", "0"], "--seeds 0: must be 1 or more"),
