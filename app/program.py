@@ -98,7 +98,7 @@ def launch(
     try:
         try:
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused=refused)
-            check_accelerate_environment(settings)
+            check_accelerate_environment(settings.precision, settings.use_cpu)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem

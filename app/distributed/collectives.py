@@ -22,8 +22,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 POLL_SECONDS = 0.0005
 
-# ---- objects -------------------------------------------------------------------------------------------------------
-
 
 def all_gather_object(value: T, world: World) -> list[T]:
     """Return every rank's value (any picklable object), in rank order, on every rank."""
@@ -44,11 +42,8 @@ def barrier(world: World) -> None:
     all_gather_object(None, world)
 
 
-# ---- errors that all ranks raise together --------------------------------------------------------------------------
-
-
 def first_failure(problem: str | None, world: World) -> str | None:
-    """Return the problem of the lowest rank that has one, with its rank, on every rank; None if no rank has one."""
+    """Return the problem of the lowest rank that has a problem, with its rank, on every rank; None without any."""
     for rank, text in enumerate(all_gather_object(problem, world)):
         if text is not None:
             return text if rank == 0 else f"rank {rank}: {text}"
@@ -57,8 +52,7 @@ def first_failure(problem: str | None, world: World) -> str | None:
 
 def raise_if_any_failed(problem: str | None, world: World) -> None:
     """Raise `AgreedError` on every rank if any rank has a problem; each rank passes its own or None."""
-    reported = first_failure(problem, world)
-    if reported is not None:
+    if (reported := first_failure(problem, world)) is not None:
         raise AgreedError(reported)
 
 
@@ -91,32 +85,28 @@ def local_main_process_first(world: World) -> Iterator[None]:
         yield
     except UserError as error:
         problem = str(error)
-    if world.local_rank == 0:
-        raise_if_any_failed(problem, world)
-        problem = None
     raise_if_any_failed(problem, world)
-
-
-# ---- tensors -------------------------------------------------------------------------------------------------------
+    if world.local_rank == 0:
+        raise_if_any_failed(None, world)
 
 
 def wait_for_device(world: World) -> None:
-    """Wait until this rank's device has done what was enqueued so far, but no longer than `--ddp_timeout`.
+    """Wait until this rank's device has finished all enqueued work, but no longer than `--ddp_timeout`.
 
     Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python cannot
     raise, until NCCL's watchdog aborts the process (see `nccl_timeout`).
 
     Raises:
-        DistBackendError: the device hasn't finished, so some rank did not join a collective.
+        DistBackendError: the device has not finished, so some rank did not join a collective.
     """
     if world.device.type != "cuda":
         return
     event = torch.cuda.Event()
     event.record()
-    deadline = time.monotonic() + world.timeout.total_seconds()
+    seconds = world.timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
-            seconds = world.timeout.total_seconds()
             raise dist.DistBackendError(f"NCCL: a collective did not finish within {seconds:.0f} s")
         time.sleep(POLL_SECONDS)
 
@@ -137,16 +127,7 @@ def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = False) -> list[dist.Work | None]:
-    """Copy row r of rank r to every rank of a group, for each rank r.
-
-    Args:
-        rows: shape (number of ranks, n). Only this rank's row is read.
-        ranks: the group.
-        async_op: whether to return at once.
-
-    Returns:
-        What to wait for, if `async_op` is set.
-    """
+    """Copy row r of rank r, for each rank r of a group, to every rank. `rows` has the shape (number of ranks, n)."""
     if rows.is_cuda:
         return [all_gather_single(rows.view(-1), rows[ranks.rank], group=ranks.group, async_op=async_op)]
     # gloo's all-gather would receive the rows elsewhere and copy them.
@@ -154,11 +135,8 @@ def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = F
 
 
 def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Average a floating-point tensor over the ranks, in place, on every rank.
-
-    gloo has no AVG, so there the sum is divided by the number of ranks.
-    """
-    if dist.get_backend() == "nccl":
+    """Average a floating-point tensor over the ranks, in place, on every rank."""
+    if dist.get_backend() == "nccl":  # gloo has no AVG
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
         wait_for_device(world)
         return values
@@ -168,8 +146,7 @@ def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
 def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     """Copy rank 0's buffers, such as the running statistics of BatchNorm, to every rank.
 
-    DDP does this before each forward pass in training, so after a step every rank has statistics of its own rows. Rank
-    0's are saved.
+    DDP does this before each forward pass in training, so after a step each rank has the statistics of its own rows.
     """
     saved = model.state_dict().keys()
     buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
@@ -182,26 +159,22 @@ def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
 def gather_rows(
     positions: Sequence[int], shard: Sequence[torch.Tensor], n: int, *, world: World
 ) -> NDArray[np.float64]:
-    """Gather the rows that each rank holds and put them in order, on every rank.
+    """Gather the rows of all ranks and put them in order, on every rank.
 
     Args:
-        positions: the position of each of this rank's rows among all n. A negative position marks a filler row.
+        positions: the position of each of this rank's rows among all n.
         shard: this rank's batches of rows, each (rows, columns), in the order of `positions`.
         n: the number of rows on all ranks together.
 
     Returns:
         float64 (n, columns).
     """
+    rows = None
     if shard:
         wait_for_device(world)  # the rows of all batches are copied to the host at once
-    mine = torch.cat(list(shard)).double().cpu().numpy() if shard else None
-    gathered: NDArray[np.float64] | None = None
-    seen = np.zeros(n, dtype=np.int64)
-    for places, rows in all_gather_object((np.asarray(positions, dtype=np.int64), mine), world):
-        if rows is not None:
-            gathered = np.empty((n, rows.shape[1])) if gathered is None else gathered
-            gathered[places] = rows
-            np.add.at(seen, places, 1)
-    assert gathered is not None, "no rank has evaluated anything"
-    assert (seen == 1).all(), "a row was evaluated twice or not at all"
-    return gathered
+        rows = torch.cat(list(shard)).double().cpu().numpy()
+    gathered = [(places, rows) for places, rows in all_gather_object((positions, rows), world) if rows is not None]
+    order = np.concatenate([places for places, _ in gathered])
+    assert np.array_equal(np.sort(order), np.arange(n)), "a row was evaluated twice or not at all"
+    in_order: NDArray[np.float64] = np.concatenate([rows for _, rows in gathered])[np.argsort(order)]
+    return in_order

@@ -11,7 +11,6 @@ import torch
 from ..common.errors import UserError, shorten
 from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
-from ..settings import Settings
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 LOWEST |= {"TORCHELASTIC_RESTART_COUNT": 0}
@@ -21,11 +20,7 @@ REMEDY = "start with torchrun, or unset it"
 
 
 def check_environment() -> None:
-    """Check the environment variables that torchrun sets.
-
-    Raises:
-        UserError: a variable is empty, not a whole number, out of range, or set without the variables that it requires.
-    """
+    """Raise `UserError` if a variable is invalid, or set without the variables that it requires."""
     values = {name: _number(name, os.environ[name], LOWEST[name]) for name in LOWEST if name in os.environ}
     rank, size = values.get("RANK"), values.get("WORLD_SIZE", 1)
     if rank is None:
@@ -63,26 +58,20 @@ INSTEAD = {
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 
 
-def check_accelerate_environment(settings: Settings) -> None:
-    """Check that no variable exported by `accelerate launch` contradicts the settings.
+def check_accelerate_environment(precision: str, use_cpu: bool) -> None:
+    """Raise `UserError` if a variable that `accelerate launch` exports contradicts the settings.
 
-    Trainer and accelerate read these variables and the hand-written loop does not, so a contradicting variable would
-    silently make the two paths train differently from each other and from `settings.json`. Variables that agree with
-    the settings or have no effect are accepted; plain `accelerate launch` sets several of them.
-
-    Args:
-        settings: The settings of this process.
-
-    Raises:
-        UserError: A variable contradicts the settings. The message names it, its value and the flag to use instead.
+    Trainer and accelerate read these variables and the hand-written loop does not, so the two paths would silently
+    train differently. Variables that agree with the settings or have no effect are accepted; plain `accelerate launch`
+    sets several of them.
     """
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision == settings.precision == "fp16":
+    exported = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if exported == precision == "fp16":
         remedy = "unset it: --precision fp16 scales the loss itself"
         raise _contradiction("ACCELERATE_MIXED_PRECISION", "accelerate would scale the loss a second time", remedy)
-    if precision not in ({"no", "bf16"} if settings.precision == "bf16" else {"no"}):
-        remedy = "add --precision bf16, or unset it" if precision == "bf16" else "unset it, and use --precision"
-        raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {settings.precision}", remedy)
+    if exported not in ("no", "bf16" if precision == "bf16" else "no"):
+        remedy = "add --precision bf16, or unset it" if exported == "bf16" else "unset it, and use --precision"
+        raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():
         if _is_true(name):
             reason = "the settings select the engine" if backend in INSTEAD else f"{backend} is not supported"
@@ -91,10 +80,11 @@ def check_accelerate_environment(settings: Settings) -> None:
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
         _is_true(f"ACCELERATE_DYNAMO_{flag}")
-    if _is_true("ACCELERATE_USE_CPU") and _uses_gpu(settings.use_cpu):
+    uses_gpu = not use_cpu and torch.cuda.is_available()
+    if _is_true("ACCELERATE_USE_CPU") and uses_gpu:
         raise _contradiction("ACCELERATE_USE_CPU", "the settings select the GPU", "add --use_cpu, or unset it")
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
-    if device is not None and (device != "cpu" or _uses_gpu(settings.use_cpu)):
+    if device is not None and (device != "cpu" or uses_gpu):
         remedy = "unset it, and use --use_cpu or CUDA_VISIBLE_DEVICES"
         raise _contradiction("ACCELERATE_TORCH_DEVICE", "the settings select the device", remedy)
 
@@ -111,16 +101,8 @@ def _is_true(name: str) -> bool:
     return text in TRUE
 
 
-def _uses_gpu(use_cpu: bool) -> bool:
-    return not use_cpu and torch.cuda.is_available()
-
-
 def select_deepspeed_accelerator(device_type: str) -> None:
-    """Make DeepSpeed use the device that the ranks have agreed on. Call it before the first import of DeepSpeed.
-
-    Args:
-        device_type: `cpu` or `cuda`. DeepSpeed itself would choose the GPU wherever there is one.
-    """
+    """Make DeepSpeed use the ranks' device (`cpu` or `cuda`), not any GPU. Call it before DeepSpeed is imported."""
     os.environ["DS_ACCELERATOR"] = device_type
 
 
@@ -147,22 +129,17 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
 
 
 def cores_of_node() -> int:
-    """Return the number of CPU cores that the ranks of this node may use together.
-
-    torchrun binds each rank to the cores next to its GPU, so the number is that of torchrun's own cores.
-    """
+    """Return the number of CPU cores that the ranks of this node may use together."""
+    # torchrun binds each rank to the cores next to its GPU, so torchrun's own cores are counted.
     launcher = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
     return len(usable_cores(launcher))
 
 
 def launcher_id() -> str | None:
-    """Identify the torchrun process that started this rank.
+    """Return host name, process id and start time of the torchrun that started this rank; None without torchrun.
 
-    The id stays the same when torchrun restarts its workers, even if the ranks' store does not survive. A run folder
-    records the ids of its job, so that a restarted job recognizes its own folder.
-
-    Returns:
-        Host name, process id and start time; None without torchrun, because nothing else restarts processes.
+    They stay the same when torchrun restarts its workers. A run folder records them, so that a restarted job recognizes
+    its own folder.
     """
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None

@@ -101,7 +101,7 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
 
 
 def _reason_outside_program(problem: BaseException) -> str | None:
-    """Return why a failure is no defect of this program, so that a traceback would not help; None for any other."""
+    """Return the cause of a failure that is no defect of this program: a traceback would not help. Otherwise None."""
     if isinstance(problem, torch.OutOfMemoryError):  # first, because most memory is allocated in the model's code
         return "try more --gradient_accumulation_steps, --activation_checkpointing or a smaller --eval_batch_size"
     # Such as a length that the model does not support.
@@ -109,7 +109,7 @@ def _reason_outside_program(problem: BaseException) -> str | None:
 
 
 def _note(problem: Exception) -> str | None:
-    """Return where training was when the exception was raised: the note that `RunRecord` has added."""
+    """Return the step in which the exception was raised: the note that `RunRecord` has added."""
     notes = getattr(problem, "__notes__", [])
     return escape_control_characters(notes[-1]) if notes else None
 
@@ -158,7 +158,7 @@ def _call_store(function: Callable[[], None], seconds: float) -> None:
 
 
 class ShortErrorHandler(ErrorHandler):
-    """Write what torchrun's own summary shows: one line for an expected error, a traceback for any other."""
+    """Write the file from which torchrun prints its summary: one line for an expected error, or a traceback."""
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()

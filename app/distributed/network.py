@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 import psutil
 
@@ -26,9 +27,7 @@ ANY_PORT = 9
 def use_reachable_interface(size: int, local_size: int) -> None:
     """Make gloo use an interface that other nodes can reach, unless the user has chosen one or the host name has one.
 
-    Args:
-        size: the number of ranks.
-        local_size: of them on this node.
+    `size` ranks run on all nodes, `local_size` of them on this one.
     """
     if size == local_size or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -38,13 +37,10 @@ def use_reachable_interface(size: int, local_size: int) -> None:
 
 
 def find_route(master_addr: str) -> tuple[str, str] | None:
-    """Return the address and the interface with which this node reaches node 0, and other nodes reach this one.
+    """Return the address and interface with which this node reaches node 0, or None if node 0 is unreachable.
 
-    If the name of node 0 is a loopback address on node 0 itself, these are the address and interface of the default
-    route, or of the first interface that is up. They are those of loopback only if there is no other interface.
-
-    Returns:
-        None if node 0 is unreachable.
+    On node 0, its name may be a loopback address. Then they are those of the default route, otherwise of the first
+    interface that is up, and of loopback only if there is no other.
     """
     own = _own_address(master_addr)
     if own is None:
@@ -61,16 +57,14 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
 def _own_address(host: str) -> str | None:
     """Return the address from which this machine sends to a host; None if it cannot send to it."""
     try:
-        found = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
+        destinations = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return None
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # UDP: selects a route and sends nothing
-                return _without_zone(probe.getsockname()[0])
-        except OSError:  # such as an IPv6 address without IPv6
-            continue
+    for family, kind, protocol, _, address in destinations:
+        # An error occurs, for example, with an IPv6 address on a machine without IPv6.
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # UDP: selects a route and sends nothing
+            return _without_zone(probe.getsockname()[0])
     return None
 
 

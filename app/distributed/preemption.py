@@ -22,11 +22,8 @@ class StopRequest:
     The check is an asynchronous all-reduce of one integer over gloo. It runs while the next step is computed, so it
     delays neither CPU nor GPU. Its result is read one step later, so that all ranks stop after the same step.
 
-    Use as a context manager. A request that arrives after the last step is ignored, and the run finishes.
-
-    Args:
-        ignore_afterwards: whether to ignore the signals when the run has finished, because the process exits next.
-            Otherwise they get the handlers that they had before.
+    Use as a context manager. A request that arrives after the last step is ignored, and the run finishes. Afterwards
+    the signals get their handlers back, or are ignored if `ignore_afterwards`, because the process exits next.
     """
 
     def __init__(self, world: World, ignore_afterwards: bool = False) -> None:

@@ -47,9 +47,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     the same code runs everywhere. An exception in the block ends the process with one line (see `failure.py`).
 
     Args:
-        settings: the settings of this rank.
-        problem: what keeps this rank from running, such as an unknown flag; None if nothing does. It is raised on every
-            rank as soon as the ranks can communicate.
+        problem: a mistake on this rank, such as an unknown flag. Every rank raises it as soon as they can communicate.
     """
     try:
         world, problem = _start(settings, problem)
@@ -70,7 +68,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
 
 
 def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
-    """Connect the ranks; return this rank's world, and what keeps this rank from running or None."""
+    """Connect the ranks; return this rank's world, and its problem or None."""
     rank, size, local_rank, local_size = rank_and_sizes()
     # With --logical_ranks, the number must not depend on the number of processes, because it affects rounding.
     threads = settings.threads or max(1, cores_of_node() // (settings.logical_ranks or local_size))
@@ -80,36 +78,32 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     use_reachable_interface(size, local_size)
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
-    mine = replace(_describe_rank(settings.use_cpu, local_size, problem), local_rank=local_rank, local_size=local_size)
-    ranks = _exchange(store, rank=rank, size=size, mine=mine, timeout=timeout)
+    device_type, problem = _device_type(settings.use_cpu, local_size, problem)
+    own = RankDevice(device_type, socket.gethostname(), problem, local_rank, local_size)
+    ranks = _exchange(store, own, rank=rank, size=size, timeout=timeout)
     device_type, problem = common_device_type(ranks, rank)
     topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
+
+    world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout)
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         groups = create_node_groups(rank, topology, timeout)
-        world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout)
-        return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
-
-    device = torch.device("cuda", local_rank)
-    if settings.deterministic:
-        use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
-    torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
-    problem = _bf16_problem(settings.precision, device)
-    dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=size, timeout=nccl_timeout(timeout), device_id=device
-    )
-    control_group = dist.new_group(backend="gloo", timeout=timeout)
-    world = World(rank, size, local_rank, local_size, device, store, timeout, control_group)
-    groups = create_node_groups(rank, topology, nccl_timeout(timeout))
+    else:
+        device = torch.device("cuda", local_rank)
+        if settings.deterministic:
+            use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
+        torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
+        problem = _bf16_problem(settings.precision, device)
+        limit = nccl_timeout(timeout)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
+        world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
+        groups = create_node_groups(rank, topology, limit)
     return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
-
-
-# ---- the device type: the same on every rank -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device type that a rank would use, its place, and what keeps the rank from running, if anything."""
+    """The device type that a rank would use, its place, and its problem, if any."""
 
     device_type: str
     host: str
@@ -118,26 +112,26 @@ class RankDevice:
     local_size: int = 1
 
 
-def _describe_rank(use_cpu: bool, local_size: int, problem: str | None) -> RankDevice:
-    """Describe this rank's device without creating a CUDA context: the ranks decide together whether to use GPUs."""
-    host = socket.gethostname()
+def _device_type(use_cpu: bool, local_size: int, problem: str | None) -> tuple[str, str | None]:
+    """Return the device type that this rank would use, and its problem or None, without creating a CUDA context."""
     if use_cpu:
-        return RankDevice("cpu", host, problem)
+        return "cpu", problem
+    host = socket.gethostname()
     if not torch.cuda.is_available():
         unusable = unusable_accelerator()
-        return RankDevice("cpu", host, problem or (unusable and f"{host}: {unusable}"))
+        return "cpu", problem or (unusable and f"{host}: {unusable}")
     gpus = torch.cuda.device_count()
     if local_size > gpus:
         problem = problem or (
             f"--nproc_per_node={local_size}: {host} has {gpus} GPU(s) and each rank needs one: start fewer, or add "
             f"--use_cpu"
         )
-    return RankDevice("cuda", host, problem)
+    return "cuda", problem
 
 
-def _exchange(store: Store, *, rank: int, size: int, mine: RankDevice, timeout: timedelta) -> list[RankDevice]:
+def _exchange(store: Store, own: RankDevice, *, rank: int, size: int, timeout: timedelta) -> list[RankDevice]:
     """Return every rank's description, in rank order, through the store: no backend has been chosen yet. Collective."""
-    store.set(f"device/{rank}", json.dumps(asdict(mine)))
+    store.set(f"device/{rank}", json.dumps(asdict(own)))
     keys = [f"device/{other}" for other in range(size)]
     if not wait_for_keys(store, keys, timeout):
         missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
@@ -148,19 +142,15 @@ def _exchange(store: Store, *, rank: int, size: int, mine: RankDevice, timeout: 
 def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str | None]:
     """Choose the device type that all ranks use: ranks that start different backends would wait for each other forever.
 
-    Args:
-        ranks: the descriptions of all ranks, in rank order.
-        rank: this process's rank.
-
     Returns:
-        The device type, and this rank's problem or None. If any rank has a problem, all use the CPU and gloo to report
-        it.
+        The device type, and the problem of this rank or None. If any rank has a problem, all use the CPU and gloo to
+        report it.
     """
-    if any(one.problem is not None for one in ranks):
+    if any(device.problem is not None for device in ranks):
         return "cpu", ranks[rank].problem
-    if len({one.device_type for one in ranks}) == 1:
+    if len({device.device_type for device in ranks}) == 1:
         return ranks[0].device_type, None
-    without = [f"{other} ({one.host})" for other, one in enumerate(ranks) if one.device_type == "cpu"]
+    without = [f"{other} ({device.host})" for other, device in enumerate(ranks) if device.device_type == "cpu"]
     return "cpu", (
         f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
         f"or add --use_cpu on every node"
@@ -180,20 +170,15 @@ def _bf16_problem(precision: str, device: torch.device) -> str | None:
 def nccl_timeout(timeout: timedelta) -> timedelta:
     """Return how long NCCL's watchdog waits before it aborts the process.
 
-    When a collective exceeds its timeout, the watchdog thread terminates the process from C++: no exception reaches
-    Python and our error line is never printed. Therefore Python has to time out first. Each wait of the host goes
-    either through gloo (stop requests, object collectives, barriers) or through `wait_for_device`, and both raise after
+    It does so from C++, so no exception reaches Python and our error line is not printed. Therefore Python has to time
+    out first. Each wait of the host goes either through gloo or through `wait_for_device`, and both raise after
     `--ddp_timeout`. The watchdog counts from when a collective was enqueued; such a wait may begin later, by at most a
-    step, an evaluation or a checkpoint, and reporting the failure takes a few seconds. Doubling covers both. The
-    watchdog remains as a last resort if the host is blocked elsewhere inside CUDA.
+    step, an evaluation or a checkpoint, and reporting the failure takes a few seconds. Doubling covers both.
 
     The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1 raises in Python but blocks the host in every backward pass,
     and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.
     """
     return timeout + max(timeout, NCCL_GRACE)
-
-
-# ---- leaving -------------------------------------------------------------------------------------------------------
 
 
 def _wait_for_all_to_finish(world: World) -> None:
@@ -206,15 +191,12 @@ def _wait_for_all_to_finish(world: World) -> None:
 
 
 def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
-    """End the process after an error that all ranks have raised, once rank 0 has printed it.
-
-    torchrun ends the other ranks as soon as the first one exits.
-    """
+    """End the process after an error that all ranks have raised, once rank 0 has printed it."""
     line, status = exit_line(outcome)
     if world.is_main_process:
         print(line, file=sys.stderr, flush=True)
     try:
-        barrier(world)
+        barrier(world)  # torchrun ends the other ranks as soon as the first one exits
     except Exception:  # a rank was killed meanwhile; the outcome has been printed
         exit_now(status)
     traceback.clear_frames(outcome.__traceback__)  # their local variables hold the DDP module: see _leave
@@ -223,11 +205,9 @@ def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
 
 
 def _leave() -> None:
-    """Destroy the process group, the same way in every case.
-
-    A DDP module that outlives its process group can abort the interpreter at exit ("terminate called without an active
-    exception", pytorch#190489), so it is collected first.
-    """
+    """Destroy the process group, the same way in every case."""
+    # A DDP module that outlives its process group can abort the interpreter at exit ("terminate called without an
+    # active exception", pytorch#190489), so it is collected first.
     gc.collect()
     # Not is_available(): without a context, synchronizing would create one, which --use_cpu rules out and which fails
     # if the GPU's memory is full.

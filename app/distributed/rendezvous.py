@@ -42,11 +42,7 @@ def open_store(timeout: timedelta) -> Store:
 
 
 def terminate_with_torchrun() -> None:
-    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun cannot end its workers.
-
-    Raises:
-        RunError: torchrun has already ended.
-    """
+    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun cannot end its workers."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -62,12 +58,6 @@ def per_attempt_store(store: Store, *, rank: int, size: int, timeout: timedelta)
     Each rank publishes a random token and waits for an answer to that token. Rank 0 answers each token that it finds
     with the attempt's id and waits for a confirmation. A token that a dead rank left is never confirmed, and its
     successor overwrites it.
-
-    Args:
-        store: the store that all attempts share.
-        rank: this process's rank.
-        size: the number of ranks.
-        timeout: how long to wait for the other ranks.
 
     Raises:
         RunError: a rank did not arrive in time.
@@ -89,15 +79,11 @@ def per_attempt_store(store: Store, *, rank: int, size: int, timeout: timedelta)
 
 def _answer(store: Store, other: int, *, attempt: str, timeout: timedelta) -> None:
     """Answer every token of a rank until the rank confirms the attempt."""
-    answered = None
 
     def is_confirmed() -> bool:
-        nonlocal answered
         if store.check([f"handshake/{other}"]):
-            token = store.get(f"handshake/{other}").decode()
-            if token != answered:  # the first one may be a dead rank's
-                store.set(f"answer/{other}/{token}", attempt)
-                answered = token
+            token = store.get(f"handshake/{other}").decode()  # the first token may be a dead rank's
+            store.set(f"answer/{other}/{token}", attempt)
         return store.check([f"confirmed/{attempt}/{other}"])
 
     if not _poll(is_confirmed, timeout):

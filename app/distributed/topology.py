@@ -11,15 +11,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks there are, and on how many nodes.
-
-    Attributes:
-        ranks_per_node: the same number on each node, with consecutive ranks; None if that is not so, or not known: then
-            all ranks count as ranks of one node.
-    """
+    """How many ranks there are, and on how many nodes."""
 
     ranks: int
-    ranks_per_node: int | None = None
+    ranks_per_node: int | None = None  # None: unknown, unequal, or not consecutive; all ranks then count as one node's
 
     @property
     def inside(self) -> int:
@@ -28,32 +23,23 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return self.ranks // self.inside
 
     @property
     def two_levels(self) -> bool:
-        """Whether gradients are summed inside the nodes first, and then between them.
-
-        That is the same binary tree only if the number of ranks on a node is a power of two. Otherwise the tree adds a
-        rank to one of another node before it has added all ranks of its own.
-        """
+        """Whether gradients are summed inside the nodes first, and then between them."""
+        # That is the same binary tree only if the number of ranks on a node is a power of two. Otherwise the tree adds
+        # a rank to a rank of another node before it has added all ranks of its own.
         return self.nodes > 1 and self.inside > 1 and self.inside & (self.inside - 1) == 0
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A group of ranks that call collectives together.
+    """A group of ranks that call collectives together."""
 
-    Attributes:
-        group: their process group; None: the default one, of all ranks.
-        size: the number of ranks.
-        rank: this process's rank in the group.
-    """
-
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None: the default group, of all ranks
     size: int
-    rank: int
+    rank: int  # of this process in the group
 
 
 def common_ranks_per_node(places: Sequence[tuple[str, int, int]]) -> int | None:
@@ -73,32 +59,24 @@ def common_ranks_per_node(places: Sequence[tuple[str, int, int]]) -> int | None:
 def create_node_groups(rank: int, topology: Topology, timeout: timedelta) -> tuple[RankGroup, ...]:
     """Create the process groups in which gradients are summed in two levels. Collective.
 
-    Args:
-        rank: of this process.
-        timeout: of the groups' collectives.
-
     Returns:
-        The ranks of this node, and those of all nodes with this local rank; nothing if there is only one level.
+        The ranks of this node, and the ranks of all nodes with this local rank; nothing if there is only one level.
     """
     if not topology.two_levels:
         return ()
     everyone, inside = range(topology.ranks), topology.inside
     nodes = [everyone[first : first + inside] for first in everyone[::inside]]
     same_local_rank = [everyone[local::inside] for local in range(inside)]
-    mine = []
+    groups = []
     for ranks in (*nodes, *same_local_rank):  # every rank has to create every group, in the same order
         group = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
-            mine.append(RankGroup(group, len(ranks), ranks.index(rank)))
-    return tuple(mine)
+            groups.append(RankGroup(group, len(ranks), ranks.index(rank)))
+    return tuple(groups)
 
 
 def powers_of_two(ranks_per_node: int, most: int) -> list[int]:
-    """Return numbers of ranks: powers of two on one node, and complete nodes, whose number is a power of two.
-
-    Args:
-        most: the largest number.
-    """
+    """Return numbers of ranks up to `most`: powers of two on one node, and then on powers of two of complete nodes."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     one_node = [ranks for ranks in powers if ranks < ranks_per_node]
     return one_node + [ranks_per_node * nodes for nodes in powers if ranks_per_node * nodes <= most]

@@ -14,34 +14,20 @@ from .topology import RankGroup, Topology
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of the job. `join` creates it.
-
-    Attributes:
-        rank: this process's number among all ranks.
-        size: the number of ranks.
-        local_rank: this process's number among the ranks of its node.
-        local_size: the number of ranks on this node.
-        device: where this rank's tensors are: `cuda:<local_rank>` or `cpu`.
-        store: the key-value store of this attempt; a restarted job gets a new one.
-        timeout: how long a rank waits for another before it fails (`--ddp_timeout`).
-        control_group: the gloo group for objects and barriers. On GPUs it is a second group next to NCCL's; on CPUs it
-            is the default group (None). A rank that waits in gloo gets a Python exception after the timeout, whereas
-            NCCL would abort the process.
-        ranks_per_node: as in `Topology`.
-        node_groups: the ranks of this node, and those of all nodes with the same local rank, if gradients are summed in
-            two levels (`Topology.two_levels`); otherwise empty.
-    """
+    """One rank's view of the job. `join` creates it."""
 
     rank: int
     size: int
     local_rank: int
-    local_size: int
+    local_size: int  # the number of ranks on this node
     device: torch.device
-    store: Store
-    timeout: timedelta
+    store: Store  # of this attempt; a restarted job gets a new one
+    timeout: timedelta  # how long a rank waits for another before it fails (`--ddp_timeout`)
+    # The gloo group for objects and barriers. A rank that waits in gloo gets a Python exception after the timeout,
+    # whereas NCCL would abort the process. On CPUs it is the default group (None).
     control_group: dist.ProcessGroup | None = None
-    ranks_per_node: int | None = None
-    node_groups: tuple[RankGroup, ...] = ()
+    ranks_per_node: int | None = None  # as in `Topology`
+    node_groups: tuple[RankGroup, ...] = ()  # from `create_node_groups`
 
     @property
     def is_main_process(self) -> bool:
@@ -49,12 +35,10 @@ class World:
 
     @property
     def topology(self) -> Topology:
-        """How the ranks are divided among nodes."""
         return Topology(self.size, self.ranks_per_node)
 
     @property
     def all_ranks(self) -> RankGroup:
-        """All ranks, as a group."""
         return RankGroup(None, self.size, self.rank)
 
     @property

@@ -26,15 +26,11 @@ def stop_or_warn(
     note: str = "",
     consequence: str = "training continues",
 ) -> Iterator[None]:
-    """Turn an `OSError` inside the block, which writes something, into a warning, or into an error on `stop`.
+    """Turn an `OSError` inside the block, which writes `path`, into a warning, or into a `RunError` on `stop`.
 
     Args:
-        path: what is written.
         clean_up: called after a failure, before it is reported; it may raise the failure instead.
         note: the end of both messages.
-
-    Raises:
-        RunError: it could not be written, and `on_failure` is `stop`.
     """
     try:
         yield

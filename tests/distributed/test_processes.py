@@ -133,13 +133,13 @@ def test_any_other_number_of_processes_is_one_line(value):
 )
 def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(machine, gpus, accelerator, line):
     machine(gpus, usable=False, accelerator=accelerator)
-    assert process_group._describe_rank(True, 1, None).problem is None
-    rank = process_group._describe_rank(False, 1, None)
-    assert rank.device_type == "cpu"
+    assert process_group._device_type(True, 1, None) == ("cpu", None)
+    device_type, problem = process_group._device_type(False, 1, None)
+    assert device_type == "cpu"
     if line is None:
-        assert rank.problem is None
+        assert problem is None
         return
-    assert re.search(line, rank.problem)
+    assert re.search(line, problem)
     with pytest.raises(UserError, match=line):
         default_nproc_per_node(Settings())
 
