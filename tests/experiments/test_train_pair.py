@@ -84,7 +84,7 @@ def test_a_failed_job_is_named_with_its_files_if_there_are_any(tmp_path, monkeyp
     folder = tmp_path / "comparison" / "trainer_run"
     folder.parent.mkdir()
     program = f"import os, sys; {f'os.mkdir({str(folder)!r});' if writes else ''} sys.exit(3)"
-    monkeypatch.setattr("app.program.torchrun_command", lambda *_, **__: [sys.executable, "-c", program])
+    monkeypatch.setattr("app.jobs.torchrun_command", lambda *_, **__: [sys.executable, "-c", program])
     with pytest.raises(RunError) as error:
         train_pair.train_path("trainer_run", Settings(), 2, folder=folder)
     files = f"; its files are in {folder}" if writes else ""
