@@ -54,7 +54,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def was_complete(folder: Path) -> bool:
-    """Tell whether a checkpoint was marked complete. A run killed while it writes the marker leaves a shorter one."""
+    """Tell whether a checkpoint was marked complete. A run that is killed meanwhile leaves a shorter marker."""
     try:
         return (folder / COMPLETION_MARKER).stat().st_size == MARKER_SIZE
     except FileNotFoundError:

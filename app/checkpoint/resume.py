@@ -159,7 +159,7 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     per_device = settings.per_device_train_batch_size
     if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
-    # With power_sgd it is invalid, and a run that had it can't be resumed with power_sgd.
+    # With power_sgd it is invalid, and a run that had it cannot be resumed with power_sgd.
     takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
     return replace(
         settings,

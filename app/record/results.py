@@ -58,7 +58,7 @@ def write_results(
         The hash of the run's results. The logs, which are part of it, must be complete.
 
     Raises:
-        OSError: a file can't be written, or the folder is gone.
+        OSError: a file cannot be written, or the folder is gone.
     """
     write_predictions(folder / PREDICTIONS, info.table, info.split, logits=logits)
     try:
@@ -90,14 +90,10 @@ def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokeniz
     """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 
     Args:
-        folder: the run's folder, which must exist.
-        state: the model's complete state dict. The model itself may be sharded.
-
-    Returns:
-        The staging directory, to be committed as model/.
+        state: the complete state dict; the model itself may be sharded.
 
     Raises:
-        OSError: a file can't be written, or the folder is gone.
+        OSError: a file cannot be written, or the run's folder is gone.
     """
     staging = folder / MODEL_STAGING
     shutil.rmtree(staging, ignore_errors=True)
@@ -129,11 +125,6 @@ def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
 
 
 def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: NDArray[np.floating[Any]]) -> None:
-    """Write predictions.csv.
-
-    Args:
-        logits: float (n_test, classes), of the test rows in file order.
-    """
     probabilities = torch.from_numpy(logits).double().softmax(dim=1).numpy()
     names = table.class_names
     staging = path.with_name(f".{path.name}.tmp")
@@ -148,29 +139,22 @@ def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: N
 
 
 def model_card(info: RunInfo, metrics: Mapping[str, Any]) -> str:
-    """Return the text of the model card: YAML front matter for the Hub, then Markdown (after SetFit's model card).
-
-    Args:
-        metrics: the content of metrics.json.
-    """
-    body = (
-        template_environment(Path(__file__).with_name("templates"))
-        .get_template("model_card.md.j2")
-        .render(
-            base=_base_model(info),
-            path_name=info.path_name,
-            settings=info.settings,
-            model_commit=info.model.commit,
-            split=split_content(info),
-            class_names=info.table.class_names,
-            metrics=metrics,
-        )
+    """Return the text of the model card: YAML front matter for the Hub, then Markdown (after SetFit's model card)."""
+    template = template_environment(Path(__file__).with_name("templates")).get_template("model_card.md.j2")
+    body = template.render(
+        base=_base_model(info),
+        path_name=info.path_name,
+        settings=info.settings,
+        model_commit=info.model.commit,
+        split=split_content(info),
+        class_names=info.table.class_names,
+        metrics=metrics,
     )
     return f"---\n{_metadata(info, metrics).to_yaml()}\n---\n\n{body}\n"
 
 
 def _metadata(info: RunInfo, metrics: Mapping[str, Any]) -> ModelCardData:
-    """Return the front matter. It leaves out what is unknown, such as the language of a user's reviews."""
+    """Return the front matter, without unknown facts such as the language of a user's reviews."""
     csv, model = info.table.path, info.settings.model
     dataset, base = escape_control_characters(csv.stem), _base_model(info)
     results = [

@@ -31,15 +31,7 @@ from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest
 from ..metrics.score import Scores
-from ..runs.schema import (
-    CHECKPOINTS,
-    EVALUATIONS,
-    LOGS,
-    MODEL_FOLDER,
-    RUN_STATE,
-    STEPS,
-    checkpoint_files,
-)
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, MODEL_FOLDER, RUN_STATE, STEPS, checkpoint_files
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
@@ -54,13 +46,7 @@ class RunRecord:
     """The files of one run, created by `open_run`. Most methods are collective: every rank calls them in one order."""
 
     def __init__(
-        self,
-        info: RunInfo,
-        resume: Resume,
-        rows_of_step: RowsOfStep,
-        *,
-        folder: Path,
-        lock: int | None,
+        self, info: RunInfo, resume: Resume, rows_of_step: RowsOfStep, *, folder: Path, lock: int | None
     ) -> None:
         """`lock`: on rank 0, the descriptor that keeps other jobs out of the existing folder until the run finishes."""
         self.info, self.settings, self.world = info, info.settings, info.world
@@ -72,13 +58,9 @@ class RunRecord:
         self.checkpoints.latest_valid = resume.checkpoint
         self.logs = {name: MetricsLog(folder / name) for name in LOGS}
         totals = Totals(**resume.state.get("totals", {}))
+        precision, comm_hook = self.settings.precision, self.settings.ddp_comm_hook
         self.steps = StepLog(
-            self.settings.precision,
-            self.settings.ddp_comm_hook,
-            self.world,
-            rows_of_step=rows_of_step,
-            totals=totals,
-            step=resume.step,
+            precision, comm_hook, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step
         )
         self.reset = FolderReset(folder, info, resume)
         best = Best(**resume.state.get("best", {}))
@@ -108,7 +90,7 @@ class RunRecord:
             the evaluation of the same step, so it never contains the result.
 
         Raises:
-            AgreedError: the folder can't be written.
+            AgreedError: the folder cannot be written.
         """
         self.plan, self.save, self.stop, self.profile_step = plan, save, stop, profile_step
         step = self.resume.step
@@ -243,12 +225,7 @@ class RunRecord:
     def after_evaluation(
         self, step: int, rows: str, metrics: Mapping[str, float], *, strategy: Strategy, model: torch.nn.Module
     ) -> None:
-        """Record an evaluation, and keep the weights if they are the best so far. Collective.
-
-        Args:
-            rows: the name of the eval set, `validation` or `test`.
-            metrics: at least the number of rows `n`, accuracy, f1 and loss.
-        """
+        """Record an evaluation of the eval set `rows`, and keep the weights if they are the best so far. Collective."""
         self.write_evaluation(step, rows, metrics)
         self.best.keep(step, strategy, model, metrics=metrics)
         self.steps.start_clock()  # an evaluation does not count as training time
@@ -262,7 +239,6 @@ class RunRecord:
         self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append to a log. If that fails, `--on_save_failure` decides whether the run continues."""
         if not self.world.is_main_process:
             return
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)

@@ -38,12 +38,9 @@ class RecordCallback(TrainerCallback):
 
     def begin(self) -> None:
         """Start the record, and repeat the evaluation after the checkpoint's own step if there was one."""
-        prepared, trainer = self.prepared, self.trainer
-        profile_step = prepared.profiler.step
-        if prepared.record.begin(
-            prepared.plan, trainer.wrapped, save=self.save, stop=self.stop, profile_step=profile_step
-        ):
-            trainer.evaluate()
+        prepared, wrapped, profile_step = self.prepared, self.trainer.wrapped, self.prepared.profiler.step
+        if prepared.record.begin(prepared.plan, wrapped, save=self.save, stop=self.stop, profile_step=profile_step):
+            self.trainer.evaluate()
 
     def save(self, folder: Path) -> None:
         """Write the training state of a checkpoint, and Trainer's counters.

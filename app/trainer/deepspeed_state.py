@@ -65,7 +65,7 @@ class DeepSpeedState(TrainingState):
         if not hasattr(parameter, "ds_tensor"):  # stages 1 and 2
             safe_set_full_optimizer_state(parameter, value, key)
             return
-        # Stage 3 pads a parameter whose elements can't be divided among the ranks; DeepSpeed's own function for
+        # Stage 3 pads a parameter whose elements cannot be divided among the ranks; DeepSpeed's own function for
         # complete tensors does not.
         size = parameter.ds_tensor.numel()
         padded = torch.nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))

@@ -44,7 +44,7 @@ class TrainerFSDP(FullyShardStrategy):
 
 
 def fsdp_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return Trainer's configuration of FSDP2: what `--strategy zero3` shards together is sharded together here too.
+    """Return Trainer's configuration of FSDP2, which shards the same blocks as `--strategy zero3`.
 
     Blocks that contain the input embeddings, such as BertEmbeddings, are left out: accelerate shards the embeddings
     themselves, and fails if that has been done already.

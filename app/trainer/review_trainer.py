@@ -28,7 +28,6 @@ from .deepspeed_engine import DeepSpeed
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Compute the metrics of the gathered rows: logits, float (n, classes), and class ids, int64 (n,)."""
     scores = score(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
     return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
 
@@ -163,7 +162,7 @@ class ReviewTrainer(Trainer):
         means that includes the repeated rows.
         """
         sets: tuple[EvalSet, ...] = (self.prepared.test_set, self.prepared.eval_set)
-        eval_set = next(one for one in sets if one.loader is dataloader)
+        eval_set = next(candidate for candidate in sets if candidate.loader is dataloader)
         model = self.prepared.model.eval()
         broadcast_buffers(model, self.world)
         shard: list[torch.Tensor] = []

@@ -34,12 +34,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def build_optimizer(
     wrapped: torch.nn.Module, settings: Settings, learning_rate: float, *, strategy: Strategy
 ) -> torch.optim.Optimizer:
-    """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded.
-
-    Args:
-        wrapped: the model as returned by `strategy.wrap`.
-        learning_rate: the peak learning rate.
-    """
+    """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded."""
     optimizer = strategy.build_optimizer(
         parameter_groups(wrapped, settings.weight_decay),
         lr=learning_rate,
@@ -57,10 +52,7 @@ def warmup_steps(requested: float, total_steps: int) -> int:
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: Settings, total_steps: int) -> LRScheduler:
-    """Build the learning rate schedule: linear warmup, then the schedule that `lr_scheduler_type` names.
-
-    Call its `step()` once per optimizer step.
-    """
+    """Build the learning rate schedule, per optimizer step: linear warmup, then the one of `lr_scheduler_type`."""
     scheduler: LRScheduler = get_scheduler(
         settings.lr_scheduler_type,
         optimizer,
@@ -76,10 +68,6 @@ def skip_step_if_nonfinite(optimizer: torch.optim.Optimizer, grad_norm: torch.Te
     The fused optimizers read `found_inf` on the device, as they do for `torch.amp.GradScaler`, so the host does
     not wait for the norm. It is equal on every rank, so all ranks skip the same step. At the end of the logging
     interval, `RunRecord.write_steps` reads the norm, and stops the run unless it is an overflow in fp16.
-
-    Args:
-        optimizer: a fused optimizer.
-        grad_norm: scalar tensor, the norm of the gradients averaged over the ranks.
     """
     found_inf = torch.isfinite(grad_norm).logical_not().float()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
