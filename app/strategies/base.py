@@ -22,48 +22,35 @@ CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which
 class Strategy(Protocol):
     """How parameters, gradients and optimizer state are distributed over the ranks.
 
-    `model` is the plain module, and `wrapped` is what `wrap` returned for it. Methods that gather or load are
-    collective: under a sharded strategy no rank holds the complete state, so every rank has to take part.
-
-    Attributes:
-        name: the value of `--strategy`.
-        logical_ranks: the logical ranks of this process, in the order in which it trains on their micro-batches.
-        shards_optimizer: whether each rank holds a different part of the optimizer's state.
-        power_sgd: this rank's state of `--ddp_comm_hook power_sgd`, if it is set and the model is wrapped.
+    `model` is the plain module, and `wrapped` is the result of `wrap`. Methods that gather or load are collective:
+    under a sharded strategy no rank holds the complete state, so every rank has to take part.
     """
 
-    name: str
-    logical_ranks: Sequence[int]
-    shards_optimizer: bool
-    power_sgd: PowerSGD | None
+    name: str  # the value of `--strategy`
+    logical_ranks: Sequence[int]  # of this process, in the order in which it trains on their micro-batches
+    shards_optimizer: bool  # whether each rank holds a different part of the optimizer's state
+    power_sgd: (
+        PowerSGD | None
+    )  # this rank's state of `--ddp_comm_hook power_sgd`, if it is set and the model is wrapped
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective.
 
-        Args:
-            model: complete, on the CPU. Here, or when an engine wraps it, it is placed on this rank's device: as a
-                whole, or one block after another if it is sharded.
+        The model is complete, on the CPU. Here, or when an engine wraps it, it is placed on this rank's device: as a
+        whole, or one block after another if it is sharded.
         """
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW for the parameters that this rank updates.
-
-        Args:
-            groups: parameter groups of the wrapped model.
-            options: keyword arguments of AdamW.
-        """
+        """Return AdamW, with its `options`, for the parameters of the wrapped model that this rank updates."""
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the AdamW that holds this rank's state of what `build_optimizer` returned."""
+        """Return the AdamW that holds this rank's state; `optimizer` is the result of `build_optimizer`."""
 
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
-        """Return the context of the forward and backward passes of a micro-batch. Collective.
+        """Return the context of the forward and backward passes of micro-batch `number` (from 0) of a step. Collective.
 
         Inside it, backward() adds to the gradients of the same logical rank. When the last micro-batch of a step is
         done, the gradients are summed over all logical ranks and divided by the number of ranks.
-
-        Args:
-            number: the number of the micro-batch in the step, counted from 0.
         """
 
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
@@ -71,9 +58,6 @@ class Strategy(Protocol):
 
         The squares are summed in fp64 and the norm is rounded to fp32, which removes the rounding errors of the sum. So
         the norm does not depend on how the gradients are sharded (docs/same_bits.md names the limits).
-
-        Args:
-            loss_scale: what the loss was multiplied by, a scalar.
 
         Returns:
             The norm of the unscaled gradients before clipping, a scalar, equal on every rank.
@@ -89,11 +73,9 @@ class PlainAdamW:
     power_sgd: PowerSGD | None = None
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW for what this rank holds of all parameters."""
         return torch.optim.AdamW(groups, **options)
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer itself."""
         return optimizer
 
 
@@ -108,14 +90,9 @@ class GradientCheck:
         self.is_due = not find_unused_parameters
 
     def __call__(self, model: torch.nn.Module, reached: Container[str] = ()) -> None:
-        """Check the parameters' gradients, unless that is done or not requested.
+        """Raise `AgreedError` if a parameter has had no gradient, unless that is checked already or not requested.
 
-        Args:
-            model: the plain model. It is the same on every rank, and so is the result of this check.
-            reached: the names of parameters that had a gradient which is not kept in `grad`.
-
-        Raises:
-            AgreedError: a parameter has had no gradient.
+        `reached` names parameters that had a gradient which is not kept in `grad`.
         """
         if not self.is_due:
             return

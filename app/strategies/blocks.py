@@ -24,11 +24,9 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 def sharded_groups(model: PreTrainedModel) -> list[list[torch.nn.Parameter]]:
     """Return the parameters that FSDP2 gathers together: those of each block, then those that belong to no block."""
     groups: list[list[torch.nn.Parameter]] = []
-    taken: set[torch.nn.Parameter] = set()
     for module in (*transformer_blocks(model), model):
-        group = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(group)
-        groups.append(group)
+        earlier = {parameter for group in groups for parameter in group}
+        groups.append([parameter for parameter in module.parameters() if parameter not in earlier])
     return groups
 
 
@@ -54,7 +52,7 @@ def _pass_through_one_function(
     block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     inputs, structure = tree_flatten((args, kwargs))
-    places = [i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+    places = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad]
     if not places or not torch.is_grad_enabled():
         return None
     for i, same in zip(places, _Identity.apply(*[inputs[i] for i in places]), strict=True):

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 
 from ..common.machine import DTYPES
 from ..distributed.world import World
-from .reduction import FixedOrderAllReduce, Gradients, TreeSum, gradients_in
+from .reduction import FixedOrderAllReduce, Gradients, TreeSum, future_on, gradients_in
 
 HOOK_DTYPES = {name: DTYPES[name] for name in ("fp16", "bf16")}
 # PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch
@@ -38,11 +38,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, *, world: World, dtype: torch.dtype, factor: int
     ) -> None:
-        """
-        Args:
-            dtype: fp16 or bf16.
-            factor: `loss_factor` of the run.
-        """
+        """Round to `dtype` (fp16 or bf16). `factor` is the `loss_factor` of the run."""
         super().__init__(parameters, sums, world)
         self.dtype, self.factor = dtype, factor
 
@@ -55,11 +51,9 @@ class RoundedAllReduce(FixedOrderAllReduce):
         return gradient.div_(self.world.size * self.factor).to(self.dtype)
 
     def add(self, leaf: Gradients) -> None:
-        """Add the gradients of one of this process's logical ranks other than the last one."""
         self.sums.add([self.compress(gradient) for gradient in leaf])
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
         buffer = bucket.buffer()
         compressed = self.compress(buffer)
         self.add_partial_sums(bucket, compressed)
@@ -89,12 +83,7 @@ class PowerSGD:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, *, total_steps: int, seed: int) -> None:
-        """
-        Args:
-            parameters: all that are trained.
-            total_steps: of the run; the gradients of the first `UNCOMPRESSED_SHARE` are not compressed.
-            seed: of the first approximation.
-        """
+        """Take all parameters that are trained. `seed` determines the first approximation."""
         self.parameters, self.world = parameters, world
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
@@ -102,15 +91,14 @@ class PowerSGD:
             None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
             matrix_approximation_rank=MATRIX_RANK,
             min_compression_rate=MIN_COMPRESSION_RATE,
-            start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),  # PyTorch requires at least 2
+            # The first step whose gradients are compressed. PyTorch requires at least 2.
+            start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),
             random_seed=seed,
         )
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Keep a bucket, and average all of them after the last one."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[self.world.device] if self.world.device.type == "cuda" else []
-        )
+        future = future_on(self.world.device)
         self.waiting.append((bucket.buffer(), future))
         self.gradients |= zip(bucket.parameters(), gradients_in(bucket, bucket.buffer()), strict=True)
         if bucket.is_last():
@@ -125,18 +113,19 @@ class PowerSGD:
             self.gradients.clear()
         return future
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what the next step depends on. The random numbers are drawn once, in the first compressed step."""
+    def _memory(self) -> dict[str, dict[int, torch.Tensor]]:
+        """Return the tensors of each bucket that the next step depends on, by name."""
+        # Random numbers are drawn once, in the first compressed step.
         state = self.hook_state
-        kept = {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-        return {"steps": torch.tensor(state.iter)} | {name: tensors[0] for name, tensors in kept.items() if tensors}
+        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {"steps": torch.tensor(self.hook_state.iter)}
+        return state | {name: by_bucket[0] for name, by_bucket in self._memory().items() if by_bucket}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        state = self.hook_state
-        state.iter = int(tensors["steps"])
-        kept = {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-        for name, by_bucket in kept.items():
+        self.hook_state.iter = int(tensors["steps"])
+        for name, by_bucket in self._memory().items():
             by_bucket.clear()
             if name in tensors:
                 # In memory of its own: matrix products may round differently if their operands are aligned differently.

@@ -14,15 +14,7 @@ from transformers import PreTrainedModel
 from ..data.sampler import BatchPlan
 from ..distributed.world import World
 from ..settings import Settings
-from .base import (
-    CLIP,
-    MICRO_BATCH,
-    GradientCheck,
-    PlainAdamW,
-    Tensors,
-    clip_by_norm,
-    sum_of_squares,
-)
+from .base import CLIP, MICRO_BATCH, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from .blocks import add_gradients_per_block
 from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce
 from .loss_scale import loss_factor
@@ -57,30 +49,23 @@ class DDPStrategy(PlainAdamW):
             gradient_as_bucket_view=True,  # otherwise each gradient is in memory twice
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # With one or two processes and one logical rank each, DDP's own all-reduce is the tree, because a + b = b + a.
-        own_all_reduce = self.world.size <= 2 and self.plan.logical_ranks_per_rank == 1
-        if self.settings.ddp_comm_hook != "no":
-            self.compress(wrapped)
-        elif not own_all_reduce:
-            self.fix_order(wrapped)
-        return wrapped
-
-    def fix_order(self, wrapped: DistributedDataParallel) -> None:
-        """Add gradients in the order of the tree."""
-        self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
-        wrapped.register_comm_hook(self.fixed_order, lambda hook, bucket: hook.average(bucket))
-
-    def compress(self, wrapped: DistributedDataParallel) -> None:
-        """Compress gradients before they are exchanged, also with one process, so that the results are the same."""
-        settings, plan = self.settings, self.plan
-        if settings.ddp_comm_hook == "power_sgd":
+        settings, plan, hook = self.settings, self.plan, self.settings.ddp_comm_hook
+        if hook == "power_sgd":
             self.power_sgd = PowerSGD(self.parameters, self.world, total_steps=plan.total_steps, seed=settings.seed)
-        else:
-            dtype, factor = HOOK_DTYPES[settings.ddp_comm_hook], loss_factor(settings.precision, plan)
+        elif hook != "no":  # also with one process, so that the results are the same
+            dtype, factor = HOOK_DTYPES[hook], loss_factor(settings.precision, plan)
             self.fixed_order = RoundedAllReduce(
                 self.parameters, self.sums, world=self.world, dtype=dtype, factor=factor
             )
-        wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
+        elif self.world.size > 2 or plan.logical_ranks_per_rank > 1:
+            self.fix_order()  # otherwise DDP's own all-reduce is the tree, because a + b = b + a
+        if self.power_sgd or self.fixed_order:
+            wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
+        return wrapped
+
+    def fix_order(self) -> None:
+        """Add gradients in the order of the tree. Measurements of DDP's own all-reduce override this."""
+        self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
@@ -110,14 +95,12 @@ class DDPStrategy(PlainAdamW):
 
     @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        """Clip by the norm of the averaged gradients, which is equal on every rank."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = (sum_of_squares(gradients).sqrt() / loss_scale).to(self.parameters[0].dtype)
         clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
         return norm
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
-        """Return the state dict on rank 0. Nothing has to be gathered."""
         return dict(model.state_dict()) if self.world.is_main_process else {}
 
 
@@ -131,7 +114,6 @@ class Zero1Strategy(DDPStrategy):
     shards_optimizer = True
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        """Return AdamW for this rank's share of the parameters."""
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.2 s, which the other strategies save
 
         return ZeroRedundancyOptimizer(
@@ -145,6 +127,5 @@ class Zero1Strategy(DDPStrategy):
         )
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer of this rank's parameters."""
         local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
         return local

@@ -19,15 +19,7 @@ from ..data.sampler import BatchPlan
 from ..distributed.topology import RankGroup
 from ..distributed.world import World
 from ..settings import Settings
-from .base import (
-    CLIP,
-    MICRO_BATCH,
-    GradientCheck,
-    PlainAdamW,
-    Tensors,
-    clip_by_norm,
-    sum_of_squares,
-)
+from .base import CLIP, MICRO_BATCH, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from .blocks import transformer_blocks
 from .reduction import TreeSum, reduce_scatter_pairwise
 from .shards import local_part
@@ -127,7 +119,6 @@ class FullyShardStrategy(PlainAdamW):
 
     @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        """Clip by the norm of all shards together. Collective."""
         gradients = [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         total = sum_of_squares(gradients).to(self.world.device)
         dist.all_reduce(total)
@@ -155,7 +146,6 @@ class PairwiseReduceScatter(ReduceScatter):
         self.levels = levels
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer that FSDP2 fills, or that receives the result."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(

@@ -37,15 +37,10 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=world.device)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, multiplied by the scale."""
         return loss * self.value if self.enabled else loss
 
     def update(self, grad_norm: torch.Tensor) -> None:
-        """Choose the scale of the next step.
-
-        Args:
-            grad_norm: the norm of the gradients of this step; not finite if they overflowed.
-        """
+        """Choose the scale of the next step; the norm of this step's gradients is not finite if they overflowed."""
         if not self.enabled:
             return
         finite = torch.isfinite(grad_norm)
@@ -55,10 +50,8 @@ class LossScale:
         self.good_steps = torch.where(grows, 0, self.good_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold."""
         return {"value": float(self.value) / self.factor, "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.value.fill_(state["value"] * self.factor)
         self.good_steps.fill_(state["good_steps"])

@@ -44,15 +44,12 @@ class TreeSum:
     def add_to_last_leaf(self, leaf: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         """Add all partial sums to gradients of the last logical rank, in place, in the order of the tree.
 
-        Args:
-            leaf: gradients of some of the parameters.
-            indices: the positions of these parameters in the lists that were passed to `add`.
+        `indices` are the positions of their parameters in the lists that were passed to `add`.
         """
         for _, partial_sum in reversed(self.partial_sums):
             torch._foreach_add_(list(leaf), [partial_sum[i] for i in indices])
 
     def clear(self) -> None:
-        """Prepare for the next optimizer step."""
         self.partial_sums.clear()
 
 
@@ -74,16 +71,13 @@ def reduce_scatter_pairwise(chunks: torch.Tensor, levels: Sequence[RankGroup]) -
     Sends the same number of bytes as a ring reduce-scatter, but all of them directly to a rank that adds them.
 
     Args:
-        chunks: shape (number of ranks, n).
+        chunks: shape (number of ranks, n). The result has the shape (n,).
         levels: `World.levels`.
-
-    Returns:
-        The sum, shape (n,).
     """
     if len(levels) == 1:
         part, received = chunks.view(-1), torch.empty_like(chunks).view(-1)
     else:
-        # A rank of a node adds what its node has for the ranks with the same local rank: these rows must be neighbors.
+        # A rank of a node adds its node's rows for all ranks with the same local rank: these rows must be neighbors.
         inside, between = levels
         part = chunks.view(between.size, inside.size, -1).transpose(0, 1).flatten()
         received = chunks.view(-1)
@@ -116,14 +110,15 @@ def gradients_in(bucket: GradBucket, buffer: torch.Tensor) -> Gradients:
 
 
 def buckets_in_flight(levels: int, on_gpus: bool) -> int:
-    """Return how many gradient buckets `FixedOrderAllReduce` receives at the same time.
-
-    Args:
-        levels: 2 with the exchange in two levels, otherwise 1.
-    """
+    """Return how many gradient buckets `FixedOrderAllReduce` receives at the same time, with 1 or 2 levels."""
     # On GPUs, one stream exchanges one bucket after another. On CPUs, each exchange starts its next collective when a
     # further bucket is ready: two for each level, and one more bucket for which the first collective starts.
     return 1 if on_gpus else 2 * levels + 1
+
+
+def future_on(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+    """Return the future of a communication hook, whose result is a tensor on this device."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
 
 class FixedOrderAllReduce:
@@ -137,11 +132,7 @@ class FixedOrderAllReduce:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
-        """
-        Args:
-            parameters: in the order of the lists that are passed to `TreeSum.add`.
-            sums: the partial sums of this process's other logical ranks.
-        """
+        """Average the gradients of `parameters`, in the order of the lists that `TreeSum.add` gets."""
         self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
         self.sums, self.world = sums, world
         self.in_flight: list[Exchange] = []
@@ -160,7 +151,6 @@ class FixedOrderAllReduce:
         return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.world.size)
 
     def add_partial_sums(self, bucket: GradBucket, gradients: torch.Tensor) -> None:
-        """Add the sums of this process's other logical ranks to a bucket's gradients, in place."""
         if self.sums.partial_sums:
             indices = [self.index[parameter] for parameter in bucket.parameters()]
             self.sums.add_to_last_leaf(gradients_in(bucket, gradients), indices)
@@ -168,8 +158,7 @@ class FixedOrderAllReduce:
     def exchange(self, buffer: torch.Tensor, is_last: bool, divisor: int) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a buffer over three or more ranks, in place, and to divide the sum.
 
-        Args:
-            is_last: whether this is the last buffer of the backward pass.
+        `is_last` marks the last buffer of the backward pass.
         """
         if self.stream is not None:
             return self._exchange_on(self.stream, buffer, divisor)
@@ -185,12 +174,10 @@ class FixedOrderAllReduce:
         return exchange.future
 
     def _advance(self, exchanges: Sequence[Exchange]) -> None:
-        """Start the next collective of each exchange. Finish those that have none, and keep their buffers.
-
-        The system clears new memory page by page, slowly.
-        """
+        """Start the next collective of each exchange. Finish the exchanges that have none."""
         for exchange in [exchange for exchange in exchanges if not exchange.start_next()]:
             exchange.finish()
+            # Buffers are used again, because the system clears new memory page by page, slowly.
             self.free.append(exchange.received)
             self.in_flight.remove(exchange)
 
@@ -222,19 +209,13 @@ class Exchange:
     """
 
     def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, *, divisor: int) -> None:
-        """Start the first collective.
+        """Start the first collective. The sum, divided by `divisor`, replaces the gradients in `buffer`.
 
-        Args:
-            buffer: gradients. The divided sum replaces them.
-            received: memory for the chunks of the other ranks, at least as large.
-            divisor: what the sum is divided by.
+        `received` is memory for the chunks of the other ranks, at least as large.
         """
         self.buffer, self.levels, self.received, self.divisor = buffer, world.levels, received, divisor
-        on_gpu = buffer.is_cuda
-        self.async_op = not on_gpu
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if on_gpu else []
-        )
+        self.async_op = not buffer.is_cuda
+        self.future = future_on(buffer.device)
         divided = len(buffer) // world.size * world.size
         self.divided, self.rest = buffer[:divided], buffer[divided:]
         self.received_rests = buffer.new_empty(world.size, len(self.rest))
@@ -246,7 +227,7 @@ class Exchange:
 
     def _collectives(self) -> Iterator[bool]:
         """Start one collective after another. Each of them needs the result of the one before."""
-        part, received, mine = self.divided, self.received[: len(self.divided)], self.divided
+        part, received, own_chunk = self.divided, self.received[: len(self.divided)], self.divided
         gathered = []
         for level in self.levels:
             arrived = rows_for(received, level)
@@ -256,9 +237,9 @@ class Exchange:
             yield True
             self._wait()
             part, received = sum_pairwise(arrived), arrived[-1]
-            gathered.append(rows_for(mine, level))
-            mine = gathered[-1][level.rank]
-        torch.div(part, self.divisor, out=mine)
+            gathered.append(rows_for(own_chunk, level))
+            own_chunk = gathered[-1][level.rank]
+        torch.div(part, self.divisor, out=own_chunk)
         for rows, level in zip(gathered[::-1], self.levels[::-1], strict=True):
             self._wait()
             self.work += all_gather_in_place(rows, level, self.async_op)

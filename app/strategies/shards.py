@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds. FSDP2 divides the rows (the first dimension) of each parameter."""
+"""This rank's shard of a tensor. FSDP2 divides the rows (the first dimension) of each parameter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds: all of it unless it is sharded. Shares memory with it."""
+    """Return a view of this rank's shard of a tensor, or of all of it if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():  # otherwise autograd records the operation, which takes longer than the operation
@@ -16,7 +16,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int | None, int]:
-    """Return the first row that this rank holds and the number of its rows; (None, 0) if the tensor is not sharded."""
+    """Return the first row and the number of rows of this rank's shard; (None, 0) if the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return None, 0
     mesh = tensor.device_mesh

@@ -22,10 +22,7 @@ class VectorTails:
     """Hooks that run before and after each step of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """
-        Args:
-            optimizer: fused AdamW, whose hooks are registered here.
-        """
+        """Register the hooks of `optimizer`, fused AdamW."""
         # Parameters, and the new tails of each: its own and those of its moments.
         self.updated: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         self.on_cpu: bool | None = None  # known from the first step on, when engines have placed the parameters
@@ -70,7 +67,7 @@ class VectorTails:
 
     @torch.no_grad()
     def write(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Replace what the step has written into the tails."""
+        """Replace the tails that the step has written."""
         for parameter, values in self.updated:
             state = optimizer.state[parameter]
             for tensor, value in zip((parameter, *(state[key] for key in MOMENTS)), values, strict=True):
@@ -91,9 +88,7 @@ class VectorTails:
 def tail_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a view of the elements that do not fill a vector.
 
-    Returns:
-        None if there are none, if they are on a GPU, or if they are not the last ones in memory, as in a transposed
-        tensor, which is never sharded.
+    None if there are none, on a GPU, or if they are not the last ones in memory: a transposed tensor is never sharded.
     """
     local = local_part(tensor.detach())
     n = local.numel() % (VECTOR_BYTES // local.element_size())

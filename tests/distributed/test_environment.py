@@ -80,13 +80,12 @@ def test_any_environment_is_accepted_or_a_user_error(variables):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("variables", [{"RANK": ""}, {"WORLD_SIZE": "2"}])
-def test_an_entry_point_prints_one_line(tmp_path, variables):
+def test_an_entry_point_prints_one_line(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     done = subprocess.run(
         [sys.executable, "-m", "app.ddp_loop", "--csv", SAMPLE_CSV],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(PROJECT)} | variables,
+        env=environment | {"PYTHONPATH": str(PROJECT), "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
         timeout=250,
@@ -95,7 +94,7 @@ def test_an_entry_point_prints_one_line(tmp_path, variables):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
-    assert next(iter(variables)) in line
+    assert "WORLD_SIZE" in line
 
 
 # ---- variables that accelerate launch exports ------------------------------------------------------------------------

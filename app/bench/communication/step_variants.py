@@ -9,7 +9,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ...data.sampler import BatchPlan
@@ -68,7 +67,7 @@ class Comparison:
 class PlainDDP(DDPStrategy):
     """DDP without logical ranks: its own all-reduce at any number of processes."""
 
-    def fix_order(self, wrapped: DistributedDataParallel) -> None:
+    def fix_order(self) -> None:
         """Keep DDP's all-reduce."""
 
 

@@ -65,7 +65,7 @@ class WithoutExchange(DDPStrategy):
         self.ready.append((bucket.buffer().nbytes, time.perf_counter()))
         return noop_hook(None, bucket)
 
-    def fix_order(self, wrapped: DistributedDataParallel) -> None:
+    def fix_order(self) -> None:
         """Register no other hook: DDP accepts only one."""
 
 
