@@ -26,7 +26,7 @@ READS = frozenset(
 class WaitBeforeReads(TorchFunctionMode):
     """Call `wait_for_device` before an operation that makes the host wait for this rank's device.
 
-    Such an operation waits inside CUDA, where Python can't raise if another rank has failed. A single wait before the
+    Such an operation waits inside CUDA, where Python cannot raise if another rank has failed. A single wait before the
     forward pass would not do: the host would wait there, and again for what was enqueued since then.
     """
 
@@ -35,7 +35,6 @@ class WaitBeforeReads(TorchFunctionMode):
         self.world = world
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         tensor: Any = None
         if func in READS or (func is torch.where and len(args) == 1):
             tensor = args[0] if args else (kwargs or {}).get("input")

@@ -22,13 +22,10 @@ NOT_CACHED = "the Hub cannot be reached, and the model is not in the local cache
 
 
 def resolve_commit(settings: ModelSettings) -> str | None:
-    """Resolve `--model` and `--revision` to a commit on the Hub.
+    """Return the commit of `--model` and `--revision` on the Hub; None for a local folder and for `tiny`.
 
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
-    commit.
-
-    Returns:
-        The commit hash, from the local cache if there is no connection. None for a local folder and for `tiny`.
+    commit. Without a connection, it is resolved from the local cache.
 
     Raises:
         UserError: There is no such model or revision, `--revision` is given for a model that is not on the Hub, or the
@@ -52,9 +49,7 @@ def resolve_commit(settings: ModelSettings) -> str | None:
 
 
 def check_folder(model: str) -> None:
-    """Check that a name that can only mean a local folder is a model folder.
-
-    Otherwise the Hub would report an invalid repository id.
+    """Check that a name that can only mean a local folder, which the Hub would call invalid, is a model folder.
 
     Raises:
         UserError: It is not a model folder.
@@ -73,11 +68,11 @@ def check_folder(model: str) -> None:
 
 
 def _check_json(model: str, name: str) -> None:
-    """Check that a file of a model folder is a JSON object, and that an index names the files that hold the weights."""
+    """Check that a file is a JSON object, and that an index names the files that hold the weights."""
     try:
         content = json.loads(Path(model, name).read_text(encoding="utf-8"))
     except OSError as problem:
-        raise UserError(f"--model {model}: {name} can't be read: {problem.strerror}") from None
+        raise UserError(f"--model {model}: {name} cannot be read: {problem.strerror}") from None
     except ValueError as problem:
         raise UserError(f"--model {model}: {name} is not valid JSON: {problem}") from None
     except RecursionError:
@@ -89,17 +84,12 @@ def _check_json(model: str, name: str) -> None:
 
 
 def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
-    """Call `from_pretrained` of an Auto class for the model of the settings.
-
-    Args:
-        auto_class: For example `AutoTokenizer`.
-        settings: The settings that name the model.
-        commit: What `resolve_commit` returned.
-        kwargs: Further arguments of `from_pretrained`.
+    """Call `from_pretrained` of an Auto class, such as `AutoTokenizer`, for the model of the settings.
 
     Raises:
         UserError: The model cannot be loaded.
     """
+    check_folder(settings.model)
     is_folder = Path(settings.model).is_dir()
     offline = not is_folder and _hub_commit(settings.model, settings.revision) is None
     if not is_folder:
@@ -118,7 +108,6 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
 
 
 def _reason(problem: Exception) -> str:
-    """Return one line that says why files can't be loaded."""
     if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file
         return f"{WEIGHTS_NAME} (or a part of it) is damaged, or holds more than weights"
     line, name = first_line(problem), type(problem).__name__
@@ -148,11 +137,6 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
 
 
 def first_line(problem: Exception) -> str:
-    """Return the first line of an exception's message, joined with the second one if it ends with a colon.
-
-    If the message is empty, return the exception's type.
-    """
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    if not lines:
-        return type(problem).__name__
+    """Return the first line of an exception's message, with the second one after a colon, or the exception's type."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -17,15 +17,13 @@ WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The content of a model's files, except its weights, which a checkpoint holds.
-
-    Paths are no part of it: a folder may be moved.
+    """The content of a model's files, but not their paths, nor the weights, which a checkpoint holds.
 
     Attributes:
         commit: the commit on the Hub; None for any other model.
-        config: the content of the config, as `describe_config` returns it.
-        code: the SHA-256 of the Python files in a local folder; None without `--trust_remote_code`.
-        tokens: the SHA-256 of the tokens of all reviews, as `hash_tokens` returns it.
+        config: the result of `describe_config`.
+        code: the result of `hash_code`.
+        tokens: the SHA-256 of the tokens of all reviews, from `hash_tokens`.
     """
 
     commit: str | None = None

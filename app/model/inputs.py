@@ -39,13 +39,9 @@ CAUSAL = _modules("gpt2", "llama", "qwen2")
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Copy a batch to this rank's device, without waiting for the copy if the loader pinned its memory.
+    """Copy a batch from the collator to this rank's device, without waiting for the copy if its memory is pinned.
 
-    The results of the model are bitwise those with the mask of the batch.
-
-    Args:
-        batch: as the collator returns it, on the CPU.
-        model: the plain model, whose architecture determines the mask. It may be sharded.
+    The results of the plain model, which may be sharded, are bitwise those with the mask of the batch.
     """
     inputs = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
     if "attention_mask" in inputs and bool(batch["attention_mask"].all()):
@@ -56,11 +52,7 @@ def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: 
 
 
 def expand_mask(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Replace a mask of tokens, (rows, length), by the mask of attention that the model would build from it.
-
-    Args:
-        inputs: with padding.
-    """
+    """Replace a mask of tokens with padding, (rows, length), by the attention mask that the model would build."""
     mask, config = inputs.get("attention_mask"), getattr(model, "config", None)
     if mask is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return inputs  # eager attention adds the mask to the scores, and expects numbers

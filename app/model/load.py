@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,19 +20,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    logging,
-)
+from transformers.trainer_utils import align_special_tokens
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from ..common.errors import UserError, raised_by_model
 from ..setting_groups import TINY, ModelSettings
 from ..settings import Settings
 from .config_checks import check_config
-from .hub import check_folder, fetch, first_line
+from .hub import fetch, first_line
 from .identity import describe_config
 from .precision import training_dtype
 from .tiny_bert import learn_tokenizer, tiny_config
@@ -50,7 +47,7 @@ class Classifier:
         model: The classifier, in training precision.
         pretrained: False if all weights were initialized from the seed.
         origin: Description for the startup message.
-        config: The content of the config, as `describe_config` returns it.
+        config: The result of `describe_config`.
     """
 
     model: PreTrainedModel
@@ -65,16 +62,13 @@ def load_tokenizer(
     """Load the model's tokenizer or, for `tiny`, learn one from the training rows.
 
     Args:
-        settings: The settings that name the model.
-        train_texts: The training reviews, used only for `tiny`.
-        commit: What `resolve_commit` returned.
+        commit: The result of `resolve_commit`.
 
     Raises:
         UserError: There is no such model, it has no usable tokenizer, or the Hub cannot be reached.
     """
     if settings.model == TINY:
         return learn_tokenizer(train_texts)
-    check_folder(settings.model)
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if tokenizer.pad_token_id is None:
         raise UserError(
@@ -86,16 +80,11 @@ def load_tokenizer(
 def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
     """Load the model's config; None for `tiny`, whose config depends on its vocabulary.
 
-    Args:
-        settings: The settings that name the model.
-        commit: What `resolve_commit` returned.
-
     Raises:
         UserError: There is no such model, or the Hub cannot be reached.
     """
     if settings.model == TINY:
         return None
-    check_folder(settings.model)
     config: PretrainedConfig = fetch(AutoConfig, settings, commit)
     return config
 
@@ -104,12 +93,6 @@ def classifier_config(
     settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, commit: str | None = None
 ) -> PretrainedConfig:
     """Return the model's config, with a head for the classes of the data.
-
-    Args:
-        settings: The settings that name the model and override its dropout.
-        class_names: The label of each class id.
-        tokenizer: The model's tokenizer.
-        commit: What `resolve_commit` returned.
 
     Raises:
         UserError: There is no such model, it does not match its tokenizer, or `max_length` exceeds what it can process.
@@ -134,13 +117,7 @@ def load_classifier(
     """Load the classifier in training precision.
 
     Weights that do not come with the model (the head, or all of them) are initialized from the seed, identically on
-    every rank.
-
-    Args:
-        settings: The settings that name the model.
-        class_names: The label of each class id.
-        tokenizer: The model's tokenizer. Its `model_input_names` are set to the inputs that the model accepts.
-        commit: What `resolve_commit` returned.
+    every rank. The tokenizer's `model_input_names` are set to the inputs that the model accepts.
 
     Raises:
         UserError: As `classifier_config`, or the model cannot classify sequences.
@@ -154,10 +131,9 @@ def load_classifier(
         origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     set_seed(settings.seed)
     if pretrained:
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # its warning about the new head is replaced by a line of the startup message
-        model = fetch(AutoModelForSequenceClassification, settings, commit, config=config, ignore_mismatched_sizes=True)
-        logging.set_verbosity(verbosity)
+        with _without_warnings():  # a line of the startup message replaces the one about the new head
+            options = {"config": config, "ignore_mismatched_sizes": True}
+            model = fetch(AutoModelForSequenceClassification, settings, commit, **options)
     else:
         model = build_from_config(settings, config)
     # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
@@ -170,7 +146,7 @@ def load_classifier(
 
 
 def is_pretrained(model: str) -> bool:
-    """Return whether the model has weights of its own."""
+    """Tell whether the model has weights of its own."""
     if model == TINY:
         return False
     folder = Path(model)
@@ -178,10 +154,7 @@ def is_pretrained(model: str) -> bool:
 
 
 def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a classifier with new weights.
-
-    Args:
-        options: further arguments of `from_config`, such as `dtype`.
+    """Return a classifier with new weights, with options of `from_config`, such as `dtype`.
 
     Raises:
         UserError: the model cannot classify sequences.
@@ -214,16 +187,18 @@ def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
     """
     config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
     config.return_dict = True  # both training paths access outputs by name
-    text_config = config.get_text_config()
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        token_id, declared = getattr(tokenizer, name), getattr(text_config, name, None)
-        if token_id is None or token_id == declared:
-            continue
-        if isinstance(declared, list):  # several tokens can end a text; keep the others
-            if token_id in declared:
-                continue
-            token_id = [token_id, *declared] if name == "eos_token_id" else token_id
-        setattr(text_config, name, token_id)
+    with _without_warnings():  # the function asks for a model, but uses its configs only
+        align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -244,10 +219,7 @@ def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
 
 
 def override_dropout(config: PretrainedConfig, probability: float) -> None:
-    """Set every dropout probability in a model's config, whatever the architecture calls it.
-
-    LayerDrop, which skips whole layers, is left unchanged.
-    """
+    """Set every dropout probability in a config, by any name, but not LayerDrop, which skips whole layers."""
     for name, value in config.to_dict().items():
         is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
         if is_number and ("dropout" in name or "pdrop" in name):
@@ -255,10 +227,7 @@ def override_dropout(config: PretrainedConfig, probability: float) -> None:
 
 
 def max_input_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the maximum number of tokens that the model can process.
-
-    Position embeddings below the padding id plus one are unused in models derived from RoBERTa.
-    """
+    """Return the maximum number of tokens that the model can process."""
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not positions or positions < 0:
         return int(tokenizer.model_max_length)

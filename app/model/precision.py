@@ -13,10 +13,6 @@ def training_dtype(precision: str) -> torch.dtype:
 
 
 def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
-    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32.
-
-    Args:
-        precision: the value of `--precision`.
-    """
-    dtype = DTYPES[precision] if precision in ("bf16", "fp16") else None
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32."""
+    enabled = precision in ("bf16", "fp16")
+    return torch.autocast(device.type, dtype=DTYPES[precision] if enabled else torch.bfloat16, enabled=enabled)

@@ -9,22 +9,13 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 
 VOCABULARY_SIZE = 8_000
 MAX_TOKEN_LENGTH = 4  # characters; longer tokens are whole phrases, too rare to learn from a few thousand reviews
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
 def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learn a BPE tokenizer over characters (Sennrich et al. 2016).
+    """Learn a BPE tokenizer over characters (Sennrich et al. 2016). From test reviews, it would be a leak.
 
     It is deterministic: equal texts give identical tokenizers with any number of threads.
-
-    Args:
-        texts: The training reviews only. A vocabulary learned from test rows would be a leak.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -54,10 +45,7 @@ def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(vocabulary_size: int, pad_token_id: int) -> BertConfig:
-    """Return the config of a BERT with about 1.5 million parameters.
-
-    An epoch of the real CSV takes half a minute on one CPU thread.
-    """
+    """Return the config of a BERT with about 1.5 million parameters."""
     return BertConfig(
         vocab_size=vocabulary_size,
         pad_token_id=pad_token_id,

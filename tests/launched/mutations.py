@@ -67,8 +67,8 @@ def one_label(world: World) -> Iterator[None]:
 def clip_value(world: World) -> Iterator[None]:
     """Gradients are clipped to 0.999 of the norm."""
 
-    def clip_more(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, scale: torch.Tensor) -> None:
-        clip_by_norm(gradients, norm, max_norm * 0.999, loss_scale=scale)
+    def clip_more(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, **options: Any) -> None:
+        clip_by_norm(gradients, norm, max_norm * 0.999, **options)
 
     with patch_everywhere("clip_by_norm", clip_more):
         yield

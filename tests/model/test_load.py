@@ -185,7 +185,7 @@ def test_layerdrop_requires_the_search_for_unused_parameters(folder):
     load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
     for strategy in ("zero2", "zero3"):
         settings = Settings(model=path, max_length=32, ddp_find_unused_parameters=True, strategy=strategy)
-        assert f"--strategy {strategy} can't: use ddp or zero1" in error_message(settings)
+        assert f"--strategy {strategy} cannot: use ddp or zero1" in error_message(settings)
 
 
 @pytest.mark.parametrize(
