@@ -25,8 +25,8 @@ class Activations:
     """The memory of one micro-batch, in bytes, without parameters and their gradients.
 
     Attributes:
-        saved: what the forward pass keeps for the backward pass.
-        peak: the most that exists at one time in the forward and backward passes, including what is saved.
+        saved: kept by the forward pass for the backward pass.
+        peak: the most that exists at one time in the forward and backward passes.
         weights: the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies.
     """
 
@@ -38,11 +38,11 @@ class Activations:
 def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int, device: torch.device) -> Activations:
     """Count the activations of a micro-batch from the model's own forward and backward passes.
 
-    Tensors have shapes, dtypes and a device, but no data, so this takes a second for a model of any size.
+    Tensors have shapes, dtypes and a device, but no data, so this takes a second for a model of any size. The device
+    decides which kernels attention uses.
 
     Args:
         rows: the rows of the micro-batch, each padded to `--max_length`.
-        device: decides which kernels attention uses, and so what they save.
 
     Raises:
         UserError: as for `empty_model` and `without_data`.
@@ -63,17 +63,13 @@ def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int
         memory = LiveMemory(parameters)
         with memory:
             batch = empty_batch(model, rows, settings.max_length)
-            with saved_tensors_hooks(keep, _unchanged), mixed_precision(settings.precision, device):
+            with saved_tensors_hooks(keep, lambda tensor: tensor), mixed_precision(settings.precision, device):
                 loss = model(**batch).loss
             n_saved = sum(storage.nbytes() for storage in saved.values())
             n_weights = sum(storage.nbytes() for key, storage in saved.items() if key in memory.copies)
             saved.clear()  # backward() frees them one after another
             loss.backward()
     return Activations(n_saved, memory.peak, n_weights)
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
@@ -85,21 +81,17 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         peak: the most bytes that existed at one time.
-        copies: `_cdata` of the storages that exist and are ignored ones in another dtype.
+        ignored: `_cdata` of the storages that are counted elsewhere.
+        copies: `_cdata` of the storages that are ignored ones in another dtype.
     """
 
     def __init__(self, ignored: Collection[int]) -> None:
-        """
-        Args:
-            ignored: `_cdata` of the storages that are counted elsewhere.
-        """
         super().__init__()
         self.peak = self.size = 0
         self.ignored, self.known = frozenset(ignored), set(ignored)
         self.copies: set[int] = set()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count the memory of its results unless it is shared with other tensors."""
         results = operation(*args, **(kwargs or {}))
         is_copy = operation is aten._to_copy.default and args[0].untyped_storage()._cdata in self.ignored
         for tensor in tree_leaves(results):

@@ -12,7 +12,6 @@ from ..common.formats import MIB
 from ..settings import STRATEGIES
 from .memory import RankMemory
 from .step import Plan
-from .tables import sent_by_purpose
 
 SMALLEST_PART = 1e-3  # of the longest bar
 
@@ -28,7 +27,7 @@ def draw_memory(plan: Plan) -> Figure:
 
 def draw_traffic(plan: Plan) -> Figure:
     """Draw what a rank sends under each strategy: gradients, parameters and the rest."""
-    sent = [sent_by_purpose(plan, strategy) for strategy in STRATEGIES]
+    sent = [plan.sent(strategy) for strategy in STRATEGIES]
     return draw_parts(
         {purpose: [one[purpose] for one in sent] for purpose in sent[0]}, "MiB that a rank sends per step"
     )

@@ -1,4 +1,4 @@
-"""`--dry_run`: print what a run will need on each rank, instead of training."""
+"""`--dry_run`: print the plan of a run, instead of training."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
 
 
 def check_sources(path_name: str, settings: Settings, sources: Sources, *, resume: Resume) -> None:
-    """Check the reviews' tokens, and that the checkpoint to resume from fits.
-
-    Args:
-        settings: as returned by `complete_settings`.
+    """Check the reviews' tokens, and that the checkpoint to resume from fits, as the run would.
 
     Raises:
-        UserError: what the run would report.
+        UserError: a check fails.
     """
-    config = describe_config(sources.config)
     rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
     check_rows(settings, sources.config, table=sources.table, rows=rows, lengths=lengths_of(rows))
     identity = ModelIdentity(
         sources.commit,
-        config,
+        describe_config(sources.config),
         hash_code(settings.model, settings.trust_remote_code),
         hash_tokens(rows, sources.tokenizer),
     )
-    fingerprint, total_steps = sources.split.fingerprint, sources.batches.total_steps
     check_compatible(
-        resume, path_name=path_name, settings=settings, fingerprint=fingerprint, total_steps=total_steps, model=identity
+        resume,
+        path_name=path_name,
+        settings=settings,
+        fingerprint=sources.split.fingerprint,
+        total_steps=sources.batches.total_steps,
+        model=identity,
     )

@@ -26,10 +26,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def without_data(device: torch.device) -> Iterator[None]:
-    """Create tensors without data in the block.
-
-    Args:
-        device: decides which kernels a model uses. It need not exist.
+    """Create tensors without data in the block, on a device that need not exist and decides which kernels a model uses.
 
     Raises:
         UserError: the model's computation depends on the values of tensors, or its own code fails.
@@ -42,21 +39,20 @@ def without_data(device: torch.device) -> Iterator[None]:
             yield
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as problem:
         raise UserError(
-            f"this model can't be planned, because its computation depends on the values of tensors: {problem}"
+            f"this model cannot be planned, because its computation depends on the values of tensors: {problem}"
         ) from None
     except Exception as problem:
         if not raised_by_model(problem):
             raise
-        raise UserError(f"this model can't be planned, because its own code fails: {first_line(problem)}") from None
+        raise UserError(f"this model cannot be planned, because its own code fails: {first_line(problem)}") from None
     finally:
         logger.setLevel(level)
 
 
 class SuppliedResults(TorchDispatchMode):
-    """Supply results that PyTorch can't compute for tensors without data."""
+    """Supply results that PyTorch cannot compute for tensors without data."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or return what its result would be."""
         # Encoder-decoders such as BART and T5 classify the end of a text: they select the hidden state of the
         # end-of-sequence token in each row, and check that all rows have equally many. Here every row has one.
         if operation is aten.unique_consecutive.default:
@@ -90,7 +86,7 @@ def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel
     with no_init_weights():
         model = build_from_config(settings, config, dtype=dtype)
     model.tie_weights()  # the initialization would do it
-    for module in model.modules():  # model.to(dtype) can't replace tensors without data
+    for module in model.modules():  # model.to(dtype) cannot replace tensors without data
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
@@ -101,11 +97,7 @@ def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel
 
 
 def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a model for a batch with padding, without data. Call it inside `without_data`.
-
-    Args:
-        length: the tokens of each row, with padding.
-    """
+    """Return a batch of rows padded to a length, without data. Call it inside `without_data`."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
     return expand_mask(batch, model)

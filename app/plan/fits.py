@@ -1,4 +1,4 @@
-"""What of a plan fits into the memory of a device, and what to change if nothing does."""
+"""The strategies that fit into the memory of a device, and the flags to change if none does."""
 
 from __future__ import annotations
 
@@ -39,20 +39,19 @@ def needed(plan: Plan, variant: Variant) -> int:
 
 
 def traffic_of(plan: Plan, variant: Variant) -> tuple[float, float]:
-    """Return the bytes that leave a node in a step, and those that a rank sends."""
-    collectives = plan.traffic(variant[0])
-    leaving = sum(collective.leaving(plan.topology) for collective in collectives) if plan.topology.nodes > 1 else 0
-    return leaving, sum(collective.sent(plan.topology) for collective in collectives)
+    """Return the bytes that leave a node in a step, and the bytes that a rank sends."""
+    strategy, _ = variant
+    return sum(plan.leaving(strategy).values()), sum(plan.sent(strategy).values())
 
 
 def cheapest(plan: Plan, variants: list[Variant]) -> str:
     """Return the strategy that sends least: between the nodes if there are several. Ties go to the simpler strategy."""
+    several_nodes = plan.topology.nodes > 1
     traffic = {variant: traffic_of(plan, variant) for variant in variants}
-    column = 0 if plan.topology.nodes > 1 else 1
-    least = min(sent[column] for sent in traffic.values())
-    chosen = next(variant for variant in variants if traffic[variant][column] <= least * SAME_TRAFFIC)
+    compared = {variant: leaving if several_nodes else sent for variant, (leaving, sent) in traffic.items()}
+    chosen = next(variant for variant in variants if compared[variant] <= min(compared.values()) * SAME_TRAFFIC)
     leaving, sent = traffic[chosen]
-    per_node = f", and {mib(leaving)} MiB leave each node" if plan.topology.nodes > 1 else ""
+    per_node = f", and {mib(leaving)} MiB leave each node" if several_nodes else ""
     return f"`{label(chosen)}` (each rank sends {mib(sent)} MiB per step{per_node})"
 
 
@@ -86,11 +85,7 @@ def largest_that_fits(free: int, count: Callable[[int], Activations]) -> int:
 
 
 def verdict(plan: Plan, budget: int | None) -> str:
-    """Return which strategies fit into the memory of the device, which of them sends least, or what to change.
-
-    Args:
-        budget: the memory of the device in bytes, or None if it is unknown.
-    """
+    """Return the strategies that fit into the memory of the device and the one that sends least, or flags to change."""
     sizes = {variant: needed(plan, variant) for variant in VARIANTS}
     smallest = min(sizes, key=lambda variant: sizes[variant])
     least = f"`{label(smallest)}` needs the least: {mib(sizes[smallest])} MiB"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What the memory and the traffic of a step depend on besides the model, the strategy and the ranks.
+    """Further inputs of the formulas for memory and traffic, besides the model, the strategy and the ranks.
 
     Attributes:
         bucket_cap: DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller.
@@ -78,6 +78,11 @@ class StepOptions:
     find_unused_parameters: bool = False
     on_gpus: bool = False
 
+    def sent_bytes(self, gradient: torch.Tensor) -> int:
+        """Return the bytes of an element of a gradient that is exchanged."""
+        dtype = HOOK_DTYPES.get(self.comm_hook, gradient.dtype)
+        return dtype.itemsize
+
 
 def plan_memory(
     model: PreTrainedModel,
@@ -86,51 +91,42 @@ def plan_memory(
     topology: Topology,
     options: StepOptions = StepOptions(),  # it is immutable
 ) -> list[RankMemory]:
-    """Return the memory of each rank.
+    """Return the memory of each rank, from the shapes of a model, which may be on the meta device.
 
     `ddp`: each rank holds everything. `zero1` (Rajbhandari et al. 2020, section 5.1): everything but the moments of the
     parameters that other ranks update; `ZeroRedundancyOptimizer` assigns complete parameters. `zero2` and `zero3`
     (sections 5.2 and 5.3): a shard of everything; FSDP2 divides the rows of each parameter. AdamW's step counters, 4
     bytes per parameter tensor, are left out.
-
-    Args:
-        model: only its shapes are used: the parameters may be on the meta device.
     """
-    ranks, comm_hook = topology.ranks, options.comm_hook
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = sum(bytes_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
-    complete = sum(map(bytes_of, parameters))
+    ranks = topology.ranks
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    complete = total_bytes(trainable)
     n_partial_sums = (options.logical_ranks_per_rank - 1).bit_length()
     in_progress = complete if options.accumulation_steps > 1 else 0
     if strategy in WRAPPED_IN_DDP:
-        element = parameters[0].element_size()
-        sent = (
-            HOOK_DTYPES[comm_hook].itemsize if comm_hook in HOOK_DTYPES else element
-        )  # bytes of an element that is exchanged
+        sent = complete // trainable[0].element_size() * options.sent_bytes(trainable[0])
         buckets = buckets_in_flight(2 if topology.two_levels else 1, options.on_gpus) if ranks > 2 else 0
-        received = min(complete, buckets * max(options.bucket_cap or BUCKET_CAP, *map(bytes_of, parameters)))
-        exchange = received * sent // element
-        if comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
-            exchange += complete * sent // element
-        elif comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
+        received = min(complete, buckets * max(options.bucket_cap or BUCKET_CAP, *map(bytes_of, trainable)))
+        exchange = received * sent // complete
+        if options.comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
+            exchange += sent
+        elif options.comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
             exchange = 4 * complete
-        shares = [complete] * ranks
-        if strategy == "zero1":
-            shares = [sum(map(bytes_of, share)) for share in assign_to_ranks(parameters, ranks)]
+        updated = map(total_bytes, assign_to_ranks(trainable, ranks)) if strategy == "zero1" else [complete] * ranks
         # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
-        sums = n_partial_sums * complete * sent // element
+        sums = n_partial_sums * sent
+        replicated = complete + total_bytes(frozen)
         return [
-            RankMemory(complete + frozen, complete, N_MOMENTS * share, 0, exchange, in_progress, sums)
-            for share in shares
+            RankMemory(replicated, complete, N_MOMENTS * share, 0, exchange, in_progress, sums) for share in updated
         ]
-    *blocks, rest = (sum(map(bytes_of, group)) for group in sharded_groups(model))
+    *blocks, rest = map(total_bytes, sharded_groups(model))
     # ZeRO-3 gathers the next block while it uses this one.
-    gathered = complete + frozen if strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
+    gathered = complete + total_bytes(frozen) if strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
     exchange = 3 * max([rest, *blocks])  # the gradients of a block, their copy that is sent, and what is received
     plans = []
     for rank in range(ranks):
-        shard = sum(_shard_bytes(parameter, rank, ranks) for parameter in parameters)
-        frozen_shard = sum(_shard_bytes(p, rank, ranks) for p in model.parameters() if not p.requires_grad)
+        shard, frozen_shard = (sum(_shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
         sums = n_partial_sums * shard
         plans.append(RankMemory(shard + frozen_shard, shard, N_MOMENTS * shard, gathered, exchange, in_progress, sums))
     return plans
@@ -138,7 +134,7 @@ def plan_memory(
 
 def gathered_after_forward(model: PreTrainedModel, strategy: str) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
-    return sum(map(bytes_of, model.parameters())) if strategy == "zero2" else 0
+    return total_bytes(model.parameters()) if strategy == "zero2" else 0
 
 
 def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
@@ -159,6 +155,10 @@ def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list
 
 def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(map(bytes_of, tensors))
 
 
 def _shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:

@@ -1,10 +1,11 @@
-"""What a training step will need on each rank: predicted from the model's config, without weights and without ranks."""
+"""The plan of a training step on each rank: predicted from the model's config, without weights and without ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,22 +22,20 @@ from ..strategies.blocks import add_gradients_per_block
 from ..training.build import read_and_split
 from .activations import Activations, count_activations
 from .empty_model import empty_model, gradient_order, without_data
-from .memory import RankMemory, StepOptions, bytes_of, plan_memory
-from .traffic import Collective, plan_traffic
+from .memory import RankMemory, StepOptions, plan_memory, total_bytes
+from .traffic import Collective, by_purpose, plan_traffic
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known about a training step before it is computed.
+    """A training step before it is computed.
 
     Attributes:
         model: has shapes, but no data.
         order: the parameters that get a gradient, in the order in which backward() computes them.
-        batches: how the rows of the step are divided.
         device: where the ranks train.
-        topology: the nodes of the ranks.
-        count: returns the activations of a number of rows of `--max_length` tokens, with the run's precision and
-            activation checkpointing or with others.
+        count: returns the activations of a number of rows of `--max_length` tokens, with the run's `precision` and
+            `activation_checkpointing` or with others.
     """
 
     settings: Settings
@@ -55,11 +54,10 @@ class Plan:
     @property
     def start(self) -> int:
         """The complete model, which each rank loads into main memory before the strategy shards it."""
-        return sum(map(bytes_of, (*self.model.parameters(), *self.model.buffers())))
+        return total_bytes((*self.model.parameters(), *self.model.buffers()))
 
     @property
     def options(self) -> StepOptions:
-        """What the formulas for memory and traffic need of the settings and the batches."""
         settings, cap = self.settings, self.settings.ddp_bucket_cap_mb
         # Without the flag, the run would end in its first step and ask for it.
         unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
@@ -81,7 +79,6 @@ class Plan:
         return Topology(ranks, inside if self.topology.nodes > 1 and ranks % inside == 0 else None)
 
     def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
-        """Return the memory of each rank."""
         return plan_memory(self.model, strategy, topology=self.at(ranks), options=self.options)
 
     def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
@@ -89,8 +86,17 @@ class Plan:
         return max(self.memory(strategy, ranks), key=lambda memory: memory.total)
 
     def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
-        """Return the collectives of a training step."""
         return plan_traffic(self.model, self.order, strategy=strategy, topology=self.at(ranks), options=self.options)
+
+    def sent(self, strategy: str, ranks: int | None = None) -> dict[str, float]:
+        """Return the bytes that a rank sends in a step, by purpose."""
+        topology = self.at(ranks)
+        return by_purpose(self.traffic(strategy, ranks), lambda collective: collective.sent(topology))
+
+    def leaving(self, strategy: str, ranks: int | None = None) -> dict[str, float]:
+        """Return the bytes that leave a node in a step, by purpose."""
+        topology = self.at(ranks)
+        return by_purpose(self.traffic(strategy, ranks), lambda collective: collective.leaving(topology))
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:
@@ -104,18 +110,12 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
 
 
 def device_of(use_cpu: bool) -> torch.device:
-    """Return where the ranks of a run train."""
     return torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run reads before it loads weights.
-
-    Attributes:
-        commit: the Hub commit of the model, None for any other model.
-        config: the model's config.
-    """
+    """The files that a run reads before it loads weights. The commit is None for a model that is not on the Hub."""
 
     table: ReviewTable
     split: Split
@@ -152,14 +152,7 @@ def plan_step(
         order = gradient_order(model, settings, batches.micro_size, device=device)
 
     @cache
-    def count(rows: int, precision: str | None = None, activation_checkpointing: bool | None = None) -> Activations:
-        variant = replace(
-            settings,
-            precision=precision or settings.precision,  # type: ignore[arg-type]
-            activation_checkpointing=(
-                settings.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
-            ),
-        )
-        return count_activations(variant, config, rows=rows, device=device)
+    def count(rows: int, **changes: Any) -> Activations:
+        return count_activations(replace(settings, **changes), config, rows=rows, device=device)
 
     return Plan(settings, model, order, batches, device, topology, count)

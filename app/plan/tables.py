@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from ..common.formats import markdown_table, mib
@@ -20,8 +21,6 @@ TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
     "much as it sends. Sizes are those of the tensor that is reduced, sent or gathered."
 )
-
-
 NODES_NOTE = (
     "These are the bytes that all ranks of a node send to other nodes. All-gathers and all-reduces among all ranks are "
     "assumed to be rings."
@@ -34,24 +33,20 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     Args:
         budget: the memory of a device in bytes; None: that of this machine's GPU, if the ranks train on GPUs.
     """
+    by_ranks = table_of_traffic_by_ranks(plan, plan.sent)
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
         f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, VARIANTS)}",
         *notes_on_memory(plan),
         f"## Memory of the device by the number of ranks, in MiB\n\n{table_of_memory_by_ranks(plan)}\n{RANKS_NOTE}\n",
         f"## Activations, in MiB\n\n{table_of_activations(plan)}",
-    ]
-    by_ranks = table_of_traffic_by_ranks(plan, sent_by_purpose)
-    parts += [
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, STRATEGIES)}",
         f"## Traffic by the number of ranks, in MiB\n\n{by_ranks}\n{RANKS_NOTE}\n",
     ]
     if plan.topology.nodes > 1:
-        nodes = table_of_traffic_by_ranks(plan, leaving_by_purpose)
+        nodes = table_of_traffic_by_ranks(plan, plan.leaving)
         parts.append(f"## Traffic that leaves a node, by the number of ranks, in MiB\n\n{nodes}\n{NODES_NOTE}\n")
-    parts += [
-        f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n",
-    ]
+    parts.append(f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, STRATEGIES)}\n{TRAFFIC_NOTE}\n")
     budget = budget or memory_of_device(plan)
     if budget is not None:
         parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
@@ -78,7 +73,6 @@ def describe_run_plan(plan: Plan) -> str:
 
 
 def notes_on_memory(plan: Plan) -> list[str]:
-    """Return what a table of memory does not say: the start of a run, and whose kernels were counted."""
     notes = [
         f"At the start, each rank loads the complete model into main memory: {mib(plan.start)} MiB for each rank of a "
         "node. `zero2` and `zero3` then move one block at a time to the device, which needs less there than a step.\n"
@@ -92,7 +86,6 @@ def notes_on_memory(plan: Plan) -> list[str]:
 
 
 def headline(plan: Plan) -> str:
-    """Return what the plan is for."""
     settings = plan.settings
     n = sum(parameter.numel() for parameter in plan.model.parameters())
     checkpointing = ", activation checkpointing" if settings.activation_checkpointing else ""
@@ -103,7 +96,6 @@ def headline(plan: Plan) -> str:
 
 
 def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
-    """Return a table with one line per strategy and one column per kind of memory."""
     rows = []
     for strategy, offload in variants:
         memory = plan.largest_memory(strategy)
@@ -135,8 +127,7 @@ def table_of_memory_by_ranks(plan: Plan) -> str:
 
 def table_of_activations(plan: Plan) -> str:
     """Return a table of what precision and activation checkpointing save."""
-    variants = activation_variants(plan)
-    rows = [[*names, mib(found.saved), mib(found.weights), mib(found.peak)] for *names, found in variants]
+    rows = [[*names, *map(mib, (a.saved, a.weights, a.peak))] for *names, a in activation_variants(plan)]
     header = ["precision", "checkpointing", "kept for the backward pass", "16-bit weights (included)", "peak"]
     return markdown_table(header, rows, text_columns=2)
 
@@ -147,49 +138,27 @@ def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
     # With fp64, parameters and gradients are in fp64 too, and the plan has no others.
     for precision in ("fp64",) if own == "fp64" else dict.fromkeys(("fp32", "bf16", own)):
         for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):
-            activations = plan.count(plan.batches.micro_size, precision, checkpointing)
-            yield precision, "yes" if checkpointing else "no", activations
+            changes = {"precision": precision, "activation_checkpointing": checkpointing}
+            yield precision, "yes" if checkpointing else "no", plan.count(plan.batches.micro_size, **changes)
 
 
 def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
-    """Return a table with one line per strategy and one column per purpose."""
     rows = []
     several_nodes = plan.topology.nodes > 1
     for strategy in strategies:
-        sent = sent_by_purpose(plan, strategy)
+        sent = plan.sent(strategy)
         other = sum(sent.values()) - sent["gradients"] - sent["parameters"]
         cells = [sent["gradients"], sent["parameters"], other, sum(sent.values())]
-        cells += [sum(leaving_by_purpose(plan, strategy).values())] if several_nodes else []
+        cells += [sum(plan.leaving(strategy).values())] if several_nodes else []
         rows.append([strategy, *map(mib, cells)])
     header = ["strategy", "gradients", "parameters", "buffers and norm", "total"]
     return markdown_table(header + (["leaves a node"] if several_nodes else []), rows)
 
 
-def sent_by_purpose(plan: Plan, strategy: str, ranks: int | None = None) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step for gradients, parameters, buffers and the norm."""
-    return _by_purpose(plan.traffic(strategy, ranks), lambda collective: collective.sent(plan.at(ranks)))
-
-
-def leaving_by_purpose(plan: Plan, strategy: str, ranks: int | None = None) -> dict[str, float]:
-    """Return the bytes that leave a node in a step, for the same purposes."""
-    return _by_purpose(plan.traffic(strategy, ranks), lambda collective: collective.leaving(plan.at(ranks)))
-
-
-def _by_purpose(collectives: Sequence[Collective], count: Callable[[Collective], float]) -> dict[str, float]:
-    by_purpose = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
-    for collective in collectives:
-        by_purpose[collective.purpose] += count(collective)
-    return by_purpose
-
-
-def table_of_traffic_by_ranks(plan: Plan, count: Callable[[Plan, str, int], dict[str, float]]) -> str:
-    """Return a table with one line per strategy and one column per number of ranks.
-
-    Args:
-        count: `sent_by_purpose` or `leaving_by_purpose`.
-    """
+def table_of_traffic_by_ranks(plan: Plan, count: Callable[[str, int], dict[str, float]]) -> str:
+    """Return a table of `plan.sent` or `plan.leaving` with one line per strategy and one column per number of ranks."""
     numbers = numbers_of_ranks(plan)
-    rows = [[name, *(mib(sum(count(plan, name, n).values())) for n in numbers)] for name in STRATEGIES]
+    rows = [[name, *(mib(sum(count(name, n).values())) for n in numbers)] for name in STRATEGIES]
     return markdown_table(["strategy", *(f"{ranks:,}" for ranks in numbers)], rows)
 
 
@@ -198,9 +167,7 @@ def table_of_collectives(plan: Plan, strategies: Sequence[str]) -> str:
     rows = []
     several_nodes = plan.topology.nodes > 1
     for strategy in strategies:
-        for _, group in groupby(
-            plan.traffic(strategy), key=lambda c: (c.purpose, c.operation, c.size, c.times, c.among)
-        ):
+        for _, group in groupby(plan.traffic(strategy), key=lambda collective: replace(collective, what="")):
             same = list(group)
             sent = sum(collective.sent(plan.topology) for collective in same)
             times = sum(collective.times for collective in same)
@@ -216,6 +183,6 @@ def table_of_collectives(plan: Plan, strategies: Sequence[str]) -> str:
 
 
 def name_of(collectives: Sequence[Collective]) -> str:
-    """Return the name of one collective, or of several whose names end with consecutive numbers."""
+    """Name collectives whose names end with consecutive numbers."""
     first, last = collectives[0].what, collectives[-1].what
     return first if len(collectives) == 1 else f"{first} to {last.split()[-1]}"

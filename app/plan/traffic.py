@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..distributed.topology import Topology
 from ..strategies.blocks import sharded_groups
-from ..strategies.compression import HOOK_DTYPES, MATRIX_RANK, is_compressed, matrix_shape
+from ..strategies.compression import MATRIX_RANK, is_compressed, matrix_shape
 from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, bytes_of
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
@@ -30,7 +30,6 @@ class Collective:
         what: which of them, such as `bucket 1`.
         operation: `all-reduce`, `all-gather`, `all-to-all` or `broadcast`.
         size: bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result.
-        times: how often a training step calls it.
         among: `ALL`; or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients.
     """
 
@@ -70,8 +69,15 @@ class Collective:
         return self.sent(topology)
 
 
+def by_purpose(collectives: Sequence[Collective], count: Callable[[Collective], float]) -> dict[str, float]:
+    """Add up a number of bytes for gradients, parameters, buffers and the norm."""
+    sizes = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
+    for collective in collectives:
+        sizes[collective.purpose] += count(collective)
+    return sizes
+
+
 def ranks_of(among: str, topology: Topology) -> int:
-    """Return the number of ranks that take part in a collective."""
     return {ALL: topology.ranks, INSIDE: topology.inside, BETWEEN: topology.nodes}[among]
 
 
@@ -85,22 +91,23 @@ def plan_traffic(
 ) -> list[Collective]:
     """Return the collectives of a training step, except for the first one, in which DDP has a single bucket.
 
+    PowerSGD is planned for the steps in which it compresses.
+
     Args:
         model: only its shapes are used: the parameters may be on the meta device.
         order: the parameters that get a gradient, in the order in which backward() computes them.
-        options: PowerSGD is planned for the steps in which it compresses.
     """
     if strategy in ("zero2", "zero3"):
         return _sharded(model, order, strategy=strategy, topology=topology, options=options)
-    comm_hook, collectives = options.comm_hook, _buffers(model)
+    collectives = _buffers(model)
     buckets = gradient_buckets(
         model, order, bucket_cap=options.bucket_cap, find_unused_parameters=options.find_unused_parameters
     )
-    if comm_hook == "power_sgd":
+    if options.comm_hook == "power_sgd":
         collectives += _low_rank(list(order))
     else:
         for number, bucket in enumerate(buckets, start=1):
-            element = HOOK_DTYPES[comm_hook].itemsize if comm_hook in HOOK_DTYPES else bucket[0].element_size()
+            element = options.sent_bytes(bucket[0])
             elements = sum(parameter.numel() for parameter in bucket)
             collectives += _average(f"bucket {number}", elements, element, topology=topology, on_gpus=options.on_gpus)
     if options.find_unused_parameters:
@@ -124,38 +131,33 @@ def gradient_buckets(
     If it searches for unused parameters, it keeps its first buckets, which are in the reverse order of the model.
     (`Reducer::rebuild_buckets` and `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.)
     """
-    cap = bucket_cap or BUCKET_CAP
-    first_cap = bucket_cap or FIRST_BUCKET_CAP
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ordered: list[torch.Tensor] = list(parameters if find_unused_parameters else order)
-    buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
-        ordered, [first_cap, cap], [False] * len(ordered), list(range(len(ordered)))
+    caps = [bucket_cap or FIRST_BUCKET_CAP, bucket_cap or BUCKET_CAP]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ordered: list[torch.Tensor] = list(trainable if find_unused_parameters else order)
+    indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        ordered, caps, [False] * len(ordered), list(range(len(ordered)))
     )
-    in_order = [[ordered[i] for i in bucket] for bucket in buckets]
-    return in_order[::-1] if find_unused_parameters else in_order
+    buckets = [[ordered[i] for i in bucket] for bucket in indices]
+    return buckets[::-1] if find_unused_parameters else buckets
 
 
 def _average(what: str, elements: int, element: int, *, topology: Topology, on_gpus: bool) -> list[Collective]:
-    """Return the collectives that average a bucket (`FixedOrderAllReduce`, or DDP's own all-reduce).
-
-    Args:
-        element: bytes of an element.
-    """
+    """Return the collectives that average a bucket of elements of some bytes (`FixedOrderAllReduce`, or DDP's own)."""
     ranks = topology.ranks
     if ranks <= 2:
         return [Collective("gradients", what, "all-reduce", elements * element)]
     rest = elements % ranks * element
     divided = elements * element - rest
-    collectives = _summed(what, divided, topology)
-    if rest:
-        collectives.append(Collective("gradients", f"{what}, rest", "all-gather", ranks * rest))
-    for one in _summed(what, divided, topology)[::-1]:
+    sums = _summed(what, divided, topology)
+    rests = [Collective("gradients", f"{what}, rest", "all-gather", ranks * rest)] if rest else []
+    averages = []
+    for level in reversed(sums):
         if on_gpus:
-            collectives.append(replace(one, operation="all-gather"))
+            averages.append(replace(level, operation="all-gather"))
         else:
-            n = ranks_of(one.among, topology)
-            collectives.append(replace(one, operation="broadcast", size=one.size // n, times=n))
-    return collectives
+            n = ranks_of(level.among, topology)
+            averages.append(replace(level, operation="broadcast", size=level.size // n, times=n))
+    return sums + rests + averages
 
 
 def _summed(what: str, size: int, topology: Topology, *, times: int = 1) -> list[Collective]:
@@ -194,21 +196,15 @@ def _buffers(model: PreTrainedModel) -> list[Collective]:
 
 
 def _sharded(
-    model: PreTrainedModel,
-    order: Sequence[torch.Tensor],
-    *,
-    strategy: str,
-    topology: Topology,
-    options: StepOptions,
+    model: PreTrainedModel, order: Sequence[torch.Tensor], *, strategy: str, topology: Topology, options: StepOptions
 ) -> list[Collective]:
     """Return FSDP2's collectives, with the rows that it adds to make shards equal, and that of the gradient norm.
 
     A group of parameters is gathered once in each forward pass, under ZeRO-3 also in each backward pass. Its gradients
     are exchanged once per logical rank.
     """
-    ranks = topology.ranks
+    ranks, with_gradient = topology.ranks, set(order)
     gathers = options.logical_ranks_per_rank * options.accumulation_steps * (2 if strategy == "zero3" else 1)
-    with_gradient = set(order)
     gathered: list[Collective] = []
     exchanged: list[Collective] = []
     *blocks, rest = sharded_groups(model)

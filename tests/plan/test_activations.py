@@ -100,8 +100,8 @@ def test_parameters_that_are_not_trained_need_no_gradient():
     ("config", "problem"),
     [
         # Its attention heads don't fill the hidden size.
-        (HeliumConfig(**SMALL, num_key_value_heads=4, head_dim=16), "can't be planned, because its own code fails: "),
-        (LongformerConfig(**SMALL), "can't be planned, because its computation depends on the values of tensors"),
+        (HeliumConfig(**SMALL, num_key_value_heads=4, head_dim=16), "cannot be planned, because its own code fails: "),
+        (LongformerConfig(**SMALL), "cannot be planned, because its computation depends on the values of tensors"),
     ],
     ids=["helium", "longformer"],
 )
@@ -132,7 +132,7 @@ def test_weights_of_any_size_need_no_memory():
 
 def test_a_computation_that_depends_on_data_is_refused():
     with (
-        pytest.raises(UserError, match=r"can't be planned, because its computation depends on the values"),
+        pytest.raises(UserError, match=r"cannot be planned, because its computation depends on the values"),
         without_data(CPU),
     ):
         torch.ones(3).sum().item()
