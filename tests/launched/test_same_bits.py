@@ -79,6 +79,7 @@ def one_rank(folder) -> Path:
         for variant, flags in VARIANTS.items()
     }
     runs[run_name("trainer_run", 1, "zero3")] = TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"])
+    runs["eight-1"] = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])
     runs["overflow"] = TrainingRun("ddp_loop", [*FLAGS, *VARIANTS["-fp16"]], mutation="large_loss_scale")
     require_success(run_many(folder, runs | with_bugs(1), ranks=0))
     return folder
@@ -109,6 +110,14 @@ def four_ranks(two_ranks) -> Path:
     }
     require_success(run_many(two_ranks, runs | with_bugs(4), ranks=4))
     return two_ranks
+
+
+@pytest.fixture(scope="module")
+def many_ranks(one_rank) -> Path:
+    """One run of four ranks and one of eight: the cells of larger jobs that the tests without the slow ones include."""
+    require_success(run_many(one_rank, {"four": TrainingRun("ddp_loop", FLAGS)}, ranks=4))
+    require_success(run_many(one_rank, {"eight": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])}, ranks=8))
+    return one_rank
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +171,11 @@ def test_activation_checkpointing_changes_no_bit(one_rank):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_resumes_with_other_ranks_and_another_strategy(two_ranks, path):
     assert hash_run(two_ranks / f"resumed-{path}-2") == reference(two_ranks)
+
+
+def test_four_and_eight_ranks_train_like_one(many_ranks):
+    assert hash_run(many_ranks / "four") == reference(many_ranks)
+    assert hash_run(many_ranks / "eight") == hash_run(many_ranks / "eight-1") != reference(many_ranks)
 
 
 @pytest.mark.slow
