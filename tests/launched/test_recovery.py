@@ -190,7 +190,7 @@ def test_shards_that_do_not_fill_vector_registers_train_to_the_same_bits(three_r
 @pytest.mark.slow
 def test_a_number_of_ranks_that_does_not_divide_the_logical_ranks_is_refused(three_ranks, shared):
     problem = three_ranks["refused-3"].problem
-    assert problem == "AgreedError: --logical_ranks 2 can't be divided among 3 ranks: start 1 or 2 rank(s)"
+    assert problem == "AgreedError: --logical_ranks 2 cannot be divided among 3 ranks: start 1 or 2 rank(s)"
     assert not (shared / "refused-3").exists()
 
 
@@ -483,7 +483,7 @@ def test_a_run_folder_that_disappears_ends_the_run_with_one_line(shared, tmp_pat
 
 def test_a_read_only_folder_is_one_line(world, mount, tmp_path):
     flags = [*SMALL, "--output_dir", mount("ro") / "run", "--cache_dir", tmp_path / "cache"]
-    with pytest.raises(AgreedError, match="can't be written: Read-only file system"):
+    with pytest.raises(AgreedError, match="cannot be written: Read-only file system"):
         app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
 
 

@@ -40,7 +40,7 @@ def test_every_section_can_be_measured_with_legal_settings(settings, world, chan
 def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measured(settings, world):
     settings.train_batch_size = 7
     check(["collectives", "buckets", "compression"], settings, 3, n_train=81, world=world)
-    problem = "^section reduction: --train_batch_size 7 can't be divided among --logical_ranks 2.*--sections"
+    problem = "^section reduction: --train_batch_size 7 cannot be divided among --logical_ranks 2.*--sections"
     with pytest.raises(UserError, match=problem):
         check(SECTIONS, settings, 3, n_train=81, world=world)
 

@@ -168,7 +168,7 @@ def test_a_model_that_is_named_is_the_only_one():
 
 
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
-    with pytest.raises(UserError, match="--train_batch_size 7 can't be divided among --logical_ranks 2"):
+    with pytest.raises(UserError, match="--train_batch_size 7 cannot be divided among --logical_ranks 2"):
         measure("reduction", replace(settings, train_batch_size=7), 0.001, world)
 
 
