@@ -80,10 +80,10 @@ class SettingsParser(OneLineParser, HfArgumentParser):
     """A parser of all settings, and of the flags that a program adds.
 
     Attributes:
-        refused: the settings that the program rejects, and why. They are not listed.
+        rejected: the settings that the program rejects, and why. They are not listed.
     """
 
-    refused: Mapping[str, str]
+    rejected: Mapping[str, str]
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field[Any]) -> None:
@@ -105,7 +105,7 @@ class SettingsParser(OneLineParser, HfArgumentParser):
             self.set_defaults(**self.parse_yaml(Path(config)))
         values = self.parse(arguments)
         del values["config"]
-        refuse_flags(values, self.refused)
+        reject_flags(values, self.rejected)
         return values
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -173,9 +173,9 @@ class SettingsParser(OneLineParser, HfArgumentParser):
         return {name: parsed[name] for name in names}
 
 
-def refuse_flags(values: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raise `UserError` if a setting that the program rejects is set; `refused` says why it is rejected."""
-    for name, reason in refused.items():
+def reject_flags(values: Mapping[str, Any], rejected: Mapping[str, str]) -> None:
+    """Raise `UserError` if a setting that the program rejects is set; `rejected` says why it is rejected."""
+    for name, reason in rejected.items():
         if values[name]:
             raise UserError(f"--{name}: {reason}")
 
@@ -197,23 +197,23 @@ def command_line() -> str:
 def settings_parser(
     description: str | None,
     add_arguments: Callable[[OneLineParser], None] | None = None,
-    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+    rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> SettingsParser:
     """Create a parser with the program's own flags, which `--help` lists first, every training flag and `--config`.
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
         add_arguments: Adds the program's own flags to a parser. Their names must differ from those of all settings.
-        refused: The settings that the program rejects, and why.
+        rejected: The settings that the program rejects, and why.
     """
     own = OneLineParser(add_help=False)
     if add_arguments is not None:
         add_arguments(own)
     own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
     parser = SettingsParser(GROUPS, description=description, parents=[own])  # the parents' flags are listed first
-    parser.refused = refused
+    parser.rejected = rejected
     for action in parser._actions:
-        if action.dest in refused:
+        if action.dest in rejected:
             action.help = argparse.SUPPRESS
     return parser
 
@@ -223,21 +223,21 @@ def parse_flags(
     arguments: Sequence[str],
     add_arguments: Callable[[OneLineParser], None] | None = None,
     *,
-    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+    rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> tuple[Settings, dict[str, Any]]:
     """Parse a command line with `settings_parser`. Return the settings, and the values of the program's own flags.
 
     Raises:
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    values = settings_parser(description, add_arguments, refused).values(arguments)
+    values = settings_parser(description, add_arguments, rejected).values(arguments)
     own_flags = {name: values.pop(name) for name in values.keys() - {field.name for field in fields(Settings)}}
     return Settings(**values), own_flags
 
 
 def parse_settings(arguments: Sequence[str]) -> Settings:
     """Parse the command line of a training path."""
-    return parse_flags(None, arguments, refused={})[0]
+    return parse_flags(None, arguments, rejected={})[0]
 
 
 def as_flags(settings: Settings) -> list[str]:

@@ -246,4 +246,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, refused=TRAINER_ENGINES)
+    launch(main, __doc__, rejected=TRAINER_ENGINES)

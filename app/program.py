@@ -18,7 +18,7 @@ from .distributed.environment import (
     rank_and_sizes,
     started_by_torchrun,
 )
-from .distributed.failure import ShortErrorHandler, exit_now, report_failure_to_connect
+from .distributed.failure import exit_now, report_failure_to_connect
 from .distributed.process_group import join
 from .settings import Settings
 
@@ -71,7 +71,7 @@ def launch(
     description: str | None,
     add_arguments: Callable[[OneLineParser], None] | None = None,
     *,
-    refused: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+    rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> NoReturn:
     """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
 
@@ -83,7 +83,7 @@ def launch(
             process group itself.
         description: The docstring of the entry point, for `--help`.
         add_arguments: As for `settings_parser`.
-        refused: As for `settings_parser`.
+        rejected: As for `settings_parser`.
     """
     stop_importing()
     escape_unencodable_output()
@@ -97,7 +97,7 @@ def launch(
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
-            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, refused=refused)
+            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, rejected=rejected)
             check_accelerate_environment(settings.precision, settings.use_cpu)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
@@ -108,6 +108,5 @@ def launch(
             print("interrupted", file=sys.stderr)
         exit_now(130)
     except Exception as failure:  # before the process group was joined
-        ShortErrorHandler().record_exception(failure)
         report_failure_to_connect(failure, rank)
     sys.exit(0)

@@ -96,7 +96,7 @@ class TrainingSettings:
     logical_ranks: int | None = setting(
         None,
         "equal shares of the global batch, a power of two; every number of ranks that divides it gives bitwise "
-        "identical results; default: the number of ranks, or that of the run to resume",
+        "identical results; default: the number of ranks, or as in the run to resume",
         valid=count(),
     )
     num_train_epochs: float = setting(
@@ -174,7 +174,7 @@ class CheckpointSettings:
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "checkpoint or run folder to resume from; `auto`: the run in --output_dir or, if not given, the latest run",
+        "checkpoint or run folder to resume from; `auto`: the run in --output_dir or, without it, the latest run",
         valid=is_utf8,
     )
     load_best_model_at_end: bool = setting(
@@ -192,13 +192,13 @@ class ProcessSettings:
     use_cpu: bool = setting(False, "train on the CPU even if GPUs are available")
     strategy: Literal["ddp", "zero1", "zero2", "zero3"] = setting(
         "ddp",
-        "what is sharded over the ranks: nothing (ddp), optimizer state (zero1), also gradients, and parameters "
+        "state that is sharded over the ranks: none (ddp), the optimizer's (zero1), also gradients, and parameters "
         "between steps (zero2), parameters at any time (zero3); results are bitwise identical",
     )
     deepspeed: str | None = setting(
         None,
-        "trainer_run: train with DeepSpeed's ZeRO as this JSON configuration says; what the settings determine is "
-        'filled in where it is missing or "auto"',
+        "trainer_run: train with DeepSpeed's ZeRO as this JSON configuration says; values that the settings "
+        'determine are filled in where they are missing or "auto"',
         valid=path_of("a JSON file"),
     )
     fsdp: bool = setting(
@@ -238,9 +238,7 @@ class OutputSettings:
         valid=count(),
     )
     disable_tqdm: bool = setting(False, "disable progress bars, which appear only on a terminal")
-    dry_run: bool = setting(
-        False, "print what the run will need on each rank (memory, traffic), and exit before loading weights"
-    )
+    dry_run: bool = setting(False, "print the memory and traffic of each rank, and exit before loading weights")
     profile: int = setting(
         0,
         "training steps to profile, after the first four: writes a trace and where the time goes; 0: none",

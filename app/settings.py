@@ -41,7 +41,7 @@ class Settings(
     """The validated settings of a run.
 
     Raises:
-        UserError: One or more values are invalid. The message names every such flag and what is allowed.
+        UserError: One or more values are invalid. The message names every such flag and the values that are allowed.
     """
 
     def __post_init__(self) -> None:

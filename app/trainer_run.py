@@ -144,4 +144,4 @@ def own_counters(checkpoint: Path | None, world: World) -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, refused={})
+    launch(main, __doc__, rejected={})

@@ -183,7 +183,7 @@ def test_a_flag_that_the_program_rejects_is_not_suggested(flag):
     misspelled = f"--{flag}s"
     assert f"did you mean --{flag}?" in error_message([misspelled])
     with pytest.raises(UserError) as caught:
-        parse_flags(None, [misspelled], refused=FLAGS_OF_ONE_RUN)
+        parse_flags(None, [misspelled], rejected=FLAGS_OF_ONE_RUN)
     assert f"--{flag}?" not in str(caught.value)
 
 
@@ -239,7 +239,7 @@ def test_a_per_device_batch_size_survives_the_conversion_to_flags(resolved):
 
 def test_help_prints_the_description_and_every_flag(capsys):
     with pytest.raises(SystemExit) as exit:
-        parse_flags("The description.", ["--help"], refused={})
+        parse_flags("The description.", ["--help"], rejected={})
     assert exit.value.code == 0
     text = capsys.readouterr().out
     assert "The description." in text
@@ -295,7 +295,7 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
 def test_help_works_with_any_value_of_columns(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as exit:
-        parse_flags("The description.", ["--help"], refused={})
+        parse_flags("The description.", ["--help"], rejected={})
     assert exit.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
 

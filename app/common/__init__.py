@@ -1,1 +1,1 @@
-"""What every other package uses: errors, files, formats, facts about the machine."""
+"""Code that every other package uses: errors, files, formats, facts about the machine."""

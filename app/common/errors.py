@@ -55,7 +55,7 @@ class OneLineError(Exception):
 
 
 class UserError(OneLineError, ValueError):
-    """Invalid input. The message names the file, row or flag and what is valid.
+    """Invalid input. The message names the file, row or flag and the valid values.
 
     Entry points print it without a traceback and exit with status 2.
     """

@@ -42,7 +42,7 @@ def commit(staging: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder if there is one. Of a link, remove only the link, not what it links to."""
+    """Remove a folder if there is one. Of a link, remove only the link, not its target."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -18,7 +18,7 @@ def hints() -> dict[str, str]:
 
 
 def hint_for(argument: str, flags: Collection[str]) -> str | None:
-    """Suggest what to use instead of an unknown argument.
+    """Suggest a flag to use instead of an unknown argument.
 
     Args:
         argument: As on the command line, such as `--lr=1e-3`.

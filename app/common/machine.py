@@ -1,4 +1,4 @@
-"""Facts about the machine and the code that runs on it. What is unknown is None, never a guess."""
+"""Facts about the machine and the code that runs on it. Unknown facts are None, never a guess."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DATA_SHEETS: dict[str, tuple[float, float]] = {
     "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
 }
 # Environment variables with which a user makes libraries compute with other instructions, and round differently.
-# NVIDIA's containers set those of TF32.
+# NVIDIA's containers set the last two.
 KERNELS_FROM_ENVIRONMENT = (
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),

@@ -1,4 +1,4 @@
-"""Where this package is, and what it is called."""
+"""The location and the name of this package."""
 
 from __future__ import annotations
 

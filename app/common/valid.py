@@ -1,6 +1,6 @@
 """Which values a setting may have: `app.setting_groups` gives each field its own rule.
 
-A rule returns what is wrong with a value, to be read after the name of its flag, or None if the value is valid.
+A rule returns the problem of a value, to be read after the name of its flag, or None if the value is valid.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ def check_environment() -> None:
 
 
 def _number(name: str, text: str, lowest: int) -> int:
-    # At most 9 digits: enough for any number of processes, and int() refuses very long numbers.
+    # At most 9 digits: enough for any number of processes, and int() rejects very long numbers.
     if text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= lowest:
         return int(text)
     raise UserError(f"{name}={shorten(text)!r}: must be a whole number, {lowest} or more: {REMEDY}")
 
 
-# What accelerate.utils.str_to_bool accepts.
+# The values that accelerate.utils.str_to_bool accepts.
 TRUE, FALSE = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
 UNSUPPORTED_BACKENDS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -123,7 +123,7 @@ def become_single_process() -> None:
 
 
 def rank_and_sizes() -> tuple[int, int, int, int]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or those of a single process."""
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, by default of a single process."""
     rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in SINGLE_PROCESS.items())
     return rank, size, local_rank, local_size
 

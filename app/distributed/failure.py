@@ -64,10 +64,7 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
 
     If contact was lost, the lowest surviving rank prints which ranks are missing, unless a rank has reported the cause.
     """
-    # torchrun sends SIGTERM when the first rank exits: the line has to be printed first.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
-    note = _note(problem) or "before training"
+    cause, note = _prepare_report(problem), _note(problem) or "before training"
     if not is_lost_contact(problem):
         _exchange_status("own cause", world, wait=False)
         reason = _reason_outside_program(problem)
@@ -88,16 +85,24 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
 
 def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
     """Print one line for a failure that precedes the process group, and exit with status 1."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    cause = escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
+    cause = _prepare_report(problem)
     if isinstance(problem, RunError):
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        line = str(problem)
     elif is_lost_contact(problem):
-        print(f"error: rank {rank} could not connect to the other ranks: {cause}", file=sys.stderr, flush=True)
+        line = f"rank {rank} could not connect to the other ranks: {cause}"
     else:
         traceback.print_exception(problem)
-        print(f"error: rank {rank} failed at startup: {cause}", file=sys.stderr, flush=True)
+        line = f"rank {rank} failed at startup: {cause}"
+    print(f"error: {line}", file=sys.stderr, flush=True)
     exit_now(1)
+
+
+def _prepare_report(problem: Exception) -> str:
+    """Write torchrun's error file, and return the cause as one line."""
+    ShortErrorHandler().record_exception(problem)
+    # torchrun sends SIGTERM when the first rank exits: our line has to be printed first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
 
 
 def _reason_outside_program(problem: BaseException) -> str | None:

@@ -39,8 +39,8 @@ def use_reachable_interface(size: int, local_size: int) -> None:
 def find_route(master_addr: str) -> tuple[str, str] | None:
     """Return the address and interface with which this node reaches node 0, or None if node 0 is unreachable.
 
-    On node 0, its name may be a loopback address. Then they are those of the default route, otherwise of the first
-    interface that is up, and of loopback only if there is no other.
+    On node 0, its name may be a loopback address. Then the default route counts, otherwise the first interface that
+    is up, and loopback only if there is no other.
     """
     own = _own_address(master_addr)
     if own is None:

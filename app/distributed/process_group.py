@@ -23,14 +23,7 @@ from ..common.machine import unusable_accelerator, use_deterministic_algorithms
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import cores_of_node, rank_and_sizes
-from .failure import (
-    ON_ALL_RANKS,
-    ShortErrorHandler,
-    exit_line,
-    exit_now,
-    report_failure,
-    report_failure_to_connect,
-)
+from .failure import ON_ALL_RANKS, ShortErrorHandler, exit_line, exit_now, report_failure, report_failure_to_connect
 from .network import use_reachable_interface
 from .rendezvous import open_store, wait_for_keys
 from .topology import Topology, common_ranks_per_node, create_node_groups
@@ -52,7 +45,6 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     try:
         world, problem = _start(settings, problem)
     except Exception as failure:
-        ShortErrorHandler().record_exception(failure)
         report_failure_to_connect(failure, rank_and_sizes()[0])
     try:
         raise_if_any_failed(problem, world)
@@ -62,7 +54,6 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
         ShortErrorHandler().record_exception(outcome)
         _exit_in_order(outcome, world)
     except Exception as failure:
-        ShortErrorHandler().record_exception(failure)
         report_failure(failure, world)
     _leave()
 

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a job, and what the ranks communicate through."""
+"""The place of this process among the ranks of a job, and the store and groups through which they communicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a training strategy, and what the strategies share."""
+"""The interface of a training strategy, and code that the strategies share."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Strategy(Protocol):
     name: str  # the value of `--strategy`
     logical_ranks: Sequence[int]  # of this process, in the order in which it trains on their micro-batches
     shards_optimizer: bool  # whether each rank holds a different part of the optimizer's state
-    power_sgd: (
-        PowerSGD | None
-    )  # this rank's state of `--ddp_comm_hook power_sgd`, if it is set and the model is wrapped
+    power_sgd: PowerSGD | None  # this rank's state of `--ddp_comm_hook power_sgd`, once the model is wrapped
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective.

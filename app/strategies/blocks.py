@@ -1,4 +1,4 @@
-"""The transformer blocks of a model: what FSDP2 shards together, and how gradients flow into it."""
+"""The transformer blocks of a model, which FSDP2 shards, and how gradients flow into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def sharded_groups(model: PreTrainedModel) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters that FSDP2 gathers together: those of each block, then those that belong to no block."""
+    """Return the parameters that FSDP2 gathers together: of each block, then the parameters outside of all blocks."""
     groups: list[list[torch.nn.Parameter]] = []
     for module in (*transformer_blocks(model), model):
         earlier = {parameter for group in groups for parameter in group}

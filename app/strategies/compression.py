@@ -8,11 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    _should_compress,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
 
 from ..common.machine import DTYPES
 from ..distributed.world import World
@@ -30,7 +26,7 @@ UNCOMPRESSED_SHARE = 0.1  # the same documentation: "we suggest to start with 10
 class RoundedAllReduce(FixedOrderAllReduce):
     """A DDP communication hook that rounds gradients to 16 bits, and sums them over the ranks in the order of the tree.
 
-    PyTorch's `fp16_compress_hook` and `bf16_compress_hook` round what a process has accumulated, so their results
+    PyTorch's `fp16_compress_hook` and `bf16_compress_hook` round the sum of a process's gradients, so their results
     depend on the number of processes. Here the gradient of each logical rank is rounded, and so is each sum in the
     tree. With two processes and one logical rank each, both are the same.
     """
@@ -75,7 +71,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
 class PowerSGD:
     """A DDP communication hook that exchanges a low-rank approximation of each gradient matrix.
 
-    This is PyTorch's implementation of PowerSGD (Vogels et al. 2019). What the approximation leaves out, the error, is
+    This is PyTorch's implementation of PowerSGD (Vogels et al. 2019). The error of the approximation is
     added to the rank's gradients of the next step, so each rank has a state of its own. PyTorch keeps it for each of
     DDP's buckets. But DDP forms other buckets in the first step of a process than in the later ones, and a resumed run
     would continue with the wrong errors. So there is one exchange per step here, as in the paper, of all gradients in

@@ -85,7 +85,7 @@ class DDPStrategy(PlainAdamW):
                 self._keep_gradients()
 
     def _keep_gradients(self) -> None:
-        """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
+        """Add the gradients of a logical rank to the partial sums, and start the next one's."""
         assert self.fixed_order is not None
         self.fixed_order.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         for parameter in self.parameters:

@@ -84,7 +84,7 @@ class FullyShardStrategy(PlainAdamW):
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
-        """Sum the gradients of a logical rank with those of its neighbors on the other ranks when it is done.
+        """When a logical rank is done, sum its gradients with its neighbors' gradients on the other ranks.
 
         Every rank keeps its shard of the result.
         """
@@ -102,7 +102,7 @@ class FullyShardStrategy(PlainAdamW):
                 self._keep_gradients()
 
     def _keep_gradients(self) -> None:
-        """Add the gradients of a logical rank to the partial sums, and start those of the next one."""
+        """Add the gradients of a logical rank to the partial sums, and start the next one's."""
         self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
         self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
         for parameter in self.parameters:
@@ -162,5 +162,5 @@ class PairwiseReduceScatter(ReduceScatter):
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient: zeros if it has taken no part in the loss."""
+    """Return a parameter's gradient: zeros if it takes no part in the loss."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

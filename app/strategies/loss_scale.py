@@ -16,7 +16,7 @@ def loss_factor(precision: str, plan: BatchPlan) -> int:
     """Return the part of the loss scale that depends on the number of processes.
 
     The loss of a micro-batch is divided by the number of micro-batches of its process. In fp16 that number must not
-    affect what underflows, or the results would depend on the number of processes.
+    affect which gradients underflow, or the results would depend on the number of processes.
     """
     return plan.logical_ranks_per_rank if precision == "fp16" else 1
 
@@ -24,7 +24,7 @@ def loss_factor(precision: str, plan: BatchPlan) -> int:
 class LossScale:
     """Scale the loss, so that small gradients do not become zero in fp16 (Micikevicius et al. 2018).
 
-    The algorithm is that of `torch.amp.GradScaler`: a step whose gradients overflow is skipped and halves the scale,
+    The algorithm of `torch.amp.GradScaler`: a step whose gradients overflow is skipped and halves the scale,
     and many steps in a row without an overflow double it. GradScaler looks for overflows in the gradients of one
     process; here their global norm decides, which is equal on every rank however the gradients are sharded. The host
     does not wait for it. The scale is a power of two, so scaling is exact. With other precisions it is always 1.

@@ -26,7 +26,7 @@ class TreeSum:
     """Sum gradients that become available one logical rank after another, as a binary tree.
 
     This is a binary counter: a new leaf is added to the sum of the leaf before it, the result to the sum of the two
-    leaves before that, and so on. At most log2(n) partial sums are held at a time.
+    leaves before that, and so on. At most log2(n) partial sums are kept at a time.
     """
 
     def __init__(self) -> None:

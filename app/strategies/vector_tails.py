@@ -23,7 +23,7 @@ class VectorTails:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the hooks of `optimizer`, fused AdamW."""
-        # Parameters, and the new tails of each: its own and those of its moments.
+        # Parameters, and the new tails of each: its own and its moments'.
         self.updated: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         self.on_cpu: bool | None = None  # known from the first step on, when engines have placed the parameters
         optimizer.register_step_pre_hook(self.update)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
-from ..cli import TRAINER_ENGINES, refuse_flags
+from ..cli import TRAINER_ENGINES, reject_flags
 from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
@@ -196,7 +196,7 @@ def resolve_settings(
     check_settings(settings, world)
     with raise_on_all_ranks(world):
         if engine is None:
-            refuse_flags(vars(settings), TRAINER_ENGINES)
+            reject_flags(vars(settings), TRAINER_ENGINES)
         else:
             engine.check(settings, world)
     resume = find_resume(path_name, settings, world)
