@@ -99,6 +99,14 @@ class Settings(
             return Path(self.csv)
         return DOWNLOADED_CSV if DOWNLOADED_CSV.exists() else SAMPLE_CSV
 
+    def divides_among(self, ranks: int) -> bool:
+        """Tell whether a batch can be divided among a number of ranks. The job checks all other conditions."""
+        if self.logical_ranks is not None:
+            return self.logical_ranks % ranks == 0
+        if self.per_device_train_batch_size is not None:
+            return True
+        return self.train_batch_size % (ranks * self.gradient_accumulation_steps) == 0
+
     @property
     def trainer_engine(self) -> str | None:
         return trainer_engine(self.deepspeed, self.fsdp)

@@ -171,11 +171,7 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
 def changes_since(
     state: Mapping[str, Any], settings: Settings, world: World, *, arithmetic: Arithmetic
 ) -> tuple[str, ...]:
-    """List what makes a resumed run differ from an uninterrupted one, by rounding or by other dropout masks.
-
-    Args:
-        state: the content of run_state.json.
-    """
+    """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
     recorded = state.get("settings", {})
     # Trainer's engines add gradients in an order that depends on the number of ranks.
     engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
@@ -222,10 +218,12 @@ def check_compatible(
     # A checkpoint that is older than a setting was trained with what is now the setting's default.
     before = Settings().as_dict() | resume.state["settings"]
     names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
-    pairs = [(name, before.get(name), getattr(settings, name)) for name in names]
-    pairs += [("total steps", resume.state["total_steps"], total_steps)]
-    pairs += [("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16])]
-    pairs += [("path", resume.state["path"], path_name)]
+    pairs = [
+        *((name, before.get(name), getattr(settings, name)) for name in names),
+        ("total steps", resume.state["total_steps"], total_steps),
+        ("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16]),
+        ("path", resume.state["path"], path_name),
+    ]
     has_content = resume.state.get("model_config") is not None  # checkpoints of older versions do not
     commits = (resume.state.get("model_commit"), model.commit)
     if not has_content or not _are_folders((before["model"], settings.model), commits):

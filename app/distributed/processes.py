@@ -29,7 +29,7 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     if not settings.use_cpu and (problem := unusable_accelerator()) is not None:
         raise UserError(problem)
     most = gpus or CPU_PROCESSES
-    usable = next((n for n in range(most, 0, -1) if divides_batch(settings, n * nodes)), most)
+    usable = next((n for n in range(most, 0, -1) if settings.divides_among(n * nodes)), most)
     if usable < most:
         cause = f"--train_batch_size {settings.train_batch_size}"
         if settings.logical_ranks is not None:
@@ -39,15 +39,6 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
         used = f"{usable} of {most} {'GPUs' if gpus else 'processes'}" + (" of each node" if nodes > 1 else "")
         print(f"{used} are used: {cause} cannot be divided among {most * nodes}", file=sys.stderr)
     return usable
-
-
-def divides_batch(settings: Settings, ranks: int) -> bool:
-    """Tell whether a batch can be divided among a number of ranks. The job checks all other conditions."""
-    if settings.logical_ranks is not None:
-        return settings.logical_ranks % ranks == 0
-    if settings.per_device_train_batch_size is not None:
-        return True
-    return settings.train_batch_size % (ranks * settings.gradient_accumulation_steps) == 0
 
 
 def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> int:

@@ -23,10 +23,7 @@ class MetricsLog:
         self.size: int | None = None  # bytes that are known to be complete lines
 
     def append(self, lines: str) -> None:
-        """Append complete lines.
-
-        Args:
-            lines: text that ends with a line feed; an empty string writes only the pending lines.
+        """Append complete lines, which end with a line feed; an empty string writes only the pending lines.
 
         Raises:
             OSError: the lines could not be written; they remain pending.

@@ -20,7 +20,6 @@ from ..data.csv_table import describe_dropped
 from ..data.split import describe_duplicates
 from ..distributed.arithmetic import Arithmetic, describe_mixed
 from ..distributed.collectives import all_gather_object
-from ..distributed.processes import divides_batch
 from ..distributed.world import World
 from ..metrics.score import Scores
 from ..model.load import Classifier
@@ -86,7 +85,7 @@ def hints_about_devices(path_name: str, settings: Settings, world: World) -> lis
     if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
         # One logical rank is the default of one rank, and not a limit for more of them.
         free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
-        usable = next(n for n in range(gpus, 0, -1) if divides_batch(free, n))
+        usable = next(n for n in range(gpus, 0, -1) if free.divides_among(n))
         if usable > 1:
             command = f"torchrun --standalone --nproc_per_node={usable} -m {PACKAGE}.{path_name}"
             return [f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}"]
