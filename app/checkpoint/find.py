@@ -26,7 +26,7 @@ NOT_IN_A_RUN = "is not inside a run folder; copy the whole run folder, because i
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The result of `find_checkpoint`.
 
     Attributes:
@@ -42,7 +42,9 @@ class Found:
     finished: bool = False
 
 
-def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]) -> Found:
+def find_checkpoint(
+    path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]
+) -> ResumePoint:
     """Choose the folder and the checkpoint to resume from.
 
     Args:
@@ -56,14 +58,14 @@ def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, war
     if own is not None:
         return _find_own(own, requested, warn)
     if requested is None:
-        return Found()
+        return ResumePoint()
     if requested == "auto":
         return _find_latest(path_name, settings.output_dir, warn)
     if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
-        return Found(None, _requested_checkpoint(requested, warn))
+        return ResumePoint(None, _requested_checkpoint(requested, warn))
     run = _locate(requested)[0]
     lock_fd = lock(run) if run is not None else None
-    return Found(run, _requested_checkpoint(requested, warn), lock_fd)  # reports the problem if there is no run
+    return ResumePoint(run, _requested_checkpoint(requested, warn), lock_fd)  # reports the problem if there is no run
 
 
 def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
@@ -88,20 +90,20 @@ def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection
     return None
 
 
-def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> Found:
+def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> ResumePoint:
     """Resume a restarted job in its own folder, or from the requested checkpoint if it has not saved one yet."""
     lock_fd = lock(own)
     if (own / METRICS.name).is_file():
-        return Found(own, None, lock_fd, finished=True)
+        return ResumePoint(own, None, lock_fd, finished=True)
     checkpoint = _latest_valid(own, warn)
     if checkpoint is None and requested not in (None, "auto"):
         checkpoint = _requested_checkpoint(str(requested), warn)
     if checkpoint is None:
         warn(NO_CHECKPOINT.format(run=own))
-    return Found(own, checkpoint, lock_fd)
+    return ResumePoint(own, checkpoint, lock_fd)
 
 
-def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> Found:
+def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> ResumePoint:
     """Find the run in the requested folder, or the path's latest run if it has not finished."""
     latest = RUNS / path_name / LATEST
     if output_dir is None:
@@ -112,14 +114,14 @@ def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], N
         if latest_first(folder / CHECKPOINTS):
             raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or cannot be read")
         warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
-        return Found()
+        return ResumePoint()
     if recorded["path"] != path_name:
         raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
     lock_fd = lock(folder)
     finished = (folder / METRICS.name).is_file()
     if finished and output_dir is None:
         os.close(lock_fd)
-        return Found()
+        return ResumePoint()
     checkpoint = _latest_valid(folder, warn)
     if checkpoint is None:
         if finished:
@@ -127,7 +129,7 @@ def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], N
                 f"--output_dir {folder}: holds a finished run and no checkpoint to resume from: name a new one"
             )
         warn(NO_CHECKPOINT.format(run=folder))
-    return Found(folder.resolve(), checkpoint, lock_fd)
+    return ResumePoint(folder.resolve(), checkpoint, lock_fd)
 
 
 def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
@@ -182,7 +184,7 @@ def _locate(requested: str) -> tuple[Path | None, Path | None]:
     Neither has to exist any more. The run folder is None if there is none.
     """
     # A checkpoints folder may be a link to another disk, where its parent is no run folder. So look at the path as it
-    # is written first, and then at what it links to.
+    # is written first, and then at its target.
     for path in (Path(os.path.abspath(requested)), Path(requested).resolve()):
         is_checkpoint = _is_checkpoint(path)
         if is_checkpoint and path.parent.name != CHECKPOINTS:

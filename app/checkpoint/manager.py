@@ -96,7 +96,7 @@ def commit_checkpoint(staging: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. Its marker goes first: if this is interrupted, what is left is not a checkpoint.
+    """Remove a checkpoint. Its marker goes first: if this is interrupted, the rest is not a checkpoint.
 
     Of a link, remove only the link: the checkpoint that it links to belongs to another folder, such as an archive.
     """

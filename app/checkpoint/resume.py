@@ -1,4 +1,4 @@
-"""Where a run resumes, whether the checkpoint fits the requested training, and what makes the results differ."""
+"""Where a run resumes, whether the checkpoint fits the requested training, and why the results would differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
 from ..setting_groups import TINY
 from ..settings import Settings, trainer_engine
-from .find import Found, find_checkpoint, folder_of_this_job, recorded_settings
+from .find import ResumePoint, find_checkpoint, folder_of_this_job, recorded_settings
 from .manager import problem_of
 from .run_state import check_recorded_settings, read_run_state
 
@@ -116,17 +116,17 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
         AlreadyFinished: torchrun has restarted a job whose run was complete.
     """
     launchers = sorted({launcher for launcher in all_gather_object(launcher_id(), world) if launcher is not None})
-    found = Found()
+    point = ResumePoint()
     recorded: dict[str, Any] = {}
     with raise_on_all_ranks(world):
         if world.is_main_process:
             # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
             # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
-            found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
-            recorded = recorded_settings(found.folder) if found.folder else {}
+            point = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
+            recorded = recorded_settings(point.folder) if point.folder else {}
     folder, checkpoint, finished, recorded = broadcast_object(
-        (found.folder, found.checkpoint, found.finished, recorded), world
+        (point.folder, point.checkpoint, point.finished, recorded), world
     )
     if finished:
         raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
@@ -139,7 +139,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
             known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
             check_recorded_settings(folder / SETTINGS.name, known)
     changes = changes_since(state, settings, world, arithmetic=gather_arithmetic(world))
-    return Resume(folder, checkpoint, state, recorded, found.lock, launchers, changes)
+    return Resume(folder, checkpoint, state, recorded, point.lock, launchers, changes)
 
 
 def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
@@ -215,7 +215,7 @@ def check_compatible(
     """
     if resume.checkpoint is None:
         return
-    # A checkpoint that is older than a setting was trained with what is now the setting's default.
+    # A checkpoint that is older than a setting was trained with the setting's present default.
     before = Settings().as_dict() | resume.state["settings"]
     names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
     pairs = [

@@ -100,7 +100,7 @@ class BestWeights:
 
 
 def remove_unused_best(checkpoints: Path, best: Best) -> None:
-    """Remove all best weights except those of `best` and those that resuming from a checkpoint would need.
+    """Remove the best weights that are neither `best` nor needed to resume from a checkpoint.
 
     Call it on rank 0.
     """

@@ -67,7 +67,7 @@ class FolderReset:
 
 
 def reset_folder(folder: Path, info: RunInfo, *, resume: Resume, wrapper: str, step_to_evaluate: int | None) -> None:
-    """Remove the files that a run wrote after its checkpoint, and write those of the start. Call it on rank 0.
+    """Remove the files that a run wrote after its checkpoint, and write the first ones. Call it on rank 0.
 
     Args:
         wrapper: the class of the wrapped model.

@@ -122,7 +122,7 @@ class RunRecord:
         Raises:
             OSError: on rank 0, a file cannot be written.
         """
-        self.reset.run()  # if the checkpoint was that of the last step
+        self.reset.run()  # if the checkpoint is the last step's
         peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
         state = strategy.gather_model_state(model)
         if not self.world.is_main_process:
@@ -158,7 +158,7 @@ class RunRecord:
         learning_rate: float,
         batches: Sequence[Mapping[str, torch.Tensor]],
     ) -> bool:
-        """Record an optimizer step, and do what is due after it: log, save a checkpoint, stop. Collective.
+        """Record an optimizer step; log, save a checkpoint and stop if that is due. Collective.
 
         Args:
             step: the optimizer step, counted from 1.

@@ -120,7 +120,7 @@ class StepLog:
 
         Returns:
             Lines of steps.jsonl, and the error to raise if a gradient norm is not finite, other than by an overflow in
-            fp16. The lines are then those of the steps before it. The optimizer skipped that step (see
+            fp16. In this case, the lines end before that step. The optimizer skipped that step (see
             `skip_step_if_nonfinite`); the steps after it are discarded.
         """
         lines = reduce_steps(self.pending, self.world)

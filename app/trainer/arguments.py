@@ -49,7 +49,7 @@ def training_arguments(prepared: Preparation, world: World) -> TrainingArguments
 
 
 def unset_engine() -> None:
-    """Remove what the arguments leave in this process: later models and Trainers would use DeepSpeed or FSDP too.
+    """Undo the arguments' changes to this process: later models and Trainers would use DeepSpeed or FSDP too.
 
     Call it when Trainer has been created.
     """

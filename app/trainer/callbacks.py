@@ -64,7 +64,7 @@ class RecordCallback(TrainerCallback):
         self.learning_rate = float(trainer.shared_scheduler.get_last_lr()[0])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log and save what is due, and let Trainer evaluate."""
+        """Log, save and evaluate if it is due."""
         trainer = self.trainer
         losses, batches = torch.stack(trainer.micro_losses), trainer.micro_batches
         trainer.micro_losses, trainer.micro_batches = [], []

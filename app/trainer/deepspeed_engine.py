@@ -58,7 +58,7 @@ class DeepSpeed(PlainAdamW):
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}
         if config["zero_optimization"]["stage"] == 3:
-            # The configuration is checked against the number of ranks, which is that of DeepSpeed's own backend.
+            # The configuration is checked against the number of ranks of DeepSpeed's own backend.
             deepspeed.init_distributed(deepspeed.accelerator.get_accelerator().communication_backend_name())
             # The same call as the engine's, which leaves sharded models alone. It moves one parameter at a time, and no
             # buffer. A parameter stays the same object, so tied ones stay tied, and the optimizer keeps it.
@@ -116,7 +116,7 @@ def complete(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractCo
     """Return a context in which parameters that ZeRO-3 has sharded are complete on every rank. Collective.
 
     Args:
-        write: whether to keep what rank 0 has written into them.
+        write: whether to keep rank 0's changes to them.
     """
     sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not sharded:

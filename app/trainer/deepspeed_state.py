@@ -1,4 +1,4 @@
-"""Save and load the training state of DeepSpeed in the same files as that of the other strategies.
+"""Save and load the training state of DeepSpeed in the same files as the other strategies.
 
 DeepSpeed's own checkpoints are pickle files, which it loads with `weights_only=False`, and they hold flattened parts of
 parameter groups. Here every tensor is gathered under its own name, so a run can resume with another number of ranks,
@@ -83,7 +83,7 @@ class DeepSpeedState(TrainingState):
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Let DeepSpeed find the moments of each parameter in those of the flattened parts.
+        """Let DeepSpeed find the moments of each parameter in the flattened parts.
 
         Stages 1 and 2 do this after the very first update of a parameter group, when the other groups have no moments.
         """

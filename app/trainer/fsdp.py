@@ -21,7 +21,7 @@ from ..strategies.fsdp import FullyShardStrategy
 class TrainerFSDP(FullyShardStrategy):
     """A model that accelerate shards when training begins. Implements `Strategy`.
 
-    NCCL reduces gradients in its own order, so results differ from those of the other strategies by rounding.
+    NCCL reduces gradients in its own order, so results differ from the other strategies by rounding.
     """
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:

@@ -66,7 +66,7 @@ class ReviewData:
         return self.rows.select(self.split.train)
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
-        """Build the sampler of this rank's training rows, those of its logical ranks."""
+        """Build the sampler of the training rows of this rank's logical ranks."""
         return FullBatchSampler(
             self.lengths[self.split.train],
             self.plan,

@@ -17,7 +17,7 @@ def seed_micro_batch(seed: int, step: int, *, logical_rank: int, number: int) ->
         seed: `--seed`.
         step: the number of optimizer steps before this one.
         logical_rank: the logical rank whose rows the micro-batch holds.
-        number: the number of the micro-batch among those of the logical rank in this step, counted from 0.
+        number: the number of the micro-batch among the logical rank's in this step, counted from 0.
     """
     # SeedSequence turns similar numbers into unrelated seeds. Sums such as seed + step would repeat the masks of one
     # logical rank in another one's next step.

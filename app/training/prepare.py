@@ -118,14 +118,14 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
     """
-    given = settings
+    requested = settings
     settings, resume = resolve_settings(path_name, settings, world, engine=engine)
     select_deepspeed_accelerator(world.device.type)  # also without an engine: accelerate imports an installed DeepSpeed
     if engine is not None:
-        engine.read_config(given, world)
+        engine.read_config(requested, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
-    settings = complete_settings(settings, given, data.plan, pretrained=classifier.pretrained)
+    settings = complete_settings(settings, requested, data.plan, pretrained=classifier.pretrained)
     identity = ModelIdentity(
         data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
     )
@@ -206,13 +206,13 @@ def resolve_settings(
     return restore_settings(settings, resume, world), resume
 
 
-def complete_settings(settings: Settings, given: Settings, plan: BatchPlan, *, pretrained: bool) -> Settings:
-    """Fill in the settings that depend on the data and the model. `given` are those of the command line."""
+def complete_settings(settings: Settings, requested: Settings, plan: BatchPlan, *, pretrained: bool) -> Settings:
+    """Fill in the settings that depend on the data and the model. `requested` is the command line."""
     return replace(
         settings,
         learning_rate=settings.learning_rate or default_learning_rate(pretrained),
         train_batch_size=plan.global_size,
-        per_device_train_batch_size=given.per_device_train_batch_size,
+        per_device_train_batch_size=requested.per_device_train_batch_size,
     )
 
 
