@@ -5,10 +5,8 @@
     python -m app.bench.scaling --links --link_gbit 100 --link_latency_us 10
 
 Starts torchrun jobs with 1, 2, 4 and 8 ranks on this machine's CPU, and one on two network namespaces with a shaped
-link between them (needs root; left out otherwise). Two ranks are timed without exchanging anything, and while they only
-exchange. From that, a model of the training step predicts all measured configurations, and clusters of up to 1,024
-ranks. Writes scaling.html and scaling.json into `--output_dir` (default: a new folder in runs/scaling/).
-docs/scaling.md explains the model and how to read the page.
+link between them (needs root; left out otherwise). Writes scaling.html and scaling.json into `--output_dir`.
+docs/scaling.md explains the measurements, the model that predicts them and clusters of up to 1,024 ranks, and the page.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ..harness import SIZES
 from ..page import as_html, as_markdown
+from .cluster import Hop
 from .cluster_report import ClusterFlags
 from .links.shaped_link import Link
 from .measure import ScalingPlan, measure, open_jobs
@@ -33,7 +32,7 @@ from .report import describe, raw_data, sections
 from .task_job import check_temporary_folder
 
 TITLE = "Scaling"
-DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")
+DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")  # Gbit/s and milliseconds
 MOST_RANKS = 64  # on one machine
 
 
@@ -53,8 +52,8 @@ def main() -> int:
     check(plan)
     cluster = ClusterFlags(
         ranks_per_node=arguments.ranks_per_node,
-        link=(arguments.link_gbit, arguments.link_latency_us),
-        node=(arguments.node_gbit, arguments.node_latency_us),
+        link=hop(arguments, "link"),
+        node=hop(arguments, "node"),
         batch=arguments.cluster_batch_size,
     )
     folder = create_folder(arguments.output_dir, RUNS / "scaling")
@@ -74,11 +73,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UserError: an unknown flag or an invalid value.
-    """
     parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("--model", choices=list(SIZES), default=next(iter(SIZES)), help="architecture (default: %(default)s)")
@@ -92,35 +86,29 @@ def parse() -> argparse.Namespace:
     add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
     add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
     add("--ranks_per_node", type=count, default=8, metavar="N", help="of the predicted cluster (default: 8)")
-    add(
-        "--cluster_batch_size",
-        type=count,
-        default=1024,
-        metavar="N",
-        help="rows of a step, strong scaling (default: 1024)",
-    )
+    add("--cluster_batch_size", type=count, default=1024, metavar="N", help="its rows, strong scaling (default: 1024)")
     add("--link_gbit", type=positive, metavar="X", help="rate between its nodes (default: measured, unshaped link)")
     add("--link_latency_us", type=positive, metavar="X", help="latency between its nodes in microseconds")
     add("--node_gbit", type=positive, metavar="X", help="rate between the ranks of a node (default: measured)")
     add("--node_latency_us", type=positive, metavar="X", help="latency between the ranks of a node in microseconds")
     add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/scaling/)")
-    arguments = parser.parse_args()
-    for kind in ("link", "node"):
-        if (getattr(arguments, f"{kind}_gbit") is None) != (getattr(arguments, f"{kind}_latency_us") is None):
-            raise UserError(f"--{kind}_gbit and --{kind}_latency_us: give both or neither")
-    return arguments
+    return parser.parse_args()
+
+
+def hop(arguments: argparse.Namespace, kind: str) -> Hop | None:
+    """Return the message that `--<kind>_gbit` and `--<kind>_latency_us` describe; None: neither is given."""
+    gbit, microseconds = getattr(arguments, f"{kind}_gbit"), getattr(arguments, f"{kind}_latency_us")
+    if (gbit is None) != (microseconds is None):
+        raise UserError(f"--{kind}_gbit and --{kind}_latency_us: give both or neither")
+    return None if gbit is None else Hop(microseconds / 1e6, 8 / (gbit * 1e9))
 
 
 def check(plan: ScalingPlan) -> None:
-    """Check what no single flag decides.
-
-    Raises:
-        UserError: a batch that can't be divided, rows that are too long, or a TMPDIR with a name that is too long.
-    """
+    """Raise `UserError` if flags contradict each other or a limit, or TMPDIR is too long."""
     check_temporary_folder()
     for ranks in (*plan.ranks, *([2] if plan.links else [])):
         if plan.batch % ranks:
-            raise UserError(f"--train_batch_size {plan.batch} can't be divided among {ranks} ranks")
+            raise UserError(f"--train_batch_size {plan.batch} cannot be divided among {ranks} ranks")
     if plan.ranks[-1] > MOST_RANKS:
         raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
     if plan.length > 512:
@@ -128,7 +116,6 @@ def check(plan: ScalingPlan) -> None:
 
 
 def link(text: str) -> Link:
-    """Parse a link, such as 1:5 for 1 Gbit/s and 5 ms."""
     rate, _, delay = text.partition(":")
     try:
         parsed = Link(positive(rate), float(delay))

@@ -1,32 +1,25 @@
 """Predict the step time on a cluster: many ranks, several on each node, each with a core or device of its own.
 
-Exchanges cost what the α-β model says (app/bench/alpha_beta.py), with one α and β within nodes and one
-between them. The ranks of a node share its link to the other nodes.
+Exchanges cost what the α-β model says (app/bench/alpha_beta.py): see docs/scaling.md#a-cluster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
 from ..alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
-from .step_model import Computation, Cores, one_after_another, predict_step
+from .step_model import Computation, Cores, Network, one_after_another, predict_step
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
 
-@dataclass(frozen=True)
-class Hop:
-    """A message between two ranks.
-
-    Attributes:
-        alpha: latency in seconds.
-        beta: seconds per byte.
-    """
+class Hop(NamedTuple):
+    """A message between two ranks: its latency in seconds, and the seconds per byte."""
 
     alpha: float
     beta: float
@@ -34,72 +27,43 @@ class Hop:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with the same number of ranks.
-
-    Attributes:
-        within: a message between two ranks of a node.
-        between: a message between two nodes.
-    """
+    """Nodes with the same number of ranks."""
 
     ranks_per_node: int
-    within: Hop
-    between: Hop
+    within: Hop  # between two ranks of a node
+    between: Hop  # between two nodes; the ranks of a node share this link
 
     def all_reduce(self, algorithm: str, ranks: int, size: int) -> float:
         """Return the seconds of an all-reduce.
-
-        `ring`: one ring through all nodes, which enters and leaves each node once. Its messages all travel at the same
-        time, so that the slower hop determines the time of each round. `tree`: two binary trees over the nodes, and two
-        over the ranks of each node; again the slower hop limits the rate, and latencies add up along the path.
-        `hierarchical`: a ring reduce-scatter within each node, ring all-reduces between the nodes, in which each rank
-        of a node has its part of the tensor and its share of the link, and a ring all-gather within each node. The
-        exchange of `app.strategies.reduction` in two levels has as many messages and bytes.
 
         Args:
             algorithm: one of `ALGORITHMS`.
             ranks: in total. More than `ranks_per_node` fill complete nodes.
             size: of the tensor in bytes.
         """
+        within, between = self.within, self.between
         inside = min(ranks, self.ranks_per_node)
         nodes = math.ceil(ranks / self.ranks_per_node)
-        slower = max(self.within.beta, self.between.beta) if nodes > 1 else self.within.beta
+        hops = [within, between] if nodes > 1 else [within]
+        slower = max(hop.beta for hop in hops)
         if algorithm == "ring":
-            alpha = max(self.within.alpha, self.between.alpha) if nodes > 1 else self.within.alpha
-            return ring_all_reduce(ranks, size, alpha=alpha, beta=slower)
+            # One ring through all nodes. Its messages travel at the same time: the slower hop determines each round.
+            return ring_all_reduce(ranks, size, alpha=max(hop.alpha for hop in hops), beta=slower)
         if algorithm == "tree":
-            latency = tree_all_reduce(inside, 0, alpha=self.within.alpha, beta=0) + tree_all_reduce(
-                nodes, 0, alpha=self.between.alpha, beta=0
-            )
+            # Two trees over the nodes, and two over the ranks of each. Latencies add up along the path.
+            latency = tree_all_reduce(inside, 0, alpha=within.alpha, beta=0)
+            latency += tree_all_reduce(nodes, 0, alpha=between.alpha, beta=0)
             return latency + tree_all_reduce(ranks, size, alpha=0, beta=slower)
         assert algorithm == "hierarchical", algorithm
-        within = ring_all_gather(inside, size, alpha=self.within.alpha, beta=self.within.beta)
-        return 2 * within + ring_all_reduce(nodes, size, alpha=self.between.alpha, beta=self.between.beta)
-
-
-@dataclass(frozen=True)
-class OneAfterAnother:
-    """A network that exchanges one bucket after another and takes no time from computations. Implements `Network`."""
-
-    seconds: Callable[[int], float]
-
-    @property
-    def start(self) -> float:
-        """Nothing: the broadcast of the buffers is left out."""
-        return 0.0
-
-    def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
-        """Return when each bucket's exchange has finished."""
-        return one_after_another(ready, [self.seconds(size) for size in sizes])
-
-    def cpu_seconds(self, size: int) -> float:
-        """Return 0."""
-        return 0.0
+        # Between the nodes, each rank of a node has its part of the tensor and its share of the link.
+        local = 2 * ring_all_gather(inside, size, alpha=within.alpha, beta=within.beta)
+        return local + ring_all_reduce(nodes, size, alpha=between.alpha, beta=between.beta)
 
 
 def predict_cluster_step(computation: Computation, cluster: Cluster, algorithm: str, *, ranks: int) -> float:
-    """Return the predicted seconds of a step."""
-    network = OneAfterAnother(lambda size: cluster.all_reduce(algorithm, ranks, size))
-    return predict_step(computation, network, Cores(2 * ranks, ranks))
+    """Return the predicted seconds of a step. Exchanges take no CPU time from computations."""
+    network = Network(one_after_another(lambda size: cluster.all_reduce(algorithm, ranks, size)))
+    return predict_step(computation, network, Cores(ranks, ranks))
 
 
 def computation_of_rows(rows: float, measured: dict[int, Computation]) -> Computation:

@@ -14,33 +14,23 @@ from ..page import Figure, Section, Table
 from ..rounds import Interval
 from .cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
 from .measure import MODES, ScalingPlan
-from .predict import Fits, at_bound, over
+from .predict import Fits, over
 
 LARGEST_CLUSTER = 1024  # ranks
 
 
 @dataclass(frozen=True)
 class ClusterFlags:
-    """The cluster that the user has described.
-
-    Attributes:
-        link: Gbit/s and microseconds between nodes; None: as measured.
-        node: the same between the ranks of a node.
-        batch: rows of a step in strong scaling.
-    """
+    """The cluster that the user has described."""
 
     ranks_per_node: int
-    link: tuple[float | None, float | None]
-    node: tuple[float | None, float | None]
-    batch: int
+    link: Hop | None  # between nodes; None: as measured
+    node: Hop | None  # between the ranks of a node
+    batch: int  # rows of a step in strong scaling
 
 
 def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measured: Mapping[int, Interval]) -> Section:
-    """Return the section.
-
-    Args:
-        measured: steps of weak scaling by the number of ranks, where each has a core of its own.
-    """
+    """Return the section. `measured`: steps of weak scaling by the number of ranks that have a core each."""
     predicted = {
         mode: {name: _cluster_points(mode, name, plan, fits=fits, flags=flags) for name in ALGORITHMS} for mode in MODES
     }
@@ -49,26 +39,23 @@ def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measu
     over_link = "measured over the unshaped link" if fits.link else assumed
     between = _describe_hop(flags.link, fits.link or fits.local, over_link)
     parts: list[Table | Figure] = []
-    for mode in MODES:
-        of_mode = predicted[mode]
+    for mode, of_mode in predicted.items():
+        strong = mode == "strong"
         base = of_mode["ring"][1].middle
         rows = [
             [f"{n:,}", *(format_seconds(of_mode[name][n].middle) for name in ALGORITHMS)]
-            + [f"{base / of_mode[name][n].middle / (n if mode == 'strong' else 1):.0%}" for name in ALGORITHMS]
+            + [f"{base / of_mode[name][n].middle / (n if strong else 1):.0%}" for name in ALGORITHMS]
             for n in of_mode["ring"]
         ]
-        per = f"{flags.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
+        per = f"{flags.batch} rows per step" if strong else f"{plan.rows} rows per rank"
         header = ["ranks", *ALGORITHMS, *(f"efficiency, {name}" for name in ALGORITHMS)]
         parts.append(Table(f"{mode} scaling, {per}: time of a step", header, rows))
-        # Strong scaling on a cluster has more rows than what is measured.
-        points = dict(measured) if mode == "weak" else {}
-        title = f"{mode} scaling on a cluster: time of a step"
-        parts.append(Figure(title, over_ranks(title, "time of a step", _series(points, of_mode), seconds=True)))
-        label = "speedup over one rank" if mode == "strong" else "efficiency"
-        title = f"{mode} scaling on a cluster: {label}"
-        scaled = {name: {n: over(base, one) for n, one in of_mode[name].items()} for name in ALGORITHMS}
-        points = {n: over(points[1].middle, one) for n, one in points.items()} if 1 in points else {}
-        parts.append(Figure(title, over_ranks(title, label, _series(points, scaled))))
+        # Strong scaling on a cluster has more rows than the measured steps.
+        points = {} if strong else measured
+        parts.append(_figure(mode, "time of a step", points, of_mode, seconds=True))
+        ratios = {name: {n: over(base, times) for n, times in of_mode[name].items()} for name in ALGORITHMS}
+        points = {n: over(points[1].middle, times) for n, times in points.items()} if 1 in points else {}
+        parts.append(_figure(mode, "speedup over one rank" if strong else "efficiency", points, ratios))
     return Section(
         "cluster",
         "A cluster",
@@ -78,15 +65,23 @@ def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measu
         ],
         parts,
         {
-            mode: {name: {str(n): one._asdict() for n, one in values.items()} for name, values in of_mode.items()}
+            mode: {name: {str(n): times._asdict() for n, times in points.items()} for name, points in of_mode.items()}
             for mode, of_mode in predicted.items()
         },
     )
 
 
-def _series(measured: Mapping[int, Interval], by_algorithm: Mapping[str, Mapping[int, Interval]]) -> list[Series]:
+def _figure(
+    mode: str,
+    label: str,
+    measured: Mapping[int, Interval],
+    by_algorithm: Mapping[str, Mapping[int, Interval]],
+    *,
+    seconds: bool = False,
+) -> Figure:
+    title = f"{mode} scaling on a cluster: {label}"
     predicted = [Series(f"{name}, predicted", points, predicted=True) for name, points in by_algorithm.items()]
-    return [Series("measured", measured), *predicted]
+    return Figure(title, over_ranks(title, label, [Series("measured", measured), *predicted], seconds=seconds))
 
 
 def _cluster_points(
@@ -99,24 +94,20 @@ def _cluster_points(
             continue
         computation = computation_of_rows(rows, fits.computation)
         times = []
-        for end, spread in ((None, 1.0), (0, fits.spread[0]), (1, fits.spread[1])):
-            within = _hop(flags.node, at_bound(fits.local, computation.size, end))
-            between = _hop(flags.link, at_bound(fits.link or fits.local, computation.size, end))
-            cluster = Cluster(flags.ranks_per_node, within, between)
+        for spread, local, link in fits.with_bounds(computation.size):
+            hops = _hop(flags.node, local), _hop(flags.link, link or local)
+            cluster = Cluster(flags.ranks_per_node, *hops)
             times.append(predict_cluster_step(computation.scaled(spread), cluster, algorithm, ranks=ranks))
         points[ranks] = Interval(*times)
     return points
 
 
-def _hop(given: tuple[float | None, float | None], measured: AlphaBeta) -> Hop:
-    """Return a message's cost: as given, or from an all-reduce among two ranks: two messages of half a tensor."""
-    gbit, microseconds = given
-    if gbit is None or microseconds is None:
-        return Hop(measured.alpha / 2, measured.beta)
-    return Hop(microseconds / 1e6, 8 / (gbit * 1e9))
+def _hop(described: Hop | None, measured: AlphaBeta) -> Hop:
+    """Return a message's cost: as described, or from an all-reduce among two ranks: two messages of half a tensor."""
+    return described or Hop(measured.alpha / 2, measured.beta)
 
 
-def _describe_hop(given: tuple[float | None, float | None], measured: AlphaBeta, source: str) -> str:
-    hop = _hop(given, measured)
-    source = source if given[0] is None else "as given"
+def _describe_hop(described: Hop | None, measured: AlphaBeta, source: str) -> str:
+    hop = _hop(described, measured)
+    source = "as given" if described else source
     return f"{format_seconds(hop.alpha)} per message and {format_bandwidth(hop.beta)} ({source})"

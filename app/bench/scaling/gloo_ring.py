@@ -1,12 +1,9 @@
 """Simulate gloo's ring all-reduce between two ranks, over a link with a rate and a propagation delay.
 
-From gloo's sources (gloo/allreduce.cc and gloo/transport/tcp/pair.cc): an all-reduce is a reduce-scatter and an
-all-gather. In each phase, a rank sends its half of the tensor in segments of at most 1 MiB, two at a time. It sends a
-segment when the other rank has announced that it is ready to receive it, so every pair of segments takes at least two
-propagation delays. Announcements and segments use one TCP connection, where each waits for what was sent before. And
-the thread that reads the connection sends a segment as soon as it is announced, while announcements are made by the
-thread that waits for a segment, which has to wake up first. So if both have something to send, the segment goes first
-and the announcement waits for its transmission: on a link that is slow and long, a segment takes one delay more.
+See docs/scaling.md#the-model; the protocol is that of gloo/allreduce.cc and gloo/transport/tcp/pair.cc. Announcements
+and segments use one TCP connection, where each waits for what was sent before. The thread that reads the connection
+sends a segment as soon as it is announced, while announcements are made by the thread that waits for a segment, which
+has to wake up first. So if both have something to send, the announcement waits for the segment.
 """
 
 from __future__ import annotations
@@ -15,7 +12,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from .links.shaped_link import Link
 
 LARGEST_SEGMENT = 2**20  # bytes; gloo/allreduce.h: kMaxSegmentSize
 SEGMENTS_AT_ONCE = 2
@@ -23,33 +21,16 @@ COLLECTIVES_AT_ONCE = 2  # the number of threads of ProcessGroupGloo
 WAKE_UP = 20e-6  # seconds until a waiting thread continues; it decides what is sent first, and hardly adds to the sum
 
 
-@dataclass(frozen=True)
-class LinkPath:
-    """The path of a segment from one rank to the other.
-
-    Attributes:
-        bytes_per_second: rate of the link.
-        delay: its propagation delay in seconds.
-        software: seconds per byte that TCP and gloo take. Half of it, the sender's, passes while the segment is being
-            transmitted; the other half, the receiver's, after it has arrived.
-    """
-
-    bytes_per_second: float
-    delay: float
-    software: float
-
-
-def simulate_ring(ready: Sequence[float], sizes: Sequence[int], path: LinkPath) -> list[float]:
+def simulate_ring(ready: Sequence[float], sizes: Sequence[int], link: Link, *, software: float) -> list[float]:
     """Return when the all-reduces of several buckets have finished, in seconds.
-
-    Both ranks do the same at the same time, so one direction of the link is enough.
 
     Args:
         ready: when each bucket is ready, in seconds.
         sizes: of the buckets in bytes.
-        path: between the two ranks.
+        software: seconds per byte that TCP and gloo take. Half of it, the sender's, passes while a segment is being
+            transmitted; the other half, the receiver's, after it has arrived.
     """
-    return _Simulation(sizes, path).run(ready)
+    return _Simulation(sizes, link, software).run(ready)
 
 
 def segments_per_phase(size: int) -> int:
@@ -58,10 +39,13 @@ def segments_per_phase(size: int) -> int:
 
 
 class _Simulation:
-    """A discrete event simulation: each event is a function that is called at its time."""
+    """A discrete event simulation: each event is a function that is called at its time.
 
-    def __init__(self, sizes: Sequence[int], path: LinkPath) -> None:
-        self.path = path
+    Both ranks do the same at the same time, so one direction of the link is enough.
+    """
+
+    def __init__(self, sizes: Sequence[int], link: Link, software: float) -> None:
+        self.link, self.software = link, software
         self.segments = [segments_per_phase(size) for size in sizes]
         self.segment_bytes = [size / (2 * n) for size, n in zip(sizes, self.segments, strict=True)]
         self.ends = [math.inf] * len(sizes)
@@ -72,7 +56,6 @@ class _Simulation:
         self.n_events = 0
 
     def run(self, ready: Sequence[float]) -> list[float]:
-        """Process all events; return when each bucket's all-reduce has finished."""
         for bucket, at in enumerate(ready):
             self._schedule(at, self._enqueue, bucket)
         while self.events:
@@ -100,15 +83,15 @@ class _Simulation:
 
     def _announce(self, bucket: int) -> None:
         """Announce that a segment can be received. This is a short message, but it waits for what is being sent."""
-        arrives = max(self.now, self.link_free_at) + self.path.delay
+        arrives = max(self.now, self.link_free_at) + self.link.delay
         self._schedule(max(arrives, self.software_free_at), self._send, bucket)
 
     def _send(self, bucket: int) -> None:
         """Send a segment, because the other rank's announcement has arrived."""
-        size, software = self.segment_bytes[bucket], self.segment_bytes[bucket] * self.path.software
+        size, software = self.segment_bytes[bucket], self.segment_bytes[bucket] * self.software
         starts = max(self.now, self.link_free_at)
-        self.link_free_at = starts + size / self.path.bytes_per_second
-        first_byte, last_byte = starts + self.path.delay, self.link_free_at + self.path.delay
+        self.link_free_at = starts + size / self.link.bytes_per_second
+        first_byte, last_byte = starts + self.link.delay, self.link_free_at + self.link.delay
         sent = max(first_byte, self.software_free_at) + software / 2
         self.software_free_at = max(sent, last_byte) + software / 2
         self._schedule(self.software_free_at, self._receive, bucket)

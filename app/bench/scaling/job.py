@@ -1,28 +1,26 @@
 """The ranks that `app.bench.scaling` starts with torchrun: they measure what it asks for, one task after another.
 
-Rank 0 is connected to `app.bench.scaling` by a Unix socket. Each line in either direction is one JSON object. Jobs with
-different numbers of ranks are open at the same time and take turns, so that all are affected if the machine slows down,
-and each has to start only once. A job that waits for its next task uses no CPU time.
+Rank 0 is connected to `app.bench.scaling` by a Unix socket. Jobs with different numbers of ranks are open at the same
+time and take turns, so each starts only once. A job that waits for its next task uses no CPU time.
 
 All rows have the same length and no padding, so every rank and every step does the same work.
 """
 
 from __future__ import annotations
 
-import json
-import socket
 import statistics
 import time
-from typing import Any, TextIO
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ...cli import OneLineParser
-from ...data.sampler import BatchPlan, plan_batches
+from ...data.sampler import plan_batches
 from ...ddp_loop import Batch, train_step
 from ...distributed.collectives import all_gather_object, barrier, broadcast_object
 from ...distributed.process_group import join
@@ -30,7 +28,6 @@ from ...distributed.world import World
 from ...model.inputs import to_device
 from ...program import launch
 from ...settings import Settings
-from ...strategies.ddp import DDPStrategy
 from ...strategies.loss_scale import LossScale
 from ...strategies.optimization import Optimization
 from ...strategies.select import select_strategy
@@ -43,47 +40,25 @@ MANY_STEPS = 1_000_000  # for the schedule, which has to know how many steps the
 Task = dict[str, Any]
 
 
-class WithoutExchange(DDPStrategy):
-    """DDP that does not average gradients, and records when each bucket is ready. To measure computation alone.
-
-    Attributes:
-        ready: for each bucket of each step, its size in bytes and the time of the performance counter.
-    """
-
-    def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
-        super().__init__(settings, plan, world)
-        self.ready: list[tuple[int, float]] = []
-
-    def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap the model in DDP with a hook that sends nothing."""
-        wrapped = super().wrap(model)
-        wrapped.register_comm_hook(self, lambda strategy, bucket: strategy.record(bucket))
-        return wrapped
-
-    def record(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Record that a bucket of gradients is ready, and leave it as it is."""
-        self.ready.append((bucket.buffer().nbytes, time.perf_counter()))
-        return noop_hook(None, bucket)
-
-    def fix_order(self) -> None:
-        """Register no other hook: DDP accepts only one."""
-
-
 class Replica:
     """A model with its optimizer, which trains on batches of any number of rows.
 
     Args:
-        size: a key of `SIZES`.
-        exchange: whether the ranks average their gradients.
+        exchange: whether the ranks average their gradients. Without it, there have to be two ranks.
     """
 
     def __init__(self, size: str, exchange: bool, settings: Settings, *, world: World) -> None:
         self.settings, self.world, self.steps = settings, world, 0
+        # Without exchange, for each bucket of each step: its bytes, and when it was ready, by the performance counter.
+        self.ready: list[tuple[int, float]] = []
         plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
-        self.strategy = (select_strategy if exchange else WithoutExchange)(settings, plan, world)
+        self.strategy = select_strategy(settings, plan, world)
         self.model = build_bert(SIZES[size], settings.seed)
-        self.vocabulary: int = self.model.config.vocab_size
         self.wrapped = self.strategy.wrap(self.model)
+        if not exchange:
+            # DDP accepts a single hook, and with more than two ranks the strategy has registered its own. A lambda,
+            # because DDP rejects hooks whose annotations are strings.
+            self.wrapped.register_comm_hook(self.ready, lambda ready, bucket: record_bucket(ready, bucket))  # type: ignore[operator]
         optimizer = build_optimizer(self.wrapped, settings, LEARNING_RATE, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, settings, MANY_STEPS)
         self.optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
@@ -107,9 +82,15 @@ class Replica:
     def random_batch(self, rows: int, length: int) -> Batch:
         """Return rows of random tokens, which differ between ranks."""
         generator = torch.Generator().manual_seed(self.world.rank)
-        tokens = torch.randint(self.vocabulary, (rows, length), generator=generator)
+        tokens = torch.randint(self.model.config.vocab_size, (rows, length), generator=generator)
         labels = torch.randint(2, (rows,), generator=generator)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def record_bucket(ready: list[tuple[int, float]], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Record that a bucket of gradients is ready, as a communication hook that sends nothing."""
+    ready.append((bucket.buffer().nbytes, time.perf_counter()))
+    return noop_hook(None, bucket)
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -121,35 +102,30 @@ def add_arguments(parser: OneLineParser) -> None:
 def main(settings: Settings, size: str, socket: str) -> None:
     with join(settings) as world:
         quiet_libraries(world)
-        serve(settings, size, connect(socket) if world.is_main_process else None, world=world)
+        serve(settings, size, Client(socket) if world.is_main_process else None, world=world)
 
 
-def connect(path: str) -> TextIO:
-    """Return a text file that is connected to `app.bench.scaling`."""
-    with socket.socket(socket.AF_UNIX) as connection:  # the file keeps it open
-        connection.connect(path)
-        return connection.makefile("rw")
-
-
-def serve(settings: Settings, size: str, connection: TextIO | None, *, world: World) -> None:
-    """Perform tasks until the connection is closed. Collective.
-
-    Args:
-        connection: of rank 0.
-    """
+def serve(settings: Settings, size: str, connection: Connection | None, *, world: World) -> None:
+    """Perform tasks until rank 0's connection is closed. Collective."""
     replicas: dict[bool, Replica] = {}
-    while (task := broadcast_object(connection.readline() if connection else "", world)) != "":
-        content = json.loads(task)
-        if "sizes" in content:
-            result: Any = time_all_reduce(content, world)
+    while (task := broadcast_object(receive(connection) if connection else None, world)) is not None:
+        if "sizes" in task:
+            result: Any = time_all_reduce(task, world)
         else:
-            exchange = content["exchange"]
+            exchange = task["exchange"]
             if exchange not in replicas:
                 replicas[exchange] = Replica(size, exchange, settings, world=world)
-            result = time_steps(content, replicas[exchange], world)
+            result = time_steps(task, replicas[exchange], world)
         if connection:
-            connection.write(f"{json.dumps(result)}\n")
-            connection.flush()
+            connection.send(result)
+
+
+def receive(connection: Connection) -> Task | None:
+    """Return the next task; None: the connection has been closed."""
+    with suppress(EOFError):
+        task: Task = connection.recv()
+        return task
+    return None
 
 
 def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
@@ -166,15 +142,14 @@ def time_steps(task: Task, replica: Replica, world: World) -> dict[str, Any]:
     # DDP rearranges its buckets after the first step, and TCP adapts to a link.
     replica.train(batch, steps=1 if replica.steps else 3)
     barrier(world)
-    recorded = getattr(replica.strategy, "ready", [])
-    recorded.clear()
+    replica.ready.clear()
     began = replica.train(batch, task["steps"])
     seconds = (time.perf_counter() - began[0]) / task["steps"]
-    per_step = len(recorded) // task["steps"]
-    ready = [(size, at - began[i // per_step]) for i, (size, at) in enumerate(recorded)]
+    per_step = len(replica.ready) // task["steps"]
+    ready = [(size, at - began[i // per_step]) for i, (size, at) in enumerate(replica.ready)]
     ranks = all_gather_object((seconds, ready), world)
     return {
-        "seconds": max(one[0] for one in ranks),
+        "seconds": max(seconds for seconds, _ in ranks),
         "buckets": [
             (ready[i][0], statistics.mean(at for _, ready in ranks for _, at in ready[i::per_step]))
             for i in range(per_step)
@@ -203,10 +178,9 @@ def time_all_reduce(task: Task, world: World) -> list[dict[str, float]]:
             began = time.perf_counter()
             dist.all_reduce(tensor)
             seconds.append(time.perf_counter() - began)
-        mine = statistics.median(seconds), (time.process_time() - cpu_began) / task["repeat"]
-        ranks = all_gather_object(mine, world)
-        slowest, mean_cpu = max(one[0] for one in ranks), statistics.mean(one[1] for one in ranks)
-        results.append({"bytes": tensor.nbytes, "seconds": slowest, "cpu_seconds": mean_cpu})
+        cpu_seconds = (time.process_time() - cpu_began) / task["repeat"]
+        medians, means = zip(*all_gather_object((statistics.median(seconds), cpu_seconds), world), strict=True)
+        results.append({"bytes": tensor.nbytes, "seconds": max(medians), "cpu_seconds": statistics.mean(means)})
     return results
 
 

@@ -1,9 +1,9 @@
-"""Measure what `app.bench.scaling` predicts, and what it predicts it from, in alternating rounds."""
+"""Measure the predicted configurations, and the inputs of the predictions, in alternating rounds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +30,11 @@ NOT_COUNTED = ("idle", "iowait", "irq", "softirq", "guest", "guest_nice")
 
 @dataclass(frozen=True)
 class Configuration:
-    """Ranks that train together.
+    """Ranks that train together: on this machine, or one on each of two nodes if there is a link."""
 
-    Attributes:
-        mode: `strong` (the rows of a step are divided among the ranks) or `weak` (each rank has a number of rows).
-        ranks: on this machine, or one on each of two nodes if there is a link.
-        rows: of each rank in a step.
-        link: between the two nodes.
-    """
-
-    mode: str
+    mode: str  # of MODES: rows of a step that are divided among the ranks, or a number of rows for each rank
     ranks: int
-    rows: int
+    rows: int  # of each rank in a step
     link: Link | None = None
 
     def __str__(self) -> str:
@@ -50,12 +43,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a task has measured.
-
-    Attributes:
-        result: from `app.bench.scaling.job`.
-        others: share of the CPU time of this process's cores that other processes used meanwhile.
-    """
+    """The result of a task, and the share of this process's cores that other processes used meanwhile."""
 
     result: Any
     others: float
@@ -69,45 +57,33 @@ Round = dict[Key, Measurement]
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """What to measure.
+    """The measurements to make."""
 
-    Attributes:
-        size: the model, a key of `harness.SIZES`.
-        batch: rows of a step in strong scaling.
-        rows: rows of each rank in weak scaling.
-        length: tokens of a row.
-        steps: of a configuration in each round.
-    """
-
-    size: str
+    size: str  # of the model, a key of `harness.SIZES`
     ranks: Sequence[int]
     links: Sequence[Link]
-    batch: int
-    rows: int
-    length: int
-    steps: int
+    batch: int  # rows of a step in strong scaling
+    rows: int  # of each rank in weak scaling
+    length: int  # tokens of a row
+    steps: int  # of a configuration in each round
     rounds: int
     threads: int
 
     def configurations(self, links: bool) -> list[Configuration]:
-        """Return all configurations, with or without those of two nodes."""
-        local = [Configuration(mode, n, self._rows(mode, n)) for n in self.ranks for mode in MODES]
-        nodes = [Configuration(mode, 2, self._rows(mode, 2), link) for link in self.links for mode in MODES]
-        return local + (nodes if links else [])
-
-    def _rows(self, mode: str, ranks: int) -> int:
-        return self.batch // ranks if mode == "strong" else self.rows
+        """Return all configurations, with or without two nodes."""
+        places: list[tuple[int, Link | None]] = [(ranks, None) for ranks in self.ranks]
+        if links:
+            places += [(2, link) for link in self.links]
+        return [
+            Configuration(mode, ranks, self.batch // ranks if mode == "strong" else self.rows, link)
+            for ranks, link in places
+            for mode in MODES
+        ]
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The open jobs.
-
-    Attributes:
-        local: by the number of ranks, on this machine.
-        nodes: on two nodes, one rank each; None: not measured.
-        link: between them.
-    """
+    """The open jobs: by the number of ranks on this machine, and one on two nodes with a rank each if they exist."""
 
     local: dict[int, TaskJob]
     nodes: TaskJob | None = None
@@ -115,7 +91,6 @@ class Jobs:
 
     @property
     def everything(self) -> list[TaskJob]:
-        """All jobs."""
         return [*self.local.values(), *([self.nodes] if self.nodes else [])]
 
     def cpu_seconds(self) -> float:
@@ -127,10 +102,7 @@ class Jobs:
 def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
     """Start a job for each number of ranks, and one on two nodes; end them all at the end of the block.
 
-    If this machine can't have two nodes, this is printed and they are left out.
-
-    Args:
-        folder: for the logs.
+    If this machine cannot have two nodes, this is printed and they are left out. The jobs' logs are in `folder`.
     """
     with ExitStack() as stack:
         link = None
@@ -145,9 +117,8 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
         }
         nodes = None
         if link is not None:
-            nodes = stack.enter_context(
-                task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
-            )
+            start = task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
+            nodes = stack.enter_context(start)
         jobs = Jobs(local, nodes, link)
         for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=hides_progress()):
             job.connect()
@@ -161,7 +132,7 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
 def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     """Measure everything once per round. Every second round has the opposite order."""
     configurations = plan.configurations(links=jobs.nodes is not None)
-    rows = {one.rows for one in configurations if one.ranks > 1} | {plan.rows}
+    rows = {key.rows for key in configurations if key.ranks > 1} | {plan.rows}
     if len(rows) == 1:  # the computation on a cluster is a straight line through two points or more
         rows.add(2 * plan.rows)
     keys: list[Key] = [*sorted(rows), "local"]
@@ -170,20 +141,16 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=hides_progress()) as bar:
 
         def observe(key: Key, _: int) -> Measurement:
-            measurement = _observe(partial(_perform, key, plan, jobs), jobs)
+            """Measure, and see which share of the CPU time other processes use meanwhile."""
+            began, busy_before, own_before = time.monotonic(), busy_seconds(), jobs.cpu_seconds()
+            result = _perform(key, plan, jobs)
+            others = busy_seconds() - busy_before - (jobs.cpu_seconds() - own_before)
+            share = max(0.0, others / (len(usable_cores()) * (time.monotonic() - began)))
             bar.update()
-            return measurement
+            return Measurement(result, share)
 
         results = in_rounds({key: partial(observe, key) for key in keys}, plan.rounds)
     return [{key: results[key][number] for key in keys} for number in range(plan.rounds)]
-
-
-def _observe(work: Callable[[], Any], jobs: Jobs) -> Measurement:
-    """Do something, and measure which share of the CPU time other processes have used meanwhile."""
-    began, busy_before, own_before = time.monotonic(), busy_seconds(), jobs.cpu_seconds()
-    result = work()
-    others = busy_seconds() - busy_before - (jobs.cpu_seconds() - own_before)
-    return Measurement(result, max(0.0, others / (len(usable_cores()) * (time.monotonic() - began))))
 
 
 def busy_seconds() -> float:
@@ -191,26 +158,30 @@ def busy_seconds() -> float:
     usable = usable_cores()
     cores = psutil.cpu_times(percpu=True)  # only those that are online, so their positions may not be their numbers
     known = max(usable) < len(cores)
-    times = [one._asdict() for core, one in enumerate(cores) if core in usable or not known]
-    return float(sum(seconds for core in times for kind, seconds in core.items() if kind not in NOT_COUNTED))
+    counted = [times._asdict() for core, times in enumerate(cores) if core in usable or not known]
+    return float(sum(seconds for times in counted for kind, seconds in times.items() if kind not in NOT_COUNTED))
 
 
 def _perform(key: Key, plan: ScalingPlan, jobs: Jobs) -> Any:
     """Let a job measure something: see `Key`."""
-    steps = {"length": plan.length, "steps": plan.steps}
+    if isinstance(key, Configuration):
+        job = jobs.local[key.ranks] if key.link is None else _shape(key.link, jobs)
+        return job.perform(rows=key.rows, exchange=True, length=plan.length, steps=plan.steps)
     if isinstance(key, int):
-        return jobs.local[FIT_RANKS].perform(rows=key, exchange=False, **steps)
+        return jobs.local[FIT_RANKS].perform(rows=key, exchange=False, length=plan.length, steps=plan.steps)
     if key == "local":
         return jobs.local[FIT_RANKS].perform(sizes=ALL_REDUCE_SIZES, repeat=ALL_REDUCE_REPETITIONS)
-    if isinstance(key, Configuration) and key.link is None:
-        return jobs.local[key.ranks].perform(rows=key.rows, exchange=True, **steps)
+    nodes = _shape(Link(), jobs)
+    assert jobs.link is not None
+    return [_measure_link(size, nodes, jobs.link) for size in ALL_REDUCE_SIZES]
+
+
+def _shape(link: Link, jobs: Jobs) -> TaskJob:
+    """Shape the link between the nodes, and return their job."""
     assert jobs.nodes is not None
     assert jobs.link is not None
-    if isinstance(key, Configuration) and key.link is not None:
-        jobs.link.shape(key.link)
-        return jobs.nodes.perform(rows=key.rows, exchange=True, **steps)
-    jobs.link.shape(Link())
-    return [_measure_link(size, jobs.nodes, jobs.link) for size in ALL_REDUCE_SIZES]
+    jobs.link.shape(link)
+    return jobs.nodes
 
 
 def _measure_link(size: int, nodes: TaskJob, link: ShapedLink) -> dict[str, float]:

@@ -1,34 +1,26 @@
 """Predict the time of a training step with DDP from the time of its computation and the cost of its exchanges.
 
 The model is that of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-section 3.2: the backward pass makes the buckets of gradients ready one after another, and each is exchanged while the
-next is computed. What is exchanged after the backward pass has ended is exposed. Then every rank updates its weights.
-
-Two things are added for CPUs. Ranks that share cores compute more slowly (`Cores.slowdown`). And an exchange over TCP
-takes CPU time itself; where no core is idle, that time is taken from the computation (`Cores.displaced`).
+section 3.2, with two additions for CPUs: ranks share cores, and an exchange over TCP takes CPU time itself. See
+docs/scaling.md#the-model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..alpha_beta import AlphaBeta
-from .gloo_ring import LinkPath, simulate_ring
+from .gloo_ring import simulate_ring
+from .links.shaped_link import Link
 
 
 @dataclass(frozen=True)
 class Computation:
-    """The computation of one rank in a step, measured without exchanges.
+    """The computation of one rank in a step, measured without exchanges."""
 
-    Attributes:
-        seconds: of the whole step.
-        buckets: size in bytes and time, in seconds after the step began, of each bucket that becomes ready.
-    """
-
-    seconds: float
-    buckets: tuple[tuple[int, float], ...]
+    seconds: float  # of the whole step
+    buckets: tuple[tuple[int, float], ...]  # bytes of each, and when it is ready, in seconds after the step began
 
     @property
     def size(self) -> int:
@@ -42,13 +34,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores of a node, which its ranks share.
-
-    Attributes:
-        cores: their number.
-        ranks: on this node.
-        threads: of each rank.
-    """
+    """The number of cores of a node, which its `ranks` with `threads` threads each share."""
 
     cores: int
     ranks: int
@@ -69,41 +55,33 @@ class Cores:
         return min(1.0, max(0.0, 1 - idle / self.ranks))
 
 
-class Network(Protocol):
-    """What exchanges buckets of gradients."""
-
-    def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
-        """Return when each bucket's exchange has finished, in seconds.
-
-        Args:
-            ready: when each bucket is ready, in seconds, in ascending order.
-            sizes: of the buckets in bytes.
-        """
-
-    def cpu_seconds(self, size: int) -> float:
-        """Return the CPU time that exchanging a bucket takes per rank."""
-
-    @property
-    def start(self) -> float:
-        """The seconds that a step waits at its beginning, where DDP broadcasts the model's buffers."""
+# Returns when each bucket's exchange has finished, from when they are ready (ascending) and their sizes in bytes.
+Finish = Callable[[Sequence[float], Sequence[int]], list[float]]
 
 
-def one_after_another(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Return when each exchange ends if it starts once it is ready and the one before it has ended."""
-    ends: list[float] = []
-    for at, takes in zip(ready, seconds, strict=True):
-        ends.append(max([at, *ends[-1:]]) + takes)
-    return ends
+@dataclass(frozen=True)
+class Network:
+    """The cost of exchanging buckets of gradients."""
+
+    finish: Finish
+    cpu_seconds: Callable[[int], float] = lambda size: 0.0  # of each rank, from a bucket's size
+    start: float = 0.0  # seconds that a step waits at its beginning, where DDP broadcasts the model's buffers
+
+
+def one_after_another(seconds: Callable[[int], float]) -> Finish:
+    """Return the `finish` of a network where an exchange also waits until the one before has ended."""
+
+    def finish(ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
+        ends: list[float] = []
+        for at, size in zip(ready, sizes, strict=True):
+            ends.append(max([at, *ends[-1:]]) + seconds(size))
+        return ends
+
+    return finish
 
 
 def predict_step(computation: Computation, network: Network, cores: Cores) -> float:
-    """Return the predicted time of a step in seconds.
-
-    Args:
-        computation: with a core for each thread.
-        network: between the ranks.
-        cores: of each node.
-    """
+    """Return the predicted seconds of a step, from the computation with a core for each thread and a node's cores."""
     slow = computation.scaled(cores.slowdown)
     sizes = [size for size, _ in slow.buckets]
     ready, delay = [], network.start
@@ -115,76 +93,36 @@ def predict_step(computation: Computation, network: Network, cores: Cores) -> fl
     return max(backward_ends, *network.finish(ready, sizes)) + update
 
 
-# ---- ranks on one node ---------------------------------------------------------------------------------------------
+def local_network(wall: AlphaBeta, cpu: AlphaBeta, cores: Cores) -> Network:
+    """Return the loopback device of a node, where copying limits an exchange and the ranks share the cores.
 
-
-@dataclass(frozen=True)
-class LocalNetwork:
-    """Ranks that share the cores of a node and exchange buckets over its loopback device. Implements `Network`.
-
-    Such an exchange is limited by the CPU: it copies every byte several times. Its time is measured with two ranks. N
-    ranks send 2 (N - 1) / N times the bucket's size each, in 2 (N - 1) messages, and share the cores. That holds for
-    the ring as well as for the all-to-all and the all-gather of `app.strategies.reduction`.
-
-    Attributes:
+    Args:
         wall: seconds of an all-reduce among two ranks, with a core for each thread.
         cpu: CPU seconds of each of the two ranks.
-        cores: which the ranks share.
     """
+    ranks = cores.ranks
 
-    wall: AlphaBeta
-    cpu: AlphaBeta
-    cores: Cores
+    def from_two_ranks(line: AlphaBeta, size: int) -> float:
+        """Convert the time of two ranks (two messages, and `size` bytes sent) to this number of ranks."""
+        return line.seconds(2 * (ranks - 1) / ranks * size, messages=ranks - 1)
 
-    @property
-    def start(self) -> float:
-        """Nothing: it is part of the measured computation."""
-        return 0.0
-
-    def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
-        """Return when each bucket's exchange has finished: one after another, because they share the cores."""
-        slowdown = self.cores.slowdown
-        return one_after_another(ready, [self._from_two_ranks(self.wall, size) * slowdown for size in sizes])
-
-    def cpu_seconds(self, size: int) -> float:
-        """Return the CPU time of one rank, which does not include waiting for a core."""
-        return self._from_two_ranks(self.cpu, size)
-
-    def _from_two_ranks(self, fit: AlphaBeta, size: int) -> float:
-        """Return what is measured with two ranks (two messages, and `size` bytes sent), for this number of ranks."""
-        ranks = self.cores.ranks
-        return fit.seconds(2 * (ranks - 1) / ranks * size, messages=ranks - 1)
+    # CPU time does not include waiting for a core.
+    return Network(
+        one_after_another(lambda size: from_two_ranks(wall, size) * cores.slowdown),
+        lambda size: from_two_ranks(cpu, size),
+    )
 
 
-# ---- two nodes -----------------------------------------------------------------------------------------------------
+def two_nodes(link: Link, wall: AlphaBeta, cpu: AlphaBeta) -> Network:
+    """Return a link between two nodes with one rank each, and gloo's ring all-reduce over it.
 
-
-@dataclass(frozen=True)
-class TwoNodes:
-    """Two nodes with one rank each, and gloo's ring all-reduce over the link between them. Implements `Network`.
-
-    Attributes:
-        bytes_per_second: the rate of the link in each direction.
-        delay: its propagation delay in seconds.
-        wall: seconds of an all-reduce over the same link without a limit to its rate and without delay.
+    Args:
+        wall: seconds of an all-reduce over the same link, unshaped.
         cpu: CPU seconds of each rank in it, including half of what emulating the link takes.
     """
 
-    bytes_per_second: float
-    delay: float
-    wall: AlphaBeta
-    cpu: AlphaBeta
+    def finish(ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
+        return simulate_ring([at + wall.alpha for at in ready], sizes, link, software=wall.beta)
 
-    @property
-    def start(self) -> float:
-        """A broadcast of the buffers: rank 1 announces that it receives, and rank 0 sends."""
-        return 2 * self.delay
-
-    def finish(self, ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
-        """Return when each bucket's exchange has finished."""
-        path = LinkPath(self.bytes_per_second, self.delay, software=self.wall.beta)
-        return simulate_ring([at + self.wall.alpha for at in ready], sizes, path)
-
-    def cpu_seconds(self, size: int) -> float:
-        """Return the CPU time of one rank."""
-        return self.cpu.seconds(size)
+    # In a broadcast of the buffers, rank 1 announces that it receives, and rank 0 sends: two delays.
+    return Network(finish, cpu.seconds, start=2 * link.delay)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
@@ -24,52 +25,38 @@ LONGEST_TMPDIR = 75  # bytes; the path of a Unix socket may have about 100
 
 
 class TaskJob:
-    """A running job.
+    """A running job, with a number of ranks on all nodes together.
 
-    Attributes:
-        ranks: on all nodes together.
+    Methods raise `RunError` if the job has ended, or takes too long.
     """
 
     def __init__(self, ranks: int, nodes: Sequence[TorchrunJob], listener: socket.socket) -> None:
         self.ranks, self._nodes, self._listener = ranks, nodes, listener
-        self._connection: TextIO | None = None
+        self._connection: Connection | None = None
         self._processes: list[psutil.Process] = []
 
     def connect(self) -> None:
-        """Wait until all ranks have joined the process group.
-
-        Raises:
-            RunError: the job ended, or took too long.
-        """
+        """Wait until all ranks have joined the process group."""
         try:
-            connection = self._nodes[0].wait_until(self._accept, START_SECONDS)
+            accepted = self._nodes[0].wait_until(self._accept, START_SECONDS)
         except TimeoutError:
             raise RunError(f"the job of {self.ranks} rank(s) did not start within {START_SECONDS:.0f} s") from None
-        if connection is None:
+        if accepted is None:
             raise self._failure()
+        accepted.setblocking(True)  # on some systems it inherits the listener's mode
+        self._connection = Connection(accepted.detach())
         self._processes = [process for node in self._nodes for process in node.processes()]
-        with connection:  # the file keeps it open
-            connection.settimeout(TASK_SECONDS)
-            self._connection = connection.makefile("rw")
 
     def perform(self, **task: Any) -> Any:
-        """Let all ranks perform a task, and return its result: see `app.bench.scaling.job`.
-
-        Raises:
-            RunError: the job ended, or took too long.
-        """
+        """Let all ranks perform a task, and return its result: see `app.bench.scaling.job`."""
         assert self._connection is not None, "connect() first"
         try:
-            self._connection.write(f"{json.dumps(task)}\n")
-            self._connection.flush()
-            result = self._connection.readline()
-        except TimeoutError:
-            raise RunError(f"the job of {self.ranks} rank(s) took more than {TASK_SECONDS:.0f} s for {task}") from None
-        except OSError:
+            self._connection.send(task)
+            if self._connection.poll(TASK_SECONDS):
+                return self._connection.recv()
+        except (EOFError, OSError):
             raise self._failure() from None
-        if not result:
-            raise self._failure()
-        return json.loads(result)
+        raise RunError(f"the job of {self.ranks} rank(s) took more than {TASK_SECONDS:.0f} s for {task}")
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the job's processes have used so far."""
@@ -86,11 +73,7 @@ class TaskJob:
             self._connection.close()
 
     def wait(self) -> None:
-        """Wait until the job has ended.
-
-        Raises:
-            RunError: it failed, or does not end.
-        """
+        """Wait until the job has ended, without an error."""
         try:
             statuses = [node.wait(END_SECONDS) for node in self._nodes]
         except TimeoutError:
@@ -110,16 +93,11 @@ class TaskJob:
 
 
 def check_temporary_folder() -> None:
-    """Check that jobs can be reached by a socket in the system's folder for temporary files.
-
-    Raises:
-        UserError: its name is too long.
-    """
+    """Raise `UserError` if the folder for temporary files has a name that is too long for a socket in it."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_TMPDIR:
         raise UserError(
-            f"TMPDIR {shorten(folder)}: its name is too long for a socket: set it to one of {LONGEST_TMPDIR} bytes or "
-            "fewer, such as /tmp"
+            f"TMPDIR {shorten(folder)}: its name is too long for a socket: at most {LONGEST_TMPDIR} bytes, such as /tmp"
         )
 
 
@@ -143,28 +121,18 @@ def task_job(size: str, ranks: int, threads: int, *, log: Path, namespaces: Sequ
         listener.setblocking(False)
         flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
         flags += [f"--train_batch_size={world_size}", "--disable_tqdm"]
-        variables = {}
-        commands = [torchrun_command(f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks)]
+        job_command = partial(torchrun_command, f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks)
+        commands, variables = [job_command()], {}
         if namespaces:
+            place = ["--nnodes=2", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
+            commands = [
+                inside(name, job_command(torchrun_flags=[*place, f"--node_rank={node}"]))
+                for node, name in enumerate(namespaces)
+            ]
             variables["GLOO_SOCKET_IFNAME"] = INTERFACE
-            commands = []
-            for node, name in enumerate(namespaces):
-                place = ["--nnodes=2", f"--node_rank={node}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
-                commands.append(
-                    inside(
-                        name,
-                        torchrun_command(
-                            f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks, torchrun_flags=place
-                        ),
-                    )
-                )
         jobs = []
         for node, command in enumerate(commands):
             file = log if node == 0 else log.with_name(f"{log.stem}-{node}{log.suffix}")
             job = TorchrunJob(command, environment=variables, stdout=file, grace_seconds=5)
             jobs.append(stack.enter_context(job))
-        running = TaskJob(world_size, jobs, listener)
-        try:
-            yield running
-        finally:
-            running.close()
+        yield stack.enter_context(closing(TaskJob(world_size, jobs, listener)))

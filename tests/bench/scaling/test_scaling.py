@@ -15,8 +15,9 @@ import pytest
 from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import measure as scaling_measure
+from app.bench.scaling.cluster import Hop
 from app.bench.scaling.cluster_report import ClusterFlags
-from app.bench.scaling.gloo_ring import LinkPath, simulate_ring
+from app.bench.scaling.gloo_ring import simulate_ring
 from app.bench.scaling.links.namespaces import NamespacesUnavailable
 from app.bench.scaling.links.shaped_link import Link
 from app.bench.scaling.measure import (
@@ -34,7 +35,7 @@ from app.program import run_program
 
 MIB = 2**20
 PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
-CLUSTER = ClusterFlags(8, (100.0, 10.0), (None, None), batch=1024)
+CLUSTER = ClusterFlags(8, Hop(10e-6, 8 / 100e9), None, batch=1024)
 FORWARD, UPDATE, PER_ROW = 0.01, 0.05, 0.025  # seconds
 LOCAL, LINK = (0.001, 1e-9), (0.002, 1.5e-9)  # α and β
 
@@ -60,9 +61,8 @@ def true_step(key: Configuration) -> float:
         messages, share = key.ranks - 1, 2 * (key.ranks - 1) / key.ranks
         hidden, exposed = (messages * LOCAL[0] + share * n * LOCAL[1] for n in (2 * MIB, 50 * MIB))
         return slowdown * (computation(key.rows)["seconds"] + hidden / 2 + exposed)
-    path = LinkPath(key.link.bytes_per_second, key.link.delay, LINK[1])
     hidden = (LINK[0] + 2 * MIB * LINK[1]) / 2
-    exchange = LINK[0] + simulate_ring([0.0], [50 * MIB], path)[0]
+    exchange = LINK[0] + simulate_ring([0.0], [50 * MIB], key.link, software=LINK[1])[0]
     return 2 * key.link.delay + computation(key.rows)["seconds"] + hidden + exchange
 
 
@@ -166,7 +166,7 @@ def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     kept |= {key: whole[key] for key in plan.configurations(False)}
     report = sections(plan, [kept], fit([kept], 2, 1), flags=CLUSTER, n_cores=2)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
-    between = replace(CLUSTER, link=(None, None))
+    between = replace(CLUSTER, link=None)
     text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), flags=between, n_cores=2)[-1]).split())
     assert "1 GB/s (not measured: assumed to be as fast as within this machine)" in text
     text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), flags=between, n_cores=2)[-1]).split())
@@ -179,7 +179,7 @@ def test_a_line_whose_bytes_take_no_time_has_no_bandwidth():
         found[key] = Measurement(all_reduces(alpha, 0.0), others=0.0)
     fits = fit([found], 2, 1)
     assert fits.local.beta == 0
-    report = sections(PLAN, [found], fits, flags=replace(CLUSTER, link=(None, None)), n_cores=2)
+    report = sections(PLAN, [found], fits, flags=replace(CLUSTER, link=None), n_cores=2)
     assert "500 µs per message and – (measured on this machine)" in " ".join(as_markdown(report[-1]).split())
 
 
@@ -253,7 +253,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
     ("flags", "problem"),
     [
         (["--ranks", "0"], "--ranks: 0: must be a whole number, 1 or more"),
-        (["--ranks", "3"], "--train_batch_size 32 can't be divided among 3 ranks"),
+        (["--ranks", "3"], "--train_batch_size 32 cannot be divided among 3 ranks"),
         (["--ranks", "128", "--train_batch_size", "128"], "--ranks 128: at most 64 on one machine"),
         (["--links", "fast"], "--links: fast: must be Gbit/s:milliseconds, such as 1:5"),
         (["--links", "1"], "--links: 1: must be Gbit/s:milliseconds, such as 1:5"),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.scaling.cluster import OneAfterAnother
-from app.bench.scaling.step_model import Computation, Cores, LocalNetwork, TwoNodes, predict_step
+from app.bench.scaling.links.shaped_link import Link
+from app.bench.scaling.step_model import (
+    Computation,
+    Cores,
+    Network,
+    local_network,
+    one_after_another,
+    predict_step,
+    two_nodes,
+)
 
 # Forward 1 s, backward 2 s with buckets after 1 and 2 s, update 0.5 s.
 COMPUTATION = Computation(3.5, ((100, 2.0), (200, 3.0)))
@@ -21,14 +27,9 @@ def line(alpha: float, beta: float) -> AlphaBeta:
     return AlphaBeta(alpha, beta, 0.0, 0.0, 0.0, 0.0, 0.0, 5)
 
 
-@dataclass(frozen=True)
-class Busy(OneAfterAnother):
-    """Exchanges that take CPU time."""
-
-    cpu: float = 0.0
-
-    def cpu_seconds(self, size: int) -> float:
-        return self.cpu
+def exchanges(seconds: float, cpu_seconds: float = 0.0) -> Network:
+    """A network whose exchanges all take the same time."""
+    return Network(one_after_another(lambda size: seconds), lambda size: cpu_seconds)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ class Busy(OneAfterAnother):
     ],
 )
 def test_only_what_is_exchanged_after_the_backward_pass_is_exposed(seconds, step, why):
-    assert predict_step(COMPUTATION, OneAfterAnother(lambda size: seconds), IDLE) == pytest.approx(step), why
+    assert predict_step(COMPUTATION, exchanges(seconds), IDLE) == pytest.approx(step), why
 
 
 def test_ranks_that_share_cores_compute_more_slowly():
@@ -49,12 +50,12 @@ def test_ranks_that_share_cores_compute_more_slowly():
     assert Cores(cores=2, ranks=2).slowdown == 1
     assert Cores(cores=2, ranks=8).slowdown == 4
     assert Cores(cores=4, ranks=2, threads=4).slowdown == 2
-    step = predict_step(COMPUTATION, OneAfterAnother(lambda size: 0.0), Cores(cores=2, ranks=4))
+    step = predict_step(COMPUTATION, exchanges(0.0), Cores(cores=2, ranks=4))
     assert step == pytest.approx(2 * 3.5)
 
 
 def test_where_no_core_is_idle_a_hidden_exchange_delays_the_computation():
-    network = Busy(lambda size: 0.5, cpu=0.25)
+    network = exchanges(0.5, cpu_seconds=0.25)
     assert Cores(cores=2, ranks=2).displaced == 1
     assert predict_step(COMPUTATION, network, Cores(cores=2, ranks=2)) == pytest.approx(3.0 + 0.25 + 0.5 + 0.5)
     assert Cores(cores=4, ranks=2).displaced == 0
@@ -66,7 +67,7 @@ def test_local_exchanges_grow_with_the_ranks_as_a_ring_does():
     """N ranks send 2 (N - 1) / N of the tensor in 2 (N - 1) messages, and share the cores."""
 
     def seconds(ranks: int) -> float:
-        network = LocalNetwork(line(0.1, 0.01), line(0.0, 0.0), Cores(cores=2, ranks=ranks))
+        network = local_network(line(0.1, 0.01), line(0.0, 0.0), Cores(cores=2, ranks=ranks))
         return network.finish([0.0], [100])[0]
 
     assert seconds(2) == pytest.approx(0.1 + 1.0), "as measured"
@@ -75,7 +76,7 @@ def test_local_exchanges_grow_with_the_ranks_as_a_ring_does():
 
 
 def test_a_step_of_two_nodes_begins_with_a_broadcast_of_two_delays():
-    network = TwoNodes(float("inf"), 0.25, line(0.0, 0.0), line(0.0, 0.0))
+    network = two_nodes(Link(delay_ms=250), line(0.0, 0.0), line(0.0, 0.0))
     single = Computation(3.5, ((4, 3.0),))
     assert predict_step(single, network, IDLE) == pytest.approx(2 * 0.25 + 3.0 + 4 * 0.25 + 0.5)
 
@@ -94,7 +95,7 @@ def test_a_slower_network_or_more_ranks_never_shorten_a_step(buckets, update, be
 
     def step(beta: float, ranks: int) -> float:
         cores = Cores(cores=4, ranks=ranks)
-        return predict_step(computation, LocalNetwork(line(1e-4, beta), line(1e-4, beta), cores), cores)
+        return predict_step(computation, local_network(line(1e-4, beta), line(1e-4, beta), cores), cores)
 
     base = step(beta, ranks)
     assert base >= computation.seconds * Cores(4, ranks).slowdown * 0.999

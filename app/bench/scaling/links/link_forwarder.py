@@ -24,17 +24,11 @@ PACKETS_AT_ONCE = 16  # that are read from one device before the other direction
 
 
 class Direction:
-    """One direction of the link.
-
-    Attributes:
-        source: file descriptor of the TUN device to read packets from.
-        target: the one to write them to.
-        in_flight: (time of arrival, packet), in order.
-    """
+    """One direction of the link, from one TUN device's file descriptor to another's."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self.target = source, target
-        self.in_flight: deque[tuple[float, bytes]] = deque()
+        self.in_flight: deque[tuple[float, bytes]] = deque()  # (time of arrival, packet), in order
         self.idle_at = 0.0  # when the last packet has been transmitted
 
     def receive(self, bytes_per_second: float, delay: float) -> None:
@@ -48,17 +42,15 @@ class Direction:
             self.in_flight.append((self.idle_at + delay, packet))
 
     def deliver(self) -> None:
-        """Write the packets that have arrived."""
         while self.in_flight and self.in_flight[0][0] <= time.monotonic():
             os.write(self.target, self.in_flight.popleft()[1])
 
     def seconds_to_next(self) -> float:
-        """Return the time until the next packet arrives; infinity if none is in flight."""
+        """Return the time until the next packet arrives; infinity: none is in flight."""
         return max(0.0, self.in_flight[0][0] - time.monotonic()) if self.in_flight else math.inf
 
 
 def forward(first: int, second: int) -> None:
-    """Forward packets until standard input is closed."""
     directions = {first: Direction(first, second), second: Direction(second, first)}
     bytes_per_second, delay = math.inf, 0.0
     control = sys.stdin.fileno()

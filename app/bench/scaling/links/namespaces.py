@@ -37,7 +37,7 @@ done
 
 
 class NamespacesUnavailable(UserError):
-    """This machine, or this user, can't create network namespaces. The message says what is missing."""
+    """This machine, or this user, cannot create network namespaces. The message says what is missing."""
 
 
 @contextmanager
@@ -54,11 +54,7 @@ def network_namespaces() -> Iterator[list[str]]:
     keeper = ["bash", "-c", KEEPER, "keeper", *names]
     # Started first, so that nothing can remain. It is not in this session: Ctrl-C must not end it.
     with subprocess.Popen(
-        keeper,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={"PATH": SYSTEM_PATH},
-        start_new_session=True,
+        keeper, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env={"PATH": SYSTEM_PATH}, start_new_session=True
     ):
         with refusals_as_unavailable("network namespaces"):
             for name in names:
@@ -70,14 +66,7 @@ def network_namespaces() -> Iterator[list[str]]:
 
 @contextmanager
 def refusals_as_unavailable(what: str) -> Iterator[None]:
-    """Turn a failed command of the block into `NamespacesUnavailable`.
-
-    Args:
-        what: two nodes need, for the message.
-
-    Raises:
-        NamespacesUnavailable: a command of the system has failed.
-    """
+    """Turn a failed command of the block into `NamespacesUnavailable`, which names what two nodes need."""
     try:
         yield
     except subprocess.CalledProcessError as refusal:
@@ -114,9 +103,5 @@ def inside(name: str, command: Sequence[str]) -> list[str]:
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of the system.
-
-    Raises:
-        CalledProcessError: it failed; `stderr` says why.
-    """
+    """Run a command of the system. Raises CalledProcessError if it fails; `stderr` says why."""
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": SYSTEM_PATH}, check=True)

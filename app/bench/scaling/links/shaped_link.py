@@ -17,10 +17,9 @@ import struct
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import psutil
 
@@ -46,46 +45,52 @@ TCP_SETTINGS = {"tcp_slow_start_after_idle": "0", "tcp_congestion_control": "ren
 
 @dataclass(frozen=True)
 class Link:
-    """What a link between two nodes does to a message.
+    """The shape of a link between two nodes, by default as fast as this machine forwards packets."""
 
-    Attributes:
-        gbit: rate in each direction in Gbit/s; infinity: as fast as this machine forwards packets.
-        delay_ms: propagation delay in one direction, in milliseconds.
-    """
-
-    gbit: float = math.inf
-    delay_ms: float = 0.0
+    gbit: float = math.inf  # rate in each direction in Gbit/s
+    delay_ms: float = 0.0  # propagation delay in one direction
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate in bytes per second."""
         return self.gbit * 1e9 / 8
 
     @property
     def delay(self) -> float:
-        """The propagation delay in seconds."""
+        """In seconds."""
         return self.delay_ms / 1000
 
     def __str__(self) -> str:
         return "unshaped" if self == Link() else f"{self.gbit:g} Gbit/s, {self.delay_ms:g} ms"
 
 
-class ShapedLink(Protocol):
-    """Two network namespaces and the link between them.
+@dataclass(frozen=True)
+class ShapedLink:
+    """Two network namespaces and the link between them."""
 
-    Attributes:
-        names: of the namespaces.
-        method: how the link is shaped.
-    """
+    names: Sequence[str]  # of the namespaces
+    forwarder: subprocess.Popen[bytes] | None = None  # of packets; None: `tc netem` shapes a veth pair
 
-    names: list[str]
-    method: str
+    @property
+    def method(self) -> str:
+        """How the link is shaped."""
+        return "packets forwarded by a process (this kernel has no netem)" if self.forwarder else "tc netem"
 
     def shape(self, link: Link) -> None:
         """Set the rate and the delay. Packets that are in flight keep theirs."""
+        if self.forwarder is None:
+            for name in self.names:  # each shapes what it sends
+                run_command(["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *netem_options(link)])
+        else:
+            assert self.forwarder.stdin is not None
+            self.forwarder.stdin.write(f"{link.bytes_per_second!r} {link.delay!r}\n".encode())
+            self.forwarder.stdin.flush()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that emulating the link has taken so far, as far as it is known."""
+        """Return the CPU time of the forwarder so far. That of netem belongs to the processes that send packets."""
+        if self.forwarder is None:
+            return 0.0
+        times = psutil.Process(self.forwarder.pid).cpu_times()
+        return float(times.user + times.system)
 
 
 @contextmanager
@@ -97,36 +102,18 @@ def shaped_link() -> Iterator[ShapedLink]:
     """
     with network_namespaces() as names, ExitStack() as stack:
         with refusals_as_unavailable("a link between them"):
-            link: ShapedLink = NetemLink(names)
+            link = ShapedLink(names)
             try:
                 connect(names)
                 link.shape(Link())
             except (OSError, subprocess.CalledProcessError):
                 with suppress(subprocess.CalledProcessError):  # there is none, if it could not be created
                     run_command(["ip", "-n", names[0], "link", "delete", INTERFACE])
-                link = stack.enter_context(_forwarded_link(names))
+                link = ShapedLink(names, stack.enter_context(_forwarder(names)))
             for name in names:
                 for setting, value in TCP_SETTINGS.items():
                     run_command(inside(name, ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]))
         yield link
-
-
-class NetemLink:
-    """A veth pair that `tc netem` shapes in both directions. Implements `ShapedLink`."""
-
-    method = "tc netem"
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-
-    def shape(self, link: Link) -> None:
-        """Replace the queueing discipline at both ends."""
-        for name in self.names:
-            run_command(["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *netem_options(link)])
-
-    def cpu_seconds(self) -> float:
-        """Return 0: the kernel does it while it sends the packets of a process."""
-        return 0.0
 
 
 def netem_options(link: Link) -> list[str]:
@@ -135,35 +122,14 @@ def netem_options(link: Link) -> list[str]:
     return ["netem", "limit", str(NETEM_PACKETS), "delay", f"{link.delay_ms * 1000:.0f}us", *rate]
 
 
-class ForwardedLink:
-    """Two TUN devices and a process that forwards packets between them. Implements `ShapedLink`."""
-
-    method = "packets forwarded by a process (this kernel has no netem)"
-
-    def __init__(self, names: list[str], process: subprocess.Popen[bytes]) -> None:
-        self.names, self.process = names, process
-
-    def shape(self, link: Link) -> None:
-        """Send the rate and the delay to the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{link.bytes_per_second!r} {link.delay!r}\n".encode())
-        self.process.stdin.flush()
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of the process so far."""
-        times = psutil.Process(self.process.pid).cpu_times()
-        return float(times.user + times.system)
-
-
 @contextmanager
-def _forwarded_link(names: list[str]) -> Iterator[ForwardedLink]:
-    """Connect two namespaces through a process. The devices vanish when it ends."""
+def _forwarder(names: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Connect two namespaces by a TUN device in each and a process. The devices vanish when the process ends."""
     with ExitStack() as descriptors:
         devices = []
         for name in names:
             device = f"samebits{uuid.uuid4().hex[:6]}"
-            devices.append(_create_tun(device))
-            descriptors.callback(os.close, devices[-1])
+            devices.append(_create_tun(device, descriptors))
             run_command(["ip", "link", "set", device, "netns", name])
             # The larger the packets, the less CPU time they take: most of it is per packet.
             rename = ["name", INTERFACE, "mtu", str(LARGEST_PACKET), "txqueuelen", "10000"]
@@ -177,22 +143,19 @@ def _forwarded_link(names: list[str]) -> Iterator[ForwardedLink]:
             start_new_session=True,  # Ctrl-C must not end it before the jobs that use the link
         )
     with process:  # its end closes the standard input, and waits for the process
-        yield ForwardedLink(names, process)
+        yield process
 
 
-def _create_tun(name: str) -> int:
-    """Create a TUN device in this network namespace; return its file descriptor, with which it vanishes.
+def _create_tun(name: str, descriptors: ExitStack) -> int:
+    """Create a TUN device in this network namespace; return its file descriptor, which `descriptors` closes.
 
     Raises:
         NamespacesUnavailable: the kernel or the container does not offer TUN devices.
     """
     try:
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        try:
-            fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
-        except BaseException:
-            os.close(descriptor)
-            raise
+        descriptors.callback(os.close, descriptor)
+        fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
     except OSError as problem:
         raise NamespacesUnavailable(f"a shaped link needs tc netem or TUN devices: /dev/net/tun: {problem}") from None
     return descriptor

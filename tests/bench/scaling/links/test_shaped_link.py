@@ -51,7 +51,7 @@ def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
     monkeypatch.setattr(shaped_link, "network_namespaces", two_namespaces)
     monkeypatch.setattr(namespaces, "run_command", refuse)
     monkeypatch.setattr(shaped_link, "run_command", refuse)
-    monkeypatch.setattr(shaped_link, "_create_tun", lambda name: os.open(os.devnull, os.O_RDWR))
+    monkeypatch.setattr(shaped_link, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
     problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
     with pytest.raises(NamespacesUnavailable, match=problem), shaped_link.shaped_link():
         pass
