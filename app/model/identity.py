@@ -1,4 +1,4 @@
-"""What determines a model besides its weights, so that a resumed run can tell whether it has changed."""
+"""The content of a model besides its weights, by which a resumed run detects a change."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from ..distributed.collectives import wait_for_device
 from ..distributed.world import World
-from .device_reads import WaitBeforeReads
 
 
 def _modules(*names: str) -> frozenset[str]:
@@ -36,6 +37,17 @@ ENCODER_DECODERS = _modules("bart", "mbart")
 # Decoders that only build a causal mask of four dimensions from the mask, unless they get one. They compute the same
 # without padding, but without a mask they read from the GPU as well, so they keep a mask of tokens then.
 CAUSAL = _modules("gpt2", "llama", "qwen2")
+# Reads by the host: of values, and of the number of elements that a condition selects.
+READS = frozenset(
+    {
+        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
+        *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__contains__, torch.Tensor.cpu, torch.Tensor.numpy),
+        *(torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere),
+        *(torch.Tensor.masked_select, torch.masked_select, torch.bincount, torch.Tensor.bincount),
+        *(torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive),
+        *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
+    }
+)
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:
@@ -63,6 +75,34 @@ def expand_mask(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict
     elif _module_of(model) not in BIDIRECTIONAL | ENCODER_DECODERS or getattr(config, "is_decoder", False):
         return inputs
     return inputs | {"attention_mask": expanded.contiguous()}
+
+
+class WaitBeforeReads(TorchFunctionMode):
+    """Call `wait_for_device` before an operation that makes the host wait for this rank's device.
+
+    Such an operation waits inside CUDA, where Python cannot raise if another rank has failed. A single wait before the
+    forward pass would not do: the host would wait there, and again for what was enqueued since then.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor: Any = None
+        if func in READS or (func is torch.where and len(args) == 1):
+            tensor = args[0] if args else (kwargs or {}).get("input")
+        elif func is torch.Tensor.__getitem__:
+            tensor = _condition(args[1])
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == self.world.device.type:
+            wait_for_device(self.world)
+        return func(*args, **(kwargs or {}))
+
+
+def _condition(index: Any) -> torch.Tensor | None:
+    """Return the part of an index that selects elements by a condition, if there is one."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return next((part for part in parts if isinstance(part, torch.Tensor) and part.dtype is torch.bool), None)
 
 
 def wait_before_reads(model: torch.nn.Module, world: World) -> None:

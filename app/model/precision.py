@@ -1,4 +1,4 @@
-"""The dtypes of training: those of weights, and automatic mixed precision. The same in both training paths."""
+"""The dtype of weights, and automatic mixed precision: the same in both training paths."""
 
 from __future__ import annotations
 

@@ -121,12 +121,12 @@ def changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     factors = [n for n in range(1, batches.micro_size + 1) if batches.micro_size % n == 0]
     for precision, factor, checkpoint in product(bf16, factors, checkpointing):
         size, steps = batches.micro_size // factor, batches.accumulation_steps * factor
-        given = ["--activation_checkpointing"] if checkpoint else []
+        parts = ["--activation_checkpointing"] if checkpoint else []
         if factor > 1:  # the same rows per step, in smaller micro-batches
-            given.append(f"--gradient_accumulation_steps {steps}")
+            parts.append(f"--gradient_accumulation_steps {steps}")
             if settings.per_device_train_batch_size is not None:
-                given.append(f"--per_device_train_batch_size {settings.per_device_train_batch_size // factor}")
-        flags = " ".join([*given, *(["--precision bf16"] if precision else [])])
+                parts.append(f"--per_device_train_batch_size {settings.per_device_train_batch_size // factor}")
+        flags = " ".join([*parts, *(["--precision bf16"] if precision else [])])
         count = partial(plan.count, **precision, **checkpoint)
         changed = replace(plan, batches=replace(batches, micro_size=size, accumulation_steps=steps), count=count)
         if flags:

@@ -25,11 +25,11 @@ class RankMemory:
     """The memory that one rank needs in a training step besides activations, in bytes.
 
     Attributes:
-        parameters: what the rank holds between two steps: all of them, or its shard.
-        gradients: the same for gradients.
+        parameters: all of them, or the rank's shard.
+        gradients: all of them, or the rank's shard.
         optimizer: AdamW's moments of the parameters that the rank updates.
         gathered: complete parameters of which the rank holds a shard only.
-        exchange: complete gradients of a sharded block, what the other ranks send, and compressed gradients.
+        exchange: complete gradients of a sharded block, gradients of other ranks, and compressed gradients.
         accumulated: complete gradients of the logical rank in progress, beside those that are exchanged.
         partial_sums: gradients of logical ranks that are done, complete or this rank's shard.
     """
@@ -48,15 +48,13 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Everything together, if all of it is needed at the same time."""
         return self.state + self.gathered + self.exchange + self.accumulated + self.partial_sums
 
     def in_main_memory(self, cpu_offload: bool) -> int:
-        """Return what `--cpu_offload` keeps in main memory: what the rank holds shards of."""
+        """Return the bytes of shards, which `--cpu_offload` keeps in main memory."""
         return self.state + self.partial_sums if cpu_offload else 0
 
     def on_device(self, cpu_offload: bool) -> int:
-        """Return the rest."""
         return self.total - self.in_main_memory(cpu_offload)
 
 
@@ -126,7 +124,7 @@ def plan_memory(
     exchange = 3 * max([rest, *blocks])  # the gradients of a block, their copy that is sent, and what is received
     plans = []
     for rank in range(ranks):
-        shard, frozen_shard = (sum(_shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
+        shard, frozen_shard = (sum(shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
         sums = n_partial_sums * shard
         plans.append(RankMemory(shard + frozen_shard, shard, N_MOMENTS * shard, gathered, exchange, in_progress, sums))
     return plans
@@ -161,6 +159,7 @@ def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(bytes_of, tensors))
 
 
-def _shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:
+def shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:
+    """Return the size of a rank's shard, which FSDP2 forms of rows."""
     rows = parameter.shape[0]
     return bytes_of(parameter) // rows * divide_rows(rows, rank, ranks)[1]

@@ -108,7 +108,6 @@ def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
 
 
 def numbers_of_ranks(plan: Plan) -> list[int]:
-    """Return the columns of the tables by the number of ranks."""
     return powers_of_two(plan.topology.inside if plan.topology.nodes > 1 else 1, MOST_RANKS)
 
 
@@ -126,7 +125,6 @@ def table_of_memory_by_ranks(plan: Plan) -> str:
 
 
 def table_of_activations(plan: Plan) -> str:
-    """Return a table of what precision and activation checkpointing save."""
     rows = [[*names, *map(mib, (a.saved, a.weights, a.peak))] for *names, a in activation_variants(plan)]
     header = ["precision", "checkpointing", "kept for the backward pass", "16-bit weights (included)", "peak"]
     return markdown_table(header, rows, text_columns=2)

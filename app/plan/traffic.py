@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..distributed.topology import Topology
 from ..strategies.blocks import sharded_groups
 from ..strategies.compression import MATRIX_RANK, is_compressed, matrix_shape
-from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, bytes_of
+from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, shard_bytes, total_bytes
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
 BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
@@ -27,7 +27,7 @@ class Collective:
 
     Attributes:
         purpose: `gradients`, `parameters`, `buffers` or `norm`.
-        what: which of them, such as `bucket 1`.
+        what: the part of them, such as `bucket 1`.
         operation: `all-reduce`, `all-gather`, `all-to-all` or `broadcast`.
         size: bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result.
         among: `ALL`; or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients.
@@ -117,7 +117,7 @@ def plan_traffic(
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for rank, share in enumerate(assign_to_ranks(trainable, topology.ranks)):
             # ZeroRedundancyOptimizer broadcasts one fp32 number for a rank without parameters.
-            size = sum(map(bytes_of, share)) or 4
+            size = total_bytes(share) or 4
             collectives.append(Collective("parameters", f"those of rank {rank}", "broadcast", size))
     return collectives
 
@@ -191,14 +191,14 @@ def _buffers(model: PreTrainedModel) -> list[Collective]:
     if not buffers:
         return []
     pieces, _ = dist._compute_bucket_assignment_by_size(buffers, [BUFFERS_CAP])  # type: ignore[attr-defined]
-    sizes = [sum(bytes_of(buffers[i]) for i in piece) for piece in pieces]
+    sizes = [total_bytes(buffers[i] for i in piece) for piece in pieces]
     return [Collective("buffers", str(number), "broadcast", size) for number, size in enumerate(sizes, start=1)]
 
 
 def _sharded(
     model: PreTrainedModel, order: Sequence[torch.Tensor], *, strategy: str, topology: Topology, options: StepOptions
 ) -> list[Collective]:
-    """Return FSDP2's collectives, with the rows that it adds to make shards equal, and that of the gradient norm.
+    """Return FSDP2's collectives, with the rows that it adds to make shards equal, and the one for the gradient norm.
 
     A group of parameters is gathered once in each forward pass, under ZeRO-3 also in each backward pass. Its gradients
     are exchanged once per logical rank.
@@ -210,14 +210,10 @@ def _sharded(
     *blocks, rest = sharded_groups(model)
     named = [(f"block {number}", block) for number, block in enumerate(reversed(blocks), start=1)]
     for what, group in [*named, ("the rest", rest)] if ranks > 1 else []:
-        size = sum(_padded(parameter, ranks) for parameter in group)
-        gradients = sum(_padded(parameter, ranks) for parameter in group if parameter in with_gradient)
+        padded = {parameter: ranks * shard_bytes(parameter, 0, ranks) for parameter in group}
+        size = sum(padded.values())
+        gradients = sum(padded[parameter] for parameter in group if parameter in with_gradient)
         if size:
             gathered.append(Collective("parameters", what, "all-gather", size, gathers))
         exchanged += _summed(what, gradients, topology, times=options.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]
-
-
-def _padded(parameter: torch.Tensor, ranks: int) -> int:
-    rows = parameter.shape[0]
-    return bytes_of(parameter) // rows * (-(-rows // ranks) * ranks)

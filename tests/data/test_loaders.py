@@ -86,9 +86,9 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
     n = plan.steps_per_epoch * plan.global_size
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         settings, world = Settings(strategy=strategy), fake_world(1, 2)
-        mine = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
-        sampler = FullBatchSampler(np.ones(n, dtype=np.int64), plan, logical_ranks=mine, seed=0)
-        assert sampler.logical_ranks == mine
+        logical_ranks = orders[strategy] = select_strategy(settings, plan, world).logical_ranks
+        sampler = FullBatchSampler(np.ones(n, dtype=np.int64), plan, logical_ranks=logical_ranks, seed=0)
+        assert sampler.logical_ranks == logical_ranks
         loader = DataLoader(list(range(n)), plan.micro_size, sampler=sampler, **loader_options(keep, world.device))
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4
     assert orders["ddp"] == orders["zero1"] == [4, 5, 6, 7]

@@ -29,9 +29,9 @@ def new_plan(n: int, batch_size: int, ranks: int, logical_ranks: int | None = No
 
 def sampler(strategy: str, lengths: np.ndarray, plan: BatchPlan, logical_ranks: Sequence[int], epoch: int = 0):
     grouped = strategy == "group_by_length"
-    made = FullBatchSampler(lengths, plan, logical_ranks=logical_ranks, seed=7, group_by_length=grouped)
-    made.set_epoch(epoch)
-    return made
+    rank_sampler = FullBatchSampler(lengths, plan, logical_ranks=logical_ranks, seed=7, group_by_length=grouped)
+    rank_sampler.set_epoch(epoch)
+    return rank_sampler
 
 
 def global_batches(strategy: str, lengths: np.ndarray, batch_size: int, size: int, epoch: int = 0) -> list[list[int]]:
@@ -48,18 +48,18 @@ def micro_batches(
     strategy: str, lengths: np.ndarray, plan: BatchPlan, interleaved: bool, epoch: int = 0, steps_done: int = 0
 ) -> dict[tuple[int, int, int], list[int]]:
     """The rows of every micro-batch on any rank, by step, logical rank and number within the logical rank."""
-    found: dict[tuple[int, int, int], list[int]] = {}
+    by_place: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(plan.ranks):
-        mine = plan.logical_ranks_of(rank, interleaved)
-        made = sampler(strategy, lengths, plan, mine)
-        made.set_epoch(epoch, steps_done)
-        rows = list(made)  # a loader forms its batches of consecutive rows
+        logical_ranks = plan.logical_ranks_of(rank, interleaved)
+        rank_sampler = sampler(strategy, lengths, plan, logical_ranks)
+        rank_sampler.set_epoch(epoch, steps_done)
+        rows = list(rank_sampler)  # a loader forms its batches of consecutive rows
         batches = [rows[start : start + plan.micro_size] for start in range(0, len(rows), plan.micro_size)]
         steps = range(steps_done, plan.steps_per_epoch)
-        places = list(product(steps, mine, range(plan.accumulation_steps)))
-        assert not found.keys() & places
-        found |= dict(zip(places, batches, strict=True))
-    return found
+        places = list(product(steps, logical_ranks, range(plan.accumulation_steps)))
+        assert not by_place.keys() & places
+        by_place |= dict(zip(places, batches, strict=True))
+    return by_place
 
 
 lengths_strategy = st.lists(st.integers(1, 128), min_size=24, max_size=400).map(lambda x: np.asarray(x, dtype=np.int64))
@@ -98,10 +98,10 @@ def test_micro_batches_of_a_logical_rank_are_the_same_on_any_process(
             continue
         plan = new_plan(len(lengths), 24, ranks, logical_ranks, accumulation)
         for interleaved in (False, True):
-            found = micro_batches(strategy, lengths, plan, interleaved, epoch)
-            expected = expected or found
-            assert found == expected
-            assert len(found) == plan.steps_per_epoch * logical_ranks * accumulation
+            batches = micro_batches(strategy, lengths, plan, interleaved, epoch)
+            expected = expected or batches
+            assert batches == expected
+            assert len(batches) == plan.steps_per_epoch * logical_ranks * accumulation
             steps_done = int(done * plan.steps_per_epoch)
             rest = micro_batches(strategy, lengths, plan, interleaved, epoch, steps_done)
             assert rest == {place: rows for place, rows in expected.items() if place[0] >= steps_done}
@@ -115,9 +115,9 @@ def test_with_one_logical_rank_per_process_the_rows_are_those_of_a_plain_distrib
         assert logical_rank == rank
         plain = DistributedSampler(range(n), ranks, rank, shuffle=True, seed=7, drop_last=True)  # type: ignore[arg-type]
         plain.set_epoch(epoch)
-        mine = list(sampler("random", np.ones(n, dtype=np.int64), plan, [rank], epoch))
-        assert mine == list(plain)[: len(mine)]
-        assert len(mine) == n // 24 * 24 // ranks
+        rows = list(sampler("random", np.ones(n, dtype=np.int64), plan, [rank], epoch))
+        assert rows == list(plain)[: len(rows)]
+        assert len(rows) == n // 24 * 24 // ranks
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -125,11 +125,11 @@ def test_with_one_logical_rank_per_process_the_rows_are_those_of_a_plain_distrib
 def test_the_rows_of_a_single_step_are_those_that_the_loader_gets(strategy, lengths, layout, interleaved):
     """An error message about a step that is not finite names them."""
     plan = new_plan(len(lengths), 24, layout[1], layout[0])
-    made = sampler(strategy, lengths, plan, plan.logical_ranks_of(layout[1] - 1, interleaved), epoch=2)
-    rows, per_step = list(made), 24 // plan.ranks
-    assert len(made) == len(rows) == plan.steps_per_epoch * per_step
+    rank_sampler = sampler(strategy, lengths, plan, plan.logical_ranks_of(layout[1] - 1, interleaved), epoch=2)
+    rows, per_step = list(rank_sampler), 24 // plan.ranks
+    assert len(rank_sampler) == len(rows) == plan.steps_per_epoch * per_step
     for step in range(plan.steps_per_epoch):
-        assert made.rows_of_step(step) == rows[step * per_step : (step + 1) * per_step]
+        assert rank_sampler.rows_of_step(step) == rows[step * per_step : (step + 1) * per_step]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

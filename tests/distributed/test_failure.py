@@ -23,7 +23,7 @@ from app.distributed import failure
 from app.distributed.collectives import wait_for_device
 from app.distributed.failure import is_lost_contact
 from app.distributed.world import World
-from app.model.device_reads import WaitBeforeReads
+from app.model.inputs import WaitBeforeReads
 from app.plan.empty_model import SuppliedResults
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"

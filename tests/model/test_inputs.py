@@ -28,13 +28,13 @@ from transformers import (
 
 from app.distributed import collectives
 from app.distributed.world import World
-from app.model import device_reads, inputs
-from app.model.device_reads import WaitBeforeReads
+from app.model import inputs
 from app.model.inputs import (
     BIDIRECTIONAL,
     CAUSAL,
     ENCODER_DECODERS,
     ENCODERS,
+    WaitBeforeReads,
     expand_mask,
     to_device,
     wait_before_reads,
@@ -190,7 +190,7 @@ def test_a_sharded_model_gets_the_same_mask():
 def waits_of(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how often a model on a GPU, here on the CPU, waits where a failed rank is noticed."""
     waits: list[World] = []
-    monkeypatch.setattr(device_reads, "wait_for_device", waits.append)
+    monkeypatch.setattr(inputs, "wait_for_device", waits.append)
     monkeypatch.setattr(inputs, "WaitBeforeReads", lambda world: WaitBeforeReads(fake_world()))
     model = classifier(name)
     wait_before_reads(model, fake_world(device="cuda:0"))
@@ -253,7 +253,7 @@ READ = torch.tensor([2, 0, 1])
 )
 def test_each_read_waits_once(read, waits, monkeypatch):
     waited: list[World] = []
-    monkeypatch.setattr(device_reads, "wait_for_device", waited.append)
+    monkeypatch.setattr(inputs, "wait_for_device", waited.append)
     for world, expected in ((fake_world(), waits), (fake_world(device="cuda:0"), 0)):  # READ is on the CPU
         waited.clear()
         with WaitBeforeReads(world):

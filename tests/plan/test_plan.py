@@ -178,14 +178,14 @@ def test_if_nothing_fits_the_flags_that_the_verdict_names_make_it_fit(planned):
     advised = []
     for share in (0.99, 0.6, 0.4):
         budget = int(share * least)
-        found = re.search("no strategy fits .* With `(.*?)`, the least .* fits: `(.*?)` ", verdict(plan, budget))
-        assert found, verdict(plan, budget)
+        match = re.search("no strategy fits .* With `(.*?)`, the least .* fits: `(.*?)` ", verdict(plan, budget))
+        assert match, verdict(plan, budget)
         # The last value of a flag counts.
-        changed = build_plan(parse_settings(arguments=[*fixed, *shlex.split(found[1])]), Topology(2))
+        changed = build_plan(parse_settings(arguments=[*fixed, *shlex.split(match[1])]), Topology(2))
         assert changed.batches.global_size == plan.batches.global_size
-        (variant,) = [variant for variant in VARIANTS if label(variant) == found[2]]
+        (variant,) = [variant for variant in VARIANTS if label(variant) == match[2]]
         assert needed(changed, variant) <= budget
-        advised.append(found[1])
+        advised.append(match[1])
     assert advised[0] == "--activation_checkpointing"
     assert "--gradient_accumulation_steps" in advised[-1]
 
