@@ -60,16 +60,14 @@ def main() -> int:
     from .report.comparison import compare_runs, compare_seeds, conclusion_of
     from .report.render import write_comparison
 
+    baselines = not options.no_baselines
     if options.runs:
         a, b = (read_run(Path(run)) for run in options.runs)
-        comparison = compare_runs(a, b, baselines=not options.no_baselines)
+        comparison = compare_runs(a, b, baselines)
         folder = create_folder(settings.output_dir, RUNS / "comparisons")
     else:
         folder, pairs = train_pairs(settings, options.nproc_per_node, options.seeds or 1)
-        if len(pairs) > 1:
-            comparison = compare_seeds(pairs, baselines=not options.no_baselines)
-        else:
-            comparison = compare_runs(*pairs[0], baselines=not options.no_baselines)
+        comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(*pairs[0], baselines)
     print(f"\n{write_comparison(comparison, folder)}")
     print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
     return _print_conclusion(conclusion_of(comparison), options.assert_equal)
@@ -134,11 +132,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     unused = as_flags(replace(settings, output_dir=None))
-    unused += [
-        f"--{name}"
-        for name, default in (("nproc_per_node", "auto"), ("seeds", None))
-        if getattr(options, name) != default
-    ]
+    unused += ["--nproc_per_node"] if options.nproc_per_node != "auto" else []
+    unused += ["--seeds"] if options.seeds is not None else []
     if options.runs and unused:
         raise UserError(f"{shorten(unused[0])}: has no effect on two finished runs: remove the flag or the run folders")
     if options.seeds is not None and options.seeds < 1:

@@ -114,12 +114,9 @@ def _adapt_tag(tag: re.Match[str]) -> str:
 def draw_ranges(
     axes: Axes, at: Sequence[float], ranges: Sequence[Range], *, horizontal: bool = False, **marker: Any
 ) -> None:
-    """Draw a marker at each value, and a line over its range.
+    """Draw a marker at each value, styled as by `Axes.plot`, and a line over its range.
 
-    Args:
-        at: the positions on the other axis.
-        horizontal: whether the values are on the x axis.
-        marker: as for `Axes.plot`.
+    The values are on the y axis, or with `horizontal` on the x axis; `at` has their positions on the other axis.
     """
     values, low, high = zip(*ranges, strict=True)
     (axes.hlines if horizontal else axes.vlines)(at, low, high, color=marker["color"], linewidth=2.4)
@@ -130,21 +127,18 @@ def draw_ranges(
 def points_with_ranges(
     title: str, label: str, series: Sequence[Series], *, show: Callable[[float], str], reference: float
 ) -> Markup:
-    """Plot series next to each other, in one row for each of their points.
+    """Plot series next to each other, in one row for each of their points, with a vertical line at `reference`.
 
-    Args:
-        label: of the x axis.
-        show: formats a value.
-        reference: where to draw a vertical line.
+    `label` is the x axis's; `show` formats its values.
     """
     rows = list(series[0].points)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel=label)
         axes.axvline(reference, color=NEUTRAL, linewidth=1)
-        for i, one in enumerate(series):
+        for i, values in enumerate(series):
             at = [row + 0.24 * (i - (len(series) - 1) / 2) for row in range(len(rows))]
-            draw_ranges(axes, at, [one.points[row] for row in rows], horizontal=True, **style_of(i, one))
+            draw_ranges(axes, at, [values.points[row] for row in rows], horizontal=True, **style_of(i, values))
         name_rows(axes, rows)
         show_values(axes.xaxis, show)
         figure.legend(loc="outside lower center", ncols=2)
@@ -159,13 +153,8 @@ def style_of(i: int, series: Series) -> dict[str, Any]:
 
 
 def draw_bars(axes: Axes, rows: Sequence[str], parts: Mapping[str, Sequence[float]]) -> list[BarContainer]:
-    """Draw a bar in each row, divided into parts, and return each of these.
-
-    Args:
-        parts: the length of each part in each row, by its name.
-    """
-    bars = []
-    left = np.zeros(len(rows))
+    """Draw a bar in each row, divided into `parts` (the length of each part in each row), and return the parts."""
+    bars, left = [], np.zeros(len(rows))
     for name, widths in parts.items():
         bars.append(axes.barh(range(len(rows)), widths, left=left, height=0.6, label=name))
         left = left + widths

@@ -8,8 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
@@ -21,7 +19,7 @@ from ..common.files import write_json
 from ..data.csv_table import ReviewTable, read_reviews
 from ..data.split import Split, split_reviews
 from ..runs.reader import Run
-from .statistics import Interval, wilson_interval
+from .statistics import wilson_interval
 
 RECIPE = "majority; tf-idf of characters 1-3, sublinear, min_df 2 from 1000 rows on; logistic regression, C 30"
 MANY_ROWS = 1_000
@@ -42,11 +40,7 @@ def measure_baselines(run: Run) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         cached = json.loads(cache.read_text("utf-8"))
         if cached["recipe"] == RECIPE and cached["fingerprint"] == run.split["fingerprint"]:
-            return [
-                {"name": str(entry["name"]), "accuracy": float(entry["accuracy"]), "f1": float(entry["f1"])}
-                | {"interval": dataclasses.asdict(Interval(**{k: float(x) for k, x in entry["interval"].items()}))}
-                for entry in cached["baselines"]
-            ]
+            return list(cached["baselines"])
     table, split = reread_rows(run)
     print(f"\nbaselines: training on {len(split.train):,} rows (skip with --no_baselines) …", flush=True)
     baselines = _measure(table, split)
@@ -88,19 +82,13 @@ def _measure(table: ReviewTable, split: Split) -> list[dict[str, Any]]:
         "TF-IDF + logistic regression": make_pipeline(n_grams, LogisticRegression(C=30, solver="newton-cg")),
     }
     texts, labels = table.texts.to_numpy(), table.labels
+    # F1 as for the runs: of the second class if there are two, otherwise the unweighted mean.
+    average = "binary" if len(table.class_names) == 2 else "macro"
     baselines = []
     for name, classifier in classifiers.items():
         predicted = classifier.fit(texts[split.train], labels[split.train]).predict(texts[split.test])
-        baselines.append({"name": name} | _metrics(labels[split.test], predicted, len(table.class_names)))
+        interval = wilson_interval(int((labels[split.test] == predicted).sum()), len(predicted))
+        f1 = float(f1_score(labels[split.test], predicted, average=average, zero_division=0))
+        entry = {"name": name, "accuracy": interval.estimate, "f1": f1, "interval": dataclasses.asdict(interval)}
+        baselines.append(entry)
     return baselines
-
-
-def _metrics(labels: NDArray[np.int64], predicted: NDArray[np.int64], n_classes: int) -> dict[str, Any]:
-    """F1 is computed as for the runs: of the second class if there are two, otherwise the unweighted mean."""
-    interval = wilson_interval(int((labels == predicted).sum()), len(labels))
-    average = "binary" if n_classes == 2 else "macro"
-    return {
-        "accuracy": interval.estimate,
-        "f1": float(f1_score(labels, predicted, average=average, zero_division=0)),
-        "interval": dataclasses.asdict(interval),
-    }

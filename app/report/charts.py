@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..common.charts import (
     INK,
@@ -39,10 +40,11 @@ def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Mark
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss (nats)")
         for values, color, dashes in zip(losses, RUN_COLORS, ("-", (0, (5, 4))), strict=True):
-            steps, raw = _thin_out(np.asarray(values, dtype=float), np.mean)
-            axes.plot(steps, raw, color=color, alpha=0.22, linewidth=0.8)
-            steps, smooth = _thin_out(running_mean(values), np.mean)
-            axes.plot(steps, smooth, color=color, linewidth=3.2 if color == RUN_COLORS[0] else 1.9, linestyle=dashes)
+            axes.plot(*_thin_out(values, "mean"), color=color, alpha=0.22, linewidth=0.8)
+            # The exponential moving average over about the last 3 % of all steps.
+            smooth = pd.Series(values).ewm(alpha=1 / max(1.0, 0.03 * len(values))).mean()
+            width = 3.2 if color == RUN_COLORS[0] else 1.9
+            axes.plot(*_thin_out(smooth, "mean"), color=color, linewidth=width, linestyle=dashes)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.01)
         axes.set_ylim(bottom=0 if all(np.nanmin([0.0, *values]) >= 0 for values in losses) else None)
@@ -60,8 +62,8 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
         above.set_yscale("log")
         if (difference > 0).any():
-            steps, largest = _thin_out(np.where(difference > 0, difference, np.nan), _maximum)
-            above.plot(steps, largest, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
+            points = _thin_out(np.where(difference > 0, difference, np.nan), "max")
+            above.plot(*points, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
         else:
             above.set_ylim(1e-16, 1)
             above.text(0.5, 0.5, "no step differs", transform=above.transAxes, ha="center", va="center", color=MUTED)
@@ -94,11 +96,7 @@ def _power_of_ten(value: float) -> str:
 
 
 def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
-    """Plot accuracies with their intervals.
-
-    Args:
-        rows: `name`, `estimate`, `low` and `high`; the two runs first, then the baselines.
-    """
+    """Plot `estimate`, `low` and `high` of the accuracies of the two runs, and then of the baselines."""
     colors = [*RUN_COLORS, *[NEUTRAL] * (len(rows) - 2)]
 
     def draw(figure: Figure) -> None:
@@ -106,13 +104,8 @@ def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
         name_rows(axes, [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
         for position, (row, color) in enumerate(zip(rows, colors, strict=True)):
             draw_ranges(axes, [position], [interval(row)], horizontal=True, color=color, markersize=10, **DOT)
-            above: dict[str, Any] = {
-                "xytext": (0, 11),
-                "textcoords": "offset points",
-                "ha": "center",
-                "fontweight": "bold",
-            }
-            axes.annotate(f"{row['estimate']:.1%}", (row["estimate"], position), **above)
+            above: dict[str, Any] = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(f"{row['estimate']:.1%}", (row["estimate"], position), fontweight="bold", **above)
             axes.get_yticklabels()[position].set_color(color if color in RUN_COLORS else MUTED)
         axes.set_ylim(top=-0.75)
         axes.spines["bottom"].set_visible(False)
@@ -123,30 +116,24 @@ def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def interval(row: Mapping[str, float]) -> Range:
-    """Return an estimate and the limits of its interval."""
     return row["estimate"], row["low"], row["high"]
 
 
 def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
-    """Plot the reliability diagram: accuracy over confidence in each bin, with its interval.
-
-    The area of a dot grows with the number of rows in its bin.
-    """
+    """Plot accuracy over confidence in each bin. The area of a dot grows with the number of rows in the bin."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="confidence", ylabel="accuracy")
         axes.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)))
         lowest = np.ones(2)
         for calibration, color, marker in zip(calibrations, RUN_COLORS, ("o", "D"), strict=True):
-            bins = [row for row in calibration["bins"] if row["n"]]
-            share = np.array([row["n"] for row in bins]) / sum(row["n"] for row in bins)
-            x, y = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
+            bins = pd.json_normalize([row for row in calibration["bins"] if row["n"]])
+            x, y, low, n = (bins[key] for key in ("confidence", "accuracy", "interval.low", "n"))
             axes.plot(x, y, color=color, linewidth=1.4, alpha=0.7)
-            low, high = ([row["interval"][end] for row in bins] for end in ("low", "high"))
-            axes.vlines(x, low, high, color=color, linewidth=1.4)
-            size = (36 + 260 * share) * (1 if marker == "o" else 0.5)
+            axes.vlines(x, low, bins["interval.high"], color=color, linewidth=1.4)
+            size = (36 + 260 * n / n.sum()) * (1 if marker == "o" else 0.5)
             axes.scatter(x, y, size, color=color, marker=marker, edgecolor=PAPER, linewidth=1.2, zorder=3)
-            lowest = np.minimum(lowest, [min(x), min(low)])
+            lowest = np.minimum(lowest, [x.min(), low.min()])
         left, bottom = np.maximum(np.floor(lowest * 10 - 0.2) / 10, -0.04)
         axes.set(xlim=(left, 1.03), ylim=(bottom, 1.05))
         axes.grid(True, axis="both")
@@ -183,9 +170,8 @@ def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
         values = np.array([[run["accuracy"] for run in pair["runs"]] for pair in pairs])
         axes.vlines(range(len(pairs)), values.min(axis=1), values.max(axis=1), color=NEUTRAL, linewidth=1.4)
         for side, (color, marker, size) in enumerate(zip(RUN_COLORS, ("o", "D"), (11, 5.5), strict=True)):
-            axes.axhline(
-                values[:, side].mean(), color=color, linewidth=1.2, linestyle="-" if side == 0 else (0, (4, 3))
-            )
+            dashes = "-" if side == 0 else (0, (4, 3))
+            axes.axhline(values[:, side].mean(), color=color, linewidth=1.2, linestyle=dashes)
             axes.plot(values[:, side], marker, color=color, markersize=size, markeredgecolor=PAPER, markeredgewidth=1)
         axes.set_xticks(range(len(pairs)), [_shorten(pair["seed"]) for pair in pairs])
         axes.set_xlim(-0.6, len(pairs) - 0.4)
@@ -195,33 +181,12 @@ def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
     return render_svg(300, f"Test accuracy of {_join(names)} with each seed", draw)
 
 
-def running_mean(values: Sequence[float], share: float = 0.03) -> NDArray[np.float64]:
-    """Return the exponential moving average over about the last `share` of all steps.
-
-    It is corrected for its bias towards the initial zero, as in Adam (Kingma and Ba, 2015, section 3).
-    """
-    decay = 1 - 1 / max(1.0, share * len(values))
-    mean, smooth = 0.0, []
-    for count, value in enumerate(values, start=1):
-        mean = decay * mean + (1 - decay) * value
-        smooth.append(mean / (1 - decay**count))
-    return np.array(smooth)
-
-
-def _thin_out(
-    values: NDArray[np.float64], summary: Callable[[NDArray[np.float64]], Any]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return steps and values, at most MAX_POINTS of each, with neighbors combined by `summary`."""
-    steps = np.arange(1.0, len(values) + 1)
-    if len(values) <= MAX_POINTS:
-        return steps, values
-    parts = np.array_split(np.arange(len(values)), MAX_POINTS)
-    return np.array([steps[part].mean() for part in parts]), np.array([summary(values[part]) for part in parts])
-
-
-def _maximum(values: NDArray[np.float64]) -> float:
-    """Return the maximum, ignoring NaN; NaN if there is nothing else."""
-    return float(np.fmax.reduce(values))
+def _thin_out(values: ArrayLike, summary: str) -> tuple[pd.Series, pd.Series]:
+    """Return steps and values, at most MAX_POINTS of each, with neighbors combined by `summary`, which skips NaN."""
+    table = pd.DataFrame({"value": np.asarray(values, dtype=float)})
+    table["step"] = table.index + 1.0
+    groups = table.groupby(table.index * min(len(table), MAX_POINTS) // len(table))
+    return groups["step"].mean(), groups["value"].agg(summary)
 
 
 def _shorten(name: object) -> str:

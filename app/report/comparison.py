@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn import metrics
 
 from ..common.errors import UserError
 from ..data.split import describe_duplicates
 from ..runs.reader import Run
 from ..runs.schema import PREDICTIONS
 from .baselines import measure_baselines
-from .bitwise import bitwise_equal_numbers, check_same_rows, first_difference, first_differing_step
+from .bitwise import check_same_rows, first_difference, first_differing_step
 from .explanation import conclude, explain, on_gpus_without_deterministic
 from .statistics import (
     accuracy_by_length,
@@ -37,27 +38,20 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     """Return the content of comparison.json: everything that comparison.md and comparison.html show, in JSON types.
 
     Args:
-        a: the first run.
-        b: the second run.
         baselines: train the baselines on the same rows, which takes about a minute per 100,000 rows.
 
     Raises:
-        UserError: the runs have different splits, so their metrics cannot be compared; or one of their files is
-            damaged.
+        UserError: the runs have different splits, or a file is damaged.
     """
     check_same_rows(a, b)
-    names = run_names(a, b)
-    difference, differing_step = first_difference(a, b), first_differing_step(a, b)
+    difference = _difference(a, b)
     disagreements = find_disagreements(a, b)
     misclassified = find_misclassified_by_both(a, b)
-    rows = paired_rows(_correct(a), _correct(b))
     baseline_metrics, why_no_baselines = _baselines(a) if baselines else (None, NO_BASELINES)
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
     return {
-        "names": names,
-        "verdict": verdict(rows, *names, bitwise_identical=difference is None),
-        "first_difference": difference,
-        "explanation": None if difference is None else explain(a, b, difference),
+        "names": run_names(a, b),
+        **{name: difference[name] for name in ("verdict", "first_difference", "explanation")},
         "gpu_warning": on_gpus_without_deterministic(a, b),
         "same_evaluations": a.evaluations == b.evaluations,
         "runs": [
@@ -72,11 +66,11 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "duplicates": _duplicates(a),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
-        "first_differing_step": differing_step and differing_step[0],
+        "first_differing_step": difference["first_differing_step"],
         "max_loss_difference": _max_difference(*losses),
         "same_predictions": not disagreements,
         "same_probabilities": a.probabilities.equals(b.probabilities),
-        "statistics": dataclasses.asdict(rows),
+        "statistics": dataclasses.asdict(paired_rows(_correct(a), _correct(b))),
         "floors": baseline_metrics,  # the keys of the first version, so that old and new files have the same format
         "why_no_floors": why_no_baselines,
         "calibration": [calibration(run) for run in (a, b)],
@@ -92,11 +86,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
 
 
 def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> dict[str, Any]:
-    """Compare pairs of runs over several seeds.
-
-    Args:
-        pairs: for each seed, a run of A and a run of B.
-        baselines: as for `compare_runs`.
+    """Compare pairs of runs, one pair per seed.
 
     Returns:
         The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
@@ -114,14 +104,16 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
         if a.settings["seed"] != b.settings["seed"] or seeds.count(a.settings["seed"]) > 1:
             raise UserError(f"{a.folder} and {b.folder}: a pair must share a seed, which no other pair may have")
     first = compare_runs(*pairs[0], baselines)
-    entries = [_compare_seed(*pair) for pair in pairs]
-    accuracies_a, accuracies_b = ([entry["runs"][side]["accuracy"] for entry in entries] for side in (0, 1))
-    statistics = paired_seeds(accuracies_a, accuracies_b)
-    identical = all(entry["first_difference"] is None for entry in entries)
-    conclusion = verdict(statistics, *first["names"], bitwise_identical=identical)
+    entries = [_compare_seed(a, b, first if i == 0 else _difference(a, b)) for i, (a, b) in enumerate(pairs)]
+    statistics = paired_seeds(*([run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)))
+    explanations = [entry["explanation"] for entry in entries if entry["first_difference"] is not None]
+    conclusion = verdict(statistics, *first["names"], bitwise_identical=not explanations)
     over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
-    explanation = next((entry["explanation"] for entry in entries if entry["first_difference"] is not None), None)
-    return first | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
+    return first | {
+        "verdict": conclusion,
+        "explanation": explanations[0] if explanations else None,
+        "seeds": over_seeds,
+    }
 
 
 def conclusion_of(comparison: dict[str, Any]) -> str:
@@ -167,12 +159,11 @@ def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str
 
 def calibration(run: Run) -> dict[str, Any]:
     """Return the expected calibration error and the bins of the reliability diagram."""
-    probabilities, labels = run.probabilities.to_numpy(), run.class_ids("label")
     try:
-        bins = [dataclasses.asdict(row) for row in calibration_bins(probabilities, labels)]
-        return {"ece": expected_calibration_error(probabilities, labels), "bins": bins}
+        bins = calibration_bins(run.probabilities.to_numpy(), run.class_ids("label"))
     except ValueError as problem:
         raise UserError(f"{run.folder / PREDICTIONS}: {problem}") from None
+    return {"ece": expected_calibration_error(bins), "bins": [dataclasses.asdict(row) for row in bins]}
 
 
 def by_length(run: Run) -> list[dict[str, Any]]:
@@ -183,25 +174,29 @@ def by_length(run: Run) -> list[dict[str, Any]]:
 
 def confusion_matrix(run: Run) -> list[list[int]]:
     """Return a matrix whose element [i][j] counts the test rows of class i that were predicted as class j."""
-    size = len(run.split["classes"])
-    cells = run.class_ids("label") * size + run.class_ids("predicted")
-    matrix: list[list[int]] = np.bincount(cells, minlength=size * size).reshape(size, size).tolist()
+    labels, classes = run.predictions["label"], run.split["classes"]
+    matrix: list[list[int]] = metrics.confusion_matrix(labels, run.predictions["predicted"], labels=classes).tolist()
     return matrix
 
 
-def _compare_seed(a: Run, b: Run) -> dict[str, Any]:
+def _difference(a: Run, b: Run) -> dict[str, Any]:
+    """Return where two runs first differ, why, and the verdict."""
     difference, differing_step = first_difference(a, b), first_differing_step(a, b)
     rows = paired_rows(_correct(a), _correct(b))
     return {
-        "seed": a.settings["seed"],
-        "runs": [
-            {name: run.metrics[name] for name in ("accuracy", "loss")} | {"folder": str(run.folder)} for run in (a, b)
-        ],
         "first_differing_step": differing_step and differing_step[0],
         "first_difference": difference,
-        "explanation": None if difference is None else explain(a, b, difference),
+        "explanation": difference and explain(a, b, difference),
         "verdict": verdict(rows, *run_names(a, b), bitwise_identical=difference is None),
     }
+
+
+def _compare_seed(a: Run, b: Run, difference: dict[str, Any]) -> dict[str, Any]:
+    runs = [
+        {"accuracy": run.metrics["accuracy"], "loss": run.metrics["loss"], "folder": str(run.folder)} for run in (a, b)
+    ]
+    names = ("first_differing_step", "first_difference", "explanation", "verdict")
+    return {"seed": a.settings["seed"], "runs": runs} | {name: difference[name] for name in names}
 
 
 def _duplicates(run: Run) -> str | None:
@@ -225,7 +220,6 @@ def _correct(run: Run) -> NDArray[np.bool_]:
 
 
 def _max_difference(losses_a: list[float], losses_b: list[float]) -> float | None:
-    """Return the maximum over the common steps, or None if it is not a finite number."""
-    pairs = zip(losses_a, losses_b, strict=False)
-    differences = [0.0 if bitwise_equal_numbers(x, y) else abs(x - y) for x, y in pairs]
-    return max(differences, default=0.0) if all(map(math.isfinite, differences)) else None
+    """Return the maximum over the common steps, or None if it overflows."""
+    largest = max((abs(x - y) for x, y in zip(losses_a, losses_b, strict=False)), default=0.0)
+    return largest if math.isfinite(largest) else None

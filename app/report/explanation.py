@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,18 +31,24 @@ FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in
 LISTED = 8  # differences in one line
 IDENTICAL = "bitwise identical: every loss, gradient norm, prediction and weight"
 FLAGS = {f.name for f in fields(Settings)}
+# How to remove a difference, by its key: the first pattern that matches counts.
+REMEDIES = (
+    ("|".join(FLAGS - {"logical_ranks"}), "with the same {}"),
+    ("logical_ranks|world_size", "with the same number of ranks"),
+    (r"versions\..*", "with the same versions of {}"),
+    ("git_commit", "with the same commit of this program"),
+    (r"devices|kernels\..*", "on the same hardware"),
+    ("|".join(MODEL_CONTENT), "with the same files of the model"),
+    (".*", "with the same {}"),
+)
 KERNEL_VARIABLES = tuple(f"kernels.{name}" for name in KERNELS_FROM_ENVIRONMENT)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that both runs recorded, with different values.
+    """Something that both runs recorded, with different values."""
 
-    Attributes:
-        key: its dotted key in settings.json.
-    """
-
-    key: str
+    key: str  # dotted, in settings.json
     values: tuple[Any, Any]
 
     def __str__(self) -> str:
@@ -60,11 +67,7 @@ class Difference:
 
 
 def explain(a: Run, b: Run, first_difference: str) -> str:
-    """Return, in one line, what the runs recorded that explains their difference, and how to avoid it.
-
-    Args:
-        first_difference: from `app.report.bitwise.first_difference`.
-    """
+    """Return, in one line, the recorded causes of a difference from `bitwise.first_difference`, and how to avoid it."""
     differences = find_causes(a, b, steps_differ=first_difference.startswith("step "))
     gpus = on_gpus_without_deterministic(a, b)
     if differences:
@@ -80,15 +83,8 @@ def explain(a: Run, b: Run, first_difference: str) -> str:
 
 
 def conclude(difference: str | None, explanation: str | None) -> str:
-    """Return the line with which `app.compare` ends.
-
-    Args:
-        difference: from `app.report.bitwise.first_difference`.
-        explanation: from `explain`; None for identical runs.
-    """
-    if difference is None:
-        return IDENTICAL
-    return f"not equal: {difference}; {explanation}"
+    """Return the line with which `app.compare` ends, from the results of `first_difference` and `explain`."""
+    return IDENTICAL if difference is None else f"not equal: {difference}; {explanation}"
 
 
 def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
@@ -101,24 +97,22 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
         steps_differ: whether a loss or gradient norm differs, which no setting of the evaluation explains.
     """
     flat_a, flat_b = (_comparable(run) for run in (a, b))
-    without_effect = set(NEVER_A_CAUSE)
-    if steps_differ:
-        without_effect.update(AFTER_THE_STEPS)
-    if steps_differ or not (flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")):
-        without_effect.update(BEST_WEIGHTS)
-    if not any(map(_used_gpus, (a, b))):
-        without_effect |= {"deterministic", "cpu_offload"}
-    if None not in (flat_a.get("deepspeed"), flat_b.get("deepspeed")):
-        without_effect.add("deepspeed")  # the path of the file: its content is recorded too
-    if not _depends_on_ranks(a, b) and flat_a["logical_ranks"] == flat_b["logical_ranks"]:
-        without_effect.add("world_size")
-    keys = [*FIRST, *(key for key in flat_a if key not in FIRST)]
-    pairs = {key: (flat_a[key], flat_b[key]) for key in keys if key in flat_a and key in flat_b}
-    causes = [Difference(key, pair) for key, pair in pairs.items() if pair[0] != pair[1] and key not in without_effect]
+    best_weights = flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")
+    both_deepspeed = None not in (flat_a.get("deepspeed"), flat_b.get("deepspeed"))
+    rules = (
+        (True, NEVER_A_CAUSE),
+        (steps_differ, AFTER_THE_STEPS),
+        (steps_differ or not best_weights, BEST_WEIGHTS),
+        (not any(map(_used_gpus, (a, b))), ("deterministic", "cpu_offload")),
+        (both_deepspeed, ("deepspeed",)),  # the path of the file: its content is recorded too
+        (not _depends_on_ranks(a, b) and flat_a["logical_ranks"] == flat_b["logical_ranks"], ("world_size",)),
+    )
+    without_effect = {key for applies, keys in rules if applies for key in keys}
+    keys = [key for key in dict.fromkeys((*FIRST, *flat_a)) if key in flat_a.keys() & flat_b.keys() - without_effect]
+    causes = [Difference(key, (flat_a[key], flat_b[key])) for key in keys if flat_a[key] != flat_b[key]]
     commit_only = [cause for cause in causes if cause.key == "git_commit"]
-    path_only: list[Difference] = []
-    if _recorded_folder_content(a) and _recorded_folder_content(b):
-        path_only = [cause for cause in causes if cause.key == "model"]
+    is_content_known = _recorded_folder_content(a) and _recorded_folder_content(b)
+    path_only = [cause for cause in causes if cause.key == "model" and is_content_known]
     others = [cause for cause in causes if cause not in commit_only and cause not in path_only]
     contents = _differences_in_model_content(a, b)
     content_settings = {cause.key for cause in others} & OF_MODEL_CONTENT
@@ -137,40 +131,27 @@ def remedy(a: Run, b: Run, differences: Sequence[Difference], *, gpus: bool) -> 
     Args:
         gpus: whether they used GPUs without `--deterministic`.
     """
-    by_key = {difference.key: difference.values for difference in differences}
-    exact, others = [], []
-    if "logical_ranks" in by_key or "world_size" in by_key:
-        n = max(by_key.get("logical_ranks", (0,)))
+    values = {difference.key: difference.values for difference in differences}
+    exact = []
+    if values.keys() & {"logical_ranks", "world_size"}:
+        n = max(values.get("logical_ranks", (0,)))
         sizes = [run.settings["world_size"] for run in (a, b)]
         is_possible = n > 0 and not n & (n - 1) and all(size > 0 and n % size == 0 for size in sizes)
         if is_possible and not _depends_on_ranks(a, b):
             exact.append(f"--logical_ranks {n}")
-        else:
-            others.append("with the same number of ranks")
-    if "threads" in by_key:
-        exact.append(f"--threads {min(by_key['threads'])}")
-    if gpus and "deterministic" not in by_key:
+            values = {key: pair for key, pair in values.items() if key not in ("logical_ranks", "world_size")}
+    if "threads" in values:
+        exact.append(f"--threads {min(values.pop('threads'))}")
+    if gpus and "deterministic" not in values:
         exact.append("--deterministic")
-    if "model_commit" in by_key:
-        exact.append(f"--revision {shlex.quote(str(by_key['model_commit'][0]))}")
-    same = [f"--{key}" for key in by_key if key in FLAGS - {"logical_ranks", "threads"}]
-    versions = [key.removeprefix("versions.") for key in by_key if key.startswith("versions.")]
+    if "model_commit" in values:
+        exact.append(f"--revision {shlex.quote(str(values.pop('model_commit')[0]))}")
     parts = [f"with {' '.join(exact)}"] if exact else []
-    parts += [f"with the same {_listed(same)}"] if same else []
-    parts += others
-    parts += [f"with the same versions of {_listed(versions)}"] if versions else []
-    parts += ["with the same commit of this program"] if "git_commit" in by_key else []
-    is_hardware = [key for key in by_key if key == "devices" or key.startswith("kernels.")]
-    parts += ["on the same hardware"] if is_hardware else []
-    known = {"logical_ranks", "world_size", "threads", "model_commit", "git_commit", *same, *is_hardware}
-    if any(key in MODEL_CONTENT for key in by_key):
-        parts.append("with the same files of the model")
-    rest = [
-        key
-        for key in by_key
-        if key not in {*known, *MODEL_CONTENT} and key not in FLAGS and not key.startswith("versions.")
-    ]
-    parts += [f"with the same {_listed(rest)}"] if rest else []
+    for pattern, phrase in REMEDIES:
+        keys = [key for key in values if re.fullmatch(pattern, key)]
+        names = [f"--{key}" if key in FLAGS else key.removeprefix("versions.") for key in keys]
+        parts += [phrase.format(_listed(names))] if keys else []
+        values = {key: pair for key, pair in values.items() if key not in keys}
     return ", ".join(parts)
 
 
@@ -190,17 +171,17 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences_in_model_content(a: Run, b: Run) -> list[Difference]:
-    """Return what differs in the files of a local model. Runs that did not record it explain nothing."""
+    """Return the differences in the files of a local model. Runs that did not record it explain nothing."""
     if a.settings.get("model_commit") is not None or b.settings.get("model_commit") is not None:
         return []
-    found = []
+    differences = []
     for key in MODEL_CONTENT:
-        before, now = (run.settings.get(key) for run in (a, b))
-        if before is None or now is None:
+        x, y = (run.settings.get(key) for run in (a, b))
+        if x is None or y is None:
             continue
-        if changed_keys(before, now) if key == "model_config" else before != now:
-            found.append(Difference(key, (before, now)))
-    return found
+        if changed_keys(x, y) if key == "model_config" else x != y:
+            differences.append(Difference(key, (x, y)))
+    return differences
 
 
 def _recorded_folder_content(run: Run) -> bool:
@@ -210,7 +191,7 @@ def _recorded_folder_content(run: Run) -> bool:
 
 
 def _comparable(run: Run) -> dict[str, Any]:
-    """Return what a run recorded, flat; each kind of device once, because the number of ranks is an entry itself."""
+    """Return the record of a run, flat; each kind of device once, because the number of ranks is an entry itself."""
     # None is a value of a setting, such as "no dropout of its own". Elsewhere it means that the value is unknown.
     flat = {
         key: value

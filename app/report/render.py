@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..common.files import write_json, write_text
 from ..common.formats import MIB
@@ -13,6 +16,24 @@ from .environments import html_environment, markdown_environment
 from .explanation import NO_SETTINGS, flat_settings
 
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
+# Name, key in comparison.json, format, unit.
+SCORES = [
+    ("test accuracy", "accuracy", "{:.4f}", 1.0),
+    ("F1", "f1", "{:.4f}", 1.0),
+    ("precision", "precision", "{:.4f}", 1.0),
+    ("recall", "recall", "{:.4f}", 1.0),
+    ("test loss", "loss", "{:.4f}", 1.0),
+]
+COSTS = [
+    ("ranks", "world_size", "{:.0f}", 1.0),
+    ("optimizer steps", "steps", "{:,.0f}", 1.0),
+    ("training time, s", "train_seconds", "{:,.1f}", 1.0),
+    ("reviews per second", "train_examples_per_second", "{:,.1f}", 1.0),
+    ("tokens per second", "train_tokens_per_second", "{:,.0f}", 1.0),
+    ("padding, %", "padding_fraction", "{:.1f}", 0.01),
+    ("model FLOPs utilization, %", "mfu", "{:.1f}", 0.01),
+    ("peak memory per rank, MiB", "peak_memory_bytes", "{:,.0f}", MIB),
+]
 
 
 def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
@@ -30,12 +51,7 @@ def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
 
 
 def as_markdown(comparison: dict[str, Any], listed_rows: int = LISTED_ROWS) -> str:
-    """Render a comparison as Markdown.
-
-    Args:
-        comparison: from `compare_runs` or `compare_seeds`.
-        listed_rows: how many of the reviews that both runs misclassify to list at most.
-    """
+    """Render a comparison as Markdown that lists at most `listed_rows` of the reviews that both runs misclassify."""
     template = markdown_environment().get_template("comparison.md.j2")
     return template.render(_context(comparison), listed_rows=listed_rows)
 
@@ -57,6 +73,7 @@ def as_html(comparison: dict[str, Any]) -> str:
 
 def _context(comparison: dict[str, Any]) -> dict[str, Any]:
     """Return the variables that both templates use."""
+    explanation, warning = comparison["explanation"] or "", comparison["gpu_warning"]
     return {
         "comparison": comparison,
         "names": comparison["names"],
@@ -64,15 +81,15 @@ def _context(comparison: dict[str, Any]) -> dict[str, Any]:
         "headline": headline(comparison),
         "identity": identity(comparison),
         "hashes": hashes(comparison),
-        "explanation": _capitalize(comparison["explanation"] or ""),
-        "gpu_warning": gpu_warning(comparison),
-        "scores": scores(comparison),
-        "costs": costs(comparison),
+        "explanation": _capitalize(explanation),
+        # The explanation may say the same.
+        "gpu_warning": None if warning and warning in explanation else warning,
+        "scores": metric_rows(comparison, SCORES),
+        "costs": metric_rows(comparison, COSTS),
         "settings": settings_rows(comparison),
-        "disagreements": largest_difference_first(comparison["disagreements"]),
-        "misclassified": with_confidence(comparison["misclassified_by_both"]),
+        "disagreements": sorted(comparison["disagreements"], key=largest_difference, reverse=True),
+        "misclassified": comparison["misclassified_by_both"],
         "confusions": confusions(comparison),
-        "calibration": calibration_rows(comparison),
     }
 
 
@@ -102,7 +119,7 @@ def identity(comparison: dict[str, Any]) -> str:
 
 
 def hashes(comparison: dict[str, Any]) -> str:
-    """Return the hashes of both runs, and why identical training may have different ones, in a line."""
+    """Return the hashes of both runs, and why identical training may have different hashes, in a line."""
     a, b = (run["hash"] for run in comparison["runs"])
     if a == b:
         return "not recorded: an earlier version wrote these runs" if a is None else f"{a} (both)"
@@ -112,65 +129,31 @@ def hashes(comparison: dict[str, Any]) -> str:
     return line
 
 
-def gpu_warning(comparison: dict[str, Any]) -> str | None:
-    """Return the warning about GPUs, unless the explanation says the same."""
-    warning: str | None = comparison["gpu_warning"]
-    return None if warning and warning in (comparison["explanation"] or "") else warning
-
-
 def _capitalize(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def scores(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        _row(comparison, "test accuracy", "accuracy", form="{:.4f}"),
-        _row(comparison, "F1", "f1", form="{:.4f}"),
-        _row(comparison, "precision", "precision", form="{:.4f}"),
-        _row(comparison, "recall", "recall", form="{:.4f}"),
-        _row(comparison, "test loss", "loss", form="{:.4f}"),
-    ]
-
-
-def costs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        _row(comparison, "ranks", "world_size", form="{:.0f}"),
-        _row(comparison, "optimizer steps", "steps", form="{:,.0f}"),
-        _row(comparison, "training time, s", "train_seconds", form="{:,.1f}"),
-        _row(comparison, "reviews per second", "train_examples_per_second", form="{:,.1f}"),
-        _row(comparison, "tokens per second", "train_tokens_per_second", form="{:,.0f}"),
-        _row(comparison, "padding, %", "padding_fraction", form="{:.1f}", unit=0.01),
-        _row(comparison, "model FLOPs utilization, %", "mfu", form="{:.1f}", unit=0.01),
-        _row(comparison, "peak memory per rank, MiB", "peak_memory_bytes", form="{:,.0f}", unit=MIB),
-    ]
-
-
-def _row(comparison: dict[str, Any], name: str, key: str, *, form: str, unit: float = 1.0) -> dict[str, Any]:
-    """Return one metric of both runs. As everywhere in the report, the difference is A - B."""
-    values = [None if run[key] is None else _maximum(run[key]) / unit for run in comparison["runs"]]
-    known = [value for value in values if value is not None]
-    largest = max(known, default=0.0)
-    return {
-        "name": name,
-        "cells": ["–" if value is None else form.format(value) for value in values],
-        "shares": [value / largest if value and largest > 0 else 0.0 for value in values],
-        "difference": _signed(known[0] - known[1], form) if len(known) == 2 else "–",
-    }
+def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, str, float]]) -> list[dict[str, Any]]:
+    """Return metrics of both runs, formatted, with their difference, which is A - B as everywhere in the report."""
+    rows = []
+    for name, key, form, unit in metrics:
+        # The memory is a list with a number per rank.
+        values = [None if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
+        known = [value for value in values if value is not None]
+        largest = max(known, default=0.0)
+        rows.append(
+            {
+                "name": name,
+                "cells": ["–" if value is None else form.format(value) for value in values],
+                "shares": [value / largest if value and largest > 0 else 0.0 for value in values],
+                "difference": _signed(known[0] - known[1], form) if len(known) == 2 else "–",
+            }
+        )
+    return rows
 
 
 def _signed(difference: float, form: str) -> str:
     return "=" if difference == 0 else ("+" if difference > 0 else "−") + form.format(abs(difference))
-
-
-def _maximum(value: Any) -> float:
-    """Return a number, or the maximum of one number per rank."""
-    return float(max(value) if isinstance(value, list) else value)
-
-
-def calibration_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return `low`, `high` and `sides`, the bins of both runs, for the confidences that at least one of them has."""
-    bins = zip(*(calibration["bins"] for calibration in comparison["calibration"]), strict=True)
-    return [{"low": a["low"], "high": a["high"], "sides": [a, b]} for a, b in bins if a["n"] or b["n"]]
 
 
 def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
@@ -184,27 +167,20 @@ def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
 def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `name`, `values` and `differs` of every setting, those that differ first."""
     a, b = (flat_settings(settings) for settings in comparison["settings"])
-    names = [name for name in dict.fromkeys([*a, *b]) if name not in NO_SETTINGS]
-    # The model's config has many keys, and other versions record others: those that differ are enough.
-    of_config = {name for name in names if name.partition(".")[0] == "model_config"}
-    names = [name for name in names if name not in of_config or (name in a and name in b and a[name] != b[name])]
-    pairs = [["–" if (value := side.get(name)) is None else value for side in (a, b)] for name in names]
-    rows = [{"name": name, "values": [x, y], "differs": x != y} for name, (x, y) in zip(names, pairs, strict=True)]
+    rows = []
+    for name in a | b:
+        # The model's config has many keys, and other versions record others: those that differ are enough.
+        of_config = name.partition(".")[0] == "model_config"
+        if name in NO_SETTINGS or (of_config and (name not in a or name not in b or a[name] == b[name])):
+            continue
+        x, y = ("–" if settings.get(name) is None else settings[name] for settings in (a, b))
+        rows.append({"name": name, "values": [x, y], "differs": x != y})
     return sorted(rows, key=lambda row: not row["differs"])
 
 
-def with_confidence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the probability that each run assigned to the class that it predicted."""
-    return [row | {"confidence": [max(of_run) for of_run in row["probabilities"]]} for row in rows]
-
-
-def largest_difference_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with confidence, sorted by the largest difference in a probability."""
-
-    def difference(row: dict[str, Any]) -> float:
-        return float(max(abs(x - y) for x, y in zip(*row["probabilities"], strict=True)))
-
-    return sorted(with_confidence(rows), key=difference, reverse=True)
+def largest_difference(row: dict[str, Any]) -> float:
+    """Return the largest difference between the probabilities of both runs."""
+    return float(max(abs(x - y) for x, y in zip(*row["probabilities"], strict=True)))
 
 
 def confusions(comparison: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,13 +8,15 @@ Pure functions on arrays. Two questions have different answers:
 Accuracies and differences are fractions; only `verdict` uses percentage points. A difference is always A - B.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log10, sqrt
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, stats
+
+CONFIDENCE = 0.95  # of all intervals
+Z = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Interval:
     estimate: float
     low: float
     high: float
-    confidence: float = 0.95
+    confidence: float = CONFIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,10 @@ class LengthGroup:
     accuracy: Interval
 
 
-def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> Interval:
-    """Return Wilson's score interval for an accuracy: all p with |correct/n - p| <= z sqrt(p (1 - p) / n).
-
-    Wilson (1927), JASA 22:209.
-
-    Raises:
-        ValueError: unless 0 <= correct <= n and n >= 1.
-    """
-    if not 0 <= correct <= n or n < 1:
-        raise ValueError(f"{correct} correct of {n}: n must be at least 1, and 0 <= correct <= n")
-    limits = stats.binomtest(correct, n).proportion_ci(confidence, method="wilson")
-    return Interval(correct / n, float(limits.low), float(limits.high), confidence)
+def wilson_interval(correct: int, n: int) -> Interval:
+    """Return Wilson's score interval for an accuracy of `n` >= 1 rows. Wilson (1927), JASA 22:209."""
+    limits = stats.binomtest(correct, n).proportion_ci(CONFIDENCE, method="wilson")
+    return Interval(correct / n, float(limits.low), float(limits.high))
 
 
 def mcnemar_exact(a_only: int, b_only: int) -> float:
@@ -101,26 +95,18 @@ def mcnemar_exact(a_only: int, b_only: int) -> float:
     return float(stats.binomtest(a_only, a_only + b_only, 0.5).pvalue) if a_only + b_only else 1.0
 
 
-def paired_difference_interval(a_only: int, b_only: int, n: int, *, confidence: float = 0.95) -> Interval:
+def paired_difference_interval(a_only: int, b_only: int, n: int) -> Interval:
     """Return Tango's score interval for accuracy(A) - accuracy(B) on the same `n` rows.
 
     It contains all d that a score test does not reject: |a_only - b_only - n d| <= z sqrt(n (2 q(d) + d (1 - d))),
     where q(d) is the maximum-likelihood estimate of P(only B is correct) given d. Tango (1998), Statistics in Medicine
     17:891. Good for small n and few disagreements; without any it is +-z^2 / (n + z^2), never a single point.
-
-    Raises:
-        ValueError: unless a_only, b_only >= 0, a_only + b_only <= n and n >= 1.
     """
-    if min(a_only, b_only) < 0 or a_only + b_only > n or n < 1:
-        raise ValueError(f"{a_only} + {b_only} rows classified correctly by one run only, of {n}: impossible counts")
-    high = _tango_upper_limit(a_only, b_only, n, confidence=confidence)
-    return Interval(
-        (a_only - b_only) / n, -_tango_upper_limit(b_only, a_only, n, confidence=confidence), high, confidence
-    )
+    low, high = -_tango_upper_limit(b_only, a_only, n), _tango_upper_limit(a_only, b_only, n)
+    return Interval((a_only - b_only) / n, low, high)
 
 
-def _tango_upper_limit(a_only: int, b_only: int, n: int, *, confidence: float) -> float:
-    z = float(stats.norm.ppf((1 + confidence) / 2))
+def _tango_upper_limit(a_only: int, b_only: int, n: int) -> float:
     estimate = (a_only - b_only) / n
 
     def beyond(d: float) -> float:
@@ -128,33 +114,26 @@ def _tango_upper_limit(a_only: int, b_only: int, n: int, *, confidence: float) -
         linear = (2 * n - a_only + b_only) * d - a_only - b_only
         root = sqrt(max(0.0, linear**2 + 8 * n * b_only * d * (1 - d)))
         only_b = (root - linear) / (4 * n)
-        return n * (d - estimate) - z * sqrt(max(0.0, n * (2 * only_b + d * (1 - d))))
+        return n * (d - estimate) - Z * sqrt(max(0.0, n * (2 * only_b + d * (1 - d))))
 
     # Start to the right of the estimate: without disagreements the variance is 0 there and the estimate is a root.
     return float(optimize.brentq(beyond, estimate + 1e-9 * (1 - estimate), 1.0, xtol=1e-12))
 
 
-def paired_rows(correct_a: ArrayLike, correct_b: ArrayLike, confidence: float = 0.95) -> PairedRows:
+def paired_rows(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> PairedRows:
     """Compare two runs row by row: Wilson's interval of each, Tango's of the difference, McNemar's exact p-value.
 
     Args:
-        correct_a: bool (n,), whether A classifies each row correctly.
-        correct_b: the same for B, with the rows in the same order.
-        confidence: of the intervals.
-
-    Raises:
-        ValueError: other shapes or types.
+        a: bool (n,), whether A classifies each row correctly.
+        b: the same for B, with the rows in the same order.
     """
-    a, b = np.asarray(correct_a), np.asarray(correct_b)
-    if a.shape != b.shape or a.ndim != 1 or a.dtype != np.bool_ or b.dtype != np.bool_:
-        raise ValueError(f"expected two bool arrays of shape (n,), got {a.dtype} {a.shape} and {b.dtype} {b.shape}")
     n, a_only, b_only = len(a), int((a & ~b).sum()), int((b & ~a).sum())
-    accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n, confidence) for x in (a, b))
-    difference = paired_difference_interval(a_only, b_only, n, confidence=confidence)
+    accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n) for x in (a, b))
+    difference = paired_difference_interval(a_only, b_only, n)
     return PairedRows(n, a_only, b_only, accuracy_a, accuracy_b, difference, mcnemar_exact(a_only, b_only))
 
 
-def paired_seeds(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> PairedSeeds:
+def paired_seeds(a: ArrayLike, b: ArrayLike) -> PairedSeeds:
     """Compare two training methods over seeds: mean, standard deviation (ddof = 1), Student's paired t test.
 
     With one seed, standard deviations, interval and p-value are None. If the difference is the same for all seeds, its
@@ -163,20 +142,14 @@ def paired_seeds(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired
     Args:
         a: float (seeds,), a metric of A with each seed.
         b: the same for B; a[i] and b[i] have the same seed.
-        confidence: of the interval.
-
-    Raises:
-        ValueError: other shapes, no seeds, or a value that is not finite.
     """
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if a.shape != b.shape or a.ndim != 1 or a.size == 0 or not np.isfinite([a, b]).all():
-        raise ValueError(f"expected two arrays of finite numbers of the same length, got {a} and {b}")
     n, difference, interval, p_value = len(a), a - b, None, None
     rounding = 4 * np.finfo(np.float64).eps * np.abs([a, b]).max()
     if n > 1 and np.ptp(difference) > rounding:
         test = stats.ttest_rel(a, b)
-        limits = test.confidence_interval(confidence)
-        interval = Interval(float(difference.mean()), float(limits.low), float(limits.high), confidence)
+        limits = test.confidence_interval(CONFIDENCE)
+        interval = Interval(float(difference.mean()), float(limits.low), float(limits.high))
         p_value = float(test.pvalue)
     elif n > 1 and np.abs(difference).max() <= rounding:
         p_value = 1.0
@@ -189,12 +162,6 @@ def verdict(statistics: PairedRows | PairedSeeds, name_a: str, name_b: str, *, b
 
     "Better" requires p < 1 - confidence *and* an interval without zero. McNemar's exact test is stricter than Tango's
     interval: close to the threshold they may disagree, and the line then reports "borderline".
-
-    Args:
-        statistics: from `paired_rows` or `paired_seeds`.
-        name_a: name of A.
-        name_b: name of B.
-        bitwise_identical: whether the runs are.
     """
     if bitwise_identical:
         return "bitwise identical training"
@@ -213,58 +180,49 @@ def verdict(statistics: PairedRows | PairedSeeds, name_a: str, name_b: str, *, b
     if interval.low <= 0 <= interval.high:
         return f"indistinguishable {scope}: the difference could be anywhere in {within}"
     chance = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-    if p >= 1 - interval.confidence:
+    if p >= 1 - CONFIDENCE:
         return f"borderline {scope}: the difference is in {within}, but the test does not reject zero ({chance})"
     better, worse = (name_a, name_b) if gap > 0 else (name_b, name_a)
     return f"{better} is better than {worse} by {100 * abs(gap):.{decimals}f} points {scope} ({chance})"
 
 
-def calibration_bins(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> list[CalibrationBin]:
+def calibration_bins(
+    probabilities: NDArray[np.float64], labels: NDArray[np.int64], bins: int = 15
+) -> list[CalibrationBin]:
     """Return the bins of a reliability diagram, ((m - 1) / bins, m / bins] of the highest probability.
 
     Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2.
 
     Args:
-        probabilities: float (n, classes), rows summing to 1.
+        probabilities: float (n, classes).
         labels: int (n,), columns of `probabilities`.
         bins: number of bins, all of the same width.
 
     Raises:
-        ValueError: other shapes, types or values.
+        ValueError: a probability is negative, or a row does not sum to 1.
     """
-    p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
-    if p.ndim != 2 or y.shape != p.shape[:1] or not y.size or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(
-            f"expected (n, classes) probabilities and (n,) int labels, got {p.shape} and {y.dtype} {y.shape}"
-        )
-    if not (p.min() >= 0 and np.allclose(p.sum(axis=1), 1, atol=1e-2) and 0 <= y.min() <= y.max() < p.shape[1]):
-        raise ValueError("probabilities must be >= 0 with rows summing to 1, and labels must be columns of them")
-    top, hit = p.max(axis=1), p.argmax(axis=1) == y
+    if not (probabilities.min() >= 0 and np.allclose(probabilities.sum(axis=1), 1, atol=1e-2)):
+        raise ValueError("probabilities must be >= 0 with rows summing to 1")
+    top, correct = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     edges = np.linspace(0, 1, bins + 1)
-    of_row = np.searchsorted(edges[1:-1], top, side="left")  # right-closed, as in the paper
+    bin_of_row = np.searchsorted(edges[1:-1], top, side="left")  # right-closed, as in the paper
     table = []
     for m in range(bins):
-        here = of_row == m
-        confidence, accuracy = (float(x[here].mean()) if here.any() else None for x in (top, hit))
-        n = int(here.sum())
-        interval = wilson_interval(int(hit[here].sum()), n) if n else None
+        rows = bin_of_row == m
+        n = int(rows.sum())
+        confidence, accuracy = (float(values[rows].mean()) if n else None for values in (top, correct))
+        interval = wilson_interval(int(correct[rows].sum()), n) if n else None
         table.append(CalibrationBin(float(edges[m]), float(edges[m + 1]), n, confidence, accuracy, interval))
     return table
 
 
-def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
-    """Return ECE = sum over bins of (n_bin / n) |accuracy - confidence|, in [0, 1].
-
-    Guo et al. (2017), equation 3. Arguments and exceptions are those of `calibration_bins`.
-    """
-    table = calibration_bins(probabilities, labels, bins)
+def expected_calibration_error(table: list[CalibrationBin]) -> float:
+    """Return ECE = sum over bins of (n_bin / n) |accuracy - confidence|, in [0, 1]: Guo et al. (2017), equation 3."""
     gaps = (row.n * abs((row.accuracy or 0.0) - (row.confidence or 0.0)) for row in table)  # an empty bin adds 0
     return sum(gaps) / sum(row.n for row in table)
 
 
-def accuracy_by_length(
-    lengths: ArrayLike, correct: ArrayLike, *, groups: int = 4, edges: Sequence[float] | None = None
-) -> list[LengthGroup]:
+def accuracy_by_length(lengths: NDArray[np.integer], correct: NDArray[np.bool_], groups: int = 4) -> list[LengthGroup]:
     """Return the accuracy of short to long rows, with its Wilson interval, in groups of about equal size.
 
     Rows of the same length are in the same group, so there may be fewer groups.
@@ -273,19 +231,12 @@ def accuracy_by_length(
         lengths: numbers (n,).
         correct: bool (n,).
         groups: number of groups, whose edges are quantiles of `lengths`.
-        edges: the maximum length of each group except the last; overrides `groups`.
-
-    Raises:
-        ValueError: other shapes or types.
     """
-    size, hit = np.asarray(lengths), np.asarray(correct)
-    if size.shape != hit.shape or size.ndim != 1 or not size.size or hit.dtype != np.bool_:
-        raise ValueError(f"expected (n,) lengths and (n,) bool, got {size.shape} and {hit.dtype} {hit.shape}")
-    cuts = np.unique(np.quantile(size, np.arange(1, groups) / groups) if edges is None else edges)
-    of_row = np.searchsorted(cuts, size, side="left")
+    cuts = np.unique(np.quantile(lengths, np.arange(1, groups) / groups))
+    group_of_row = np.searchsorted(cuts, lengths, side="left")
     table = []
-    for group in np.unique(of_row):
-        here = of_row == group
-        accuracy = wilson_interval(int(hit[here].sum()), int(here.sum()))
-        table.append(LengthGroup(size[here].min().item(), size[here].max().item(), int(here.sum()), accuracy))
+    for group in np.unique(group_of_row):
+        rows = group_of_row == group
+        n, shortest, longest = int(rows.sum()), lengths[rows].min().item(), lengths[rows].max().item()
+        table.append(LengthGroup(shortest, longest, n, wilson_interval(int(correct[rows].sum()), n)))
     return table

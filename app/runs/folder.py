@@ -1,4 +1,4 @@
-"""The folder of a run: create it, lock it, and refuse one that is in use."""
+"""The folder of a run: create it, lock it, and reject a folder that is in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def create_folder(requested: str | None, parent: Path) -> Path:
             the link `latest` there point to it.
 
     Raises:
-        UserError: the folder is not empty, is a file, or can't be written.
+        UserError: the folder is not empty, is a file, or cannot be written.
     """
     folder = _create(requested, parent)
     if requested is None:
@@ -36,7 +36,7 @@ def claim_folder(requested: str | None, parent: Path) -> tuple[Path, int]:
         The folder, to which `latest` does not point yet, and the descriptor that `lock` returns.
 
     Raises:
-        UserError: the folder is not empty or can't be written, or another job uses it.
+        UserError: the folder is not empty or cannot be written, or another job uses it.
     """
     folder = _create(requested, parent)
     descriptor = lock(folder)
@@ -54,11 +54,7 @@ def point_latest(folder: Path) -> None:
 
 
 def refuse_used(requested: str | None) -> None:
-    """Refuse what `create_folder` would refuse, before anything has been done.
-
-    Raises:
-        UserError: the folder is not empty, or is a file.
-    """
+    """Raise UserError if `create_folder` would reject a folder because it is a file or not empty."""
     if requested is None or not Path(requested).exists():
         return
     if not Path(requested).is_dir() or any(map(_is_content, Path(requested).iterdir())):
@@ -69,13 +65,13 @@ def lock(folder: Path) -> int:
     """Keep other jobs out of a folder until the returned descriptor is closed or this process ends.
 
     Raises:
-        UserError: another job has locked it, or it can't be opened.
+        UserError: another job has locked it, or it cannot be opened.
     """
     try:
         # A file, because NFS does not pass the lock of a folder on to other machines.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise UserError(f"{folder}: can't be opened: {problem.strerror}") from None
+        raise UserError(f"{folder}: cannot be opened: {problem.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,7 +101,7 @@ def _create(requested: str | None, parent: Path) -> Path:
         probe.touch()
         probe.unlink(missing_ok=True)  # another job may be trying the same folder
     except OSError as problem:
-        raise UserError(f"--output_dir {folder}: can't be written: {problem.strerror}") from None
+        raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
     return folder
 
 

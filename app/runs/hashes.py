@@ -20,7 +20,7 @@ DIGITS = 16  # hexadecimal digits of a hash where a person reads it
 
 
 def hash_run(folder: Path, model_folder: Path | None = None) -> str:
-    """Return one hash of a run's results, 64 hexadecimal digits. The arguments are those of `hash_results`."""
+    """Return one hash of all parts that `hash_results` returns, 64 hexadecimal digits."""
     return hashlib.sha256("".join(hash_results(folder, model_folder).values()).encode()).hexdigest()
 
 
@@ -28,18 +28,20 @@ def hash_results(folder: Path, model_folder: Path | None = None) -> dict[str, st
     """Return a SHA-256 of each part of a run's results, by the name of its file.
 
     Args:
-        folder: the run's folder.
         model_folder: where the final model is; default: in the run's folder.
 
     Raises:
-        OSError: a file can't be read.
+        OSError: a file cannot be read.
         ValueError: a line of steps.jsonl is damaged.
     """
     steps = [json.loads(line) for line in (folder / STEPS.name).read_text(encoding="utf-8").splitlines()]
     untimed = [{name: value for name, value in step.items() if name != "seconds"} for step in steps]
     evaluations = folder / EVALUATIONS.name  # does not exist without evaluations during training
+    model_folder = model_folder or folder / MODEL_FOLDER
+    # `save_pretrained` divides large models into several files.
+    weights = sorted(model_folder.glob("model-*-of-*.safetensors")) or [model_folder / MODEL]
     return {
-        f"{MODEL_FOLDER}/{MODEL}": _hash_files(_weight_files(model_folder or folder / MODEL_FOLDER)),
+        f"{MODEL_FOLDER}/{MODEL}": _hash_files(weights),
         PREDICTIONS: _hash_files([folder / PREDICTIONS]),
         STEPS.name: hashlib.sha256(json.dumps(untimed).encode()).hexdigest(),
         EVALUATIONS.name: _hash_files([evaluations] if evaluations.exists() else []),
@@ -51,16 +53,10 @@ def hash_weights(model: torch.nn.Module) -> str:
     return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()
 
 
-def _weight_files(model_folder: Path) -> list[Path]:
-    """Return the one file of the weights, or the several files into which `save_pretrained` divides large models."""
-    return sorted(model_folder.glob("model-*-of-*.safetensors")) or [model_folder / MODEL]
-
-
 def _hash_files(paths: list[Path]) -> str:
-    """Return the hash of the files' contents in a row, read in chunks: the weights may be larger than the memory."""
+    """Return the hash of the files' contents in a row."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb", buffering=0) as file:
-            while chunk := file.read(2**22):
-                digest.update(chunk)
+            hashlib.file_digest(file, lambda: digest)  # in chunks: the weights may be larger than the memory
     return digest.hexdigest()

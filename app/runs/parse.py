@@ -8,19 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..common.errors import UserError
-from .schema import (
-    INTEGER,
-    INTEGER_ROWS,
-    INTEGERS_BY_NAME,
-    NAMES,
-    NUMBER,
-    NUMBERS,
-    OBJECT,
-    TEXT,
-    TEXTS,
-    TEXTS_BY_NAME,
-    JsonFormat,
-)
+from . import schema
+from .schema import JsonFormat
 
 
 def parse_object(text: str, location: str, file: JsonFormat) -> dict[str, Any]:
@@ -73,14 +62,14 @@ def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
 
 
 IS_KIND: Mapping[str, Callable[[Any], bool]] = {
-    NUMBER: _is_number,
-    INTEGER: _is_integer,
-    TEXT: _is_text,
-    OBJECT: lambda value: isinstance(value, dict),
-    NUMBERS: lambda value: _is_list(value, _is_number) and len(value) > 0,
-    TEXTS_BY_NAME: lambda value: isinstance(value, dict) and all(_is_list(v, _is_text) for v in value.values()),
-    INTEGERS_BY_NAME: lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
-    TEXTS: lambda value: _is_list(value, _is_text),
-    NAMES: lambda value: _is_list(value, _is_text) and len(set(value)) == len(value) > 0,
-    INTEGER_ROWS: lambda value: _is_list(value, lambda row: _is_list(row, _is_integer)),
+    schema.NUMBER: _is_number,
+    schema.INTEGER: _is_integer,
+    schema.TEXT: _is_text,
+    schema.OBJECT: lambda value: isinstance(value, dict),
+    schema.NUMBERS: lambda value: _is_list(value, _is_number) and len(value) > 0,
+    schema.TEXTS_BY_NAME: lambda value: isinstance(value, dict) and all(_is_list(v, _is_text) for v in value.values()),
+    schema.INTEGERS_BY_NAME: lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
+    schema.TEXTS: lambda value: _is_list(value, _is_text),
+    schema.NAMES: lambda value: _is_list(value, _is_text) and len(set(value)) == len(value) > 0,
+    schema.INTEGER_ROWS: lambda value: _is_list(value, lambda row: _is_list(row, _is_integer)),
 }

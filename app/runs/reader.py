@@ -92,8 +92,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _check(run: Run) -> None:
-    numbers = [step["step"] for step in run.steps]
-    if numbers != list(range(1, len(numbers) + 1)):
+    if [step["step"] for step in run.steps] != list(range(1, len(run.steps) + 1)):
         raise UserError(f"{run.folder / STEPS.name}: steps are missing or repeated: it must count 1, 2, 3, …")
     path, predictions, n_test = run.folder / PREDICTIONS, run.predictions, run.metrics["n_test"]
     if run.split["n_test"] != n_test:
@@ -119,7 +118,7 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"{path}: missing: the run has not finished, or this is not a run folder") from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path}: can't be read: {problem}") from None
+        raise UserError(f"{path}: cannot be read: {problem}") from None
 
 
 def _read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:

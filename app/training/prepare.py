@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -31,9 +32,6 @@ from ..strategies.select import select_strategy
 from .build import ReviewData, build_data, build_model
 from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
 from .optim import default_learning_rate
-
-if TYPE_CHECKING:
-    from ..profiling.profiler import StepProfiler
 
 
 class Engine(Protocol):
@@ -96,7 +94,7 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
-    profiler: NoProfiler | StepProfiler
+    profiler: NoProfiler
     deepspeed_config: dict[str, Any] | None = None
 
     @property
@@ -166,11 +164,10 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
     world.print_main(describe_run(data, classifier, record) + ranks)
-    profiler: NoProfiler | StepProfiler = NoProfiler()
-    if settings.profile:
-        from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
-
-        profiler = StepProfiler(record, data.plan.total_steps)
+    profiler = NoProfiler()
+    if settings.profile:  # by name, so that other runs do not load it
+        module = import_module("..profiling.profiler", __package__)
+        profiler = module.StepProfiler(record, data.plan.total_steps)
     for line in advise_checkpointing(settings, classifier.model, world.size):
         world.print_main(f"warning: {line}")
     return Preparation(

@@ -155,8 +155,8 @@ def test_the_sign_of_a_zero_weight_is_a_difference(twins):
     [
         (lambda t: t.pop("layer.bias"), "tensor 'layer.bias' is only in"),
         (lambda t: t.update(extra=np.ones(1, np.float32)), "tensor 'extra' is only in"),
-        (lambda t: t.update({"layer.bias": np.zeros(3, np.float16)}), "tensor 'layer.bias' is F32 [3]"),
-        (lambda t: t.update({"layer.bias": np.zeros((3, 1), np.float32)}), "and F32 [3, 1] in"),
+        (lambda t: t.update({"layer.bias": np.zeros(3, np.float16)}), "tensor 'layer.bias' is torch.float32 [3]"),
+        (lambda t: t.update({"layer.bias": np.zeros((3, 1), np.float32)}), "and torch.float32 [3, 1] in"),
     ],
 )
 def test_tensors_with_other_names_types_or_shapes_are_named(twins, change, description):
@@ -186,7 +186,8 @@ def test_weights_without_a_numpy_dtype_can_be_read(tmp_path):
 
     save_tensors({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     (weight,) = read_weights(tmp_path).values()
-    assert (weight.dtype, weight.shape, weight.data.tobytes()) == ("BF16", [2], b"\x80\x3f\x80\x3f")
+    assert weight.tolist() == [1.0, 1.0]
+    assert weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b"\xff" * 9])

@@ -135,14 +135,6 @@ def test_the_plot_of_a_long_training_is_small():
     assert len(charts.loss_difference(noise)) < 100_000
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=60), st.floats(0.01, 1))
-def test_the_running_mean_stays_between_minimum_and_maximum(values, share):
-    smooth = charts.running_mean(values, share)
-    assert len(smooth) == len(values)
-    assert smooth[0] == pytest.approx(values[0])
-    assert min(values) - 1e-9 <= smooth.min() <= smooth.max() <= max(values) + 1e-9
-
-
 @pytest.mark.parametrize("name", ["a\\b", r"\1\g<0>\g<x>", "runs\\2026\\", "#010101", "var(--ink)", ' id="a_1"', "a>b"])
 def test_names_that_look_like_markup_are_shown_literally(name):
     rows = [{"name": f"{name}", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2

@@ -27,7 +27,7 @@ from app.report.statistics import (
 settings.register_profile("no deadline", deadline=None)  # a slow machine is not a counterexample
 settings.load_profile("no deadline")
 
-CONFIDENCES = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99, 0.999])
+Z = stats.norm.ppf(0.975)
 
 
 @st.composite
@@ -50,22 +50,15 @@ def rows(a_only, b_only, n):
 # Wilson
 
 
-@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), CONFIDENCES)
-def test_wilson_limits_solve_the_score_equation(counts, confidence):
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_limits_solve_the_score_equation(counts):
     correct, n = counts
-    interval = wilson_interval(correct, n, confidence)
-    z = stats.norm.ppf((1 + confidence) / 2)
+    interval = wilson_interval(correct, n)
     assert interval.estimate == correct / n
     assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
     for limit in (interval.low, interval.high):
-        assert abs(correct / n - limit) == pytest.approx(z * math.sqrt(limit * (1 - limit) / n), abs=1e-9)
+        assert abs(correct / n - limit) == pytest.approx(Z * math.sqrt(limit * (1 - limit) / n), abs=1e-9)
     assert interval.low < interval.high
-
-
-@pytest.mark.parametrize(("correct", "n"), [(0, 0), (-1, 5), (6, 5), (1, -3)])
-def test_wilson_rejects_impossible_counts(correct, n):
-    with pytest.raises(ValueError, match="correct"):
-        wilson_interval(correct, n)
 
 
 # McNemar
@@ -113,7 +106,7 @@ def test_tango_gives_the_published_interval():
 
 
 def score(d, a_only, b_only, n):
-    """Tango's statistic at `d`, its nuisance parameter found by maximizing the multinomial likelihood numerically."""
+    """Tango's statistic at `d`, its nuisance parameter result by maximizing the multinomial likelihood numerically."""
 
     def minus_log_likelihood(only_b):
         return -stats.multinomial.logpmf(
@@ -129,27 +122,24 @@ def score(d, a_only, b_only, n):
 @pytest.mark.parametrize(
     "counts", [(1, 7, 21), (3, 2, 10), (40, 30, 777), (5, 12, 777), (1, 1, 50), (9, 3, 12), (200, 350, 777)]
 )
-@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
-def test_tango_contains_exactly_the_differences_that_the_score_test_does_not_reject(counts, confidence):
-    interval = paired_difference_interval(*counts, confidence=confidence)
-    z = stats.norm.ppf((1 + confidence) / 2)
-    assert score(interval.low, *counts) == pytest.approx(z, abs=1e-4)
-    assert score(interval.high, *counts) == pytest.approx(-z, abs=1e-4)
+def test_tango_contains_exactly_the_differences_that_the_score_test_does_not_reject(counts):
+    interval = paired_difference_interval(*counts)
+    assert score(interval.low, *counts) == pytest.approx(Z, abs=1e-4)
+    assert score(interval.high, *counts) == pytest.approx(-Z, abs=1e-4)
     for d in np.linspace(-0.99, 0.99, 45):
-        not_rejected = abs(score(d, *counts)) <= z
+        not_rejected = abs(score(d, *counts)) <= Z
         assert not_rejected == (interval.low <= d <= interval.high), d
 
 
-@given(discordant_counts(), CONFIDENCES)
-def test_tango_is_antisymmetric_and_contains_the_difference(counts, confidence):
+@given(discordant_counts())
+def test_tango_is_antisymmetric_and_contains_the_difference(counts):
     a_only, b_only, n = counts
-    interval = paired_difference_interval(a_only, b_only, n, confidence=confidence)
-    swapped = paired_difference_interval(b_only, a_only, n, confidence=confidence)
+    interval = paired_difference_interval(a_only, b_only, n)
+    swapped = paired_difference_interval(b_only, a_only, n)
     assert (swapped.estimate, swapped.low, swapped.high) == (-interval.estimate, -interval.high, -interval.low)
     assert interval.estimate == (a_only - b_only) / n
     assert -1 <= interval.low <= interval.estimate <= interval.high <= 1
-    z2 = stats.norm.ppf((1 + confidence) / 2) ** 2
-    assert interval.high - interval.low >= z2 / (n + z2), "never a single point"
+    assert interval.high - interval.low >= Z**2 / (n + Z**2), "never a single point"
 
 
 @given(discordant_counts(300), st.integers(2, 50))
@@ -159,9 +149,9 @@ def test_tango_gets_narrower_with_more_rows(counts, times):
     assert few.low - 1e-9 <= many.low <= many.high <= few.high + 1e-9
 
 
-@given(st.integers(1, 10**6), CONFIDENCES)
-def test_tango_without_disagreements_is_wilson_of_zero_on_both_sides(n, confidence):
-    interval, wilson = paired_difference_interval(0, 0, n, confidence=confidence), wilson_interval(0, n, confidence)
+@given(st.integers(1, 10**6))
+def test_tango_without_disagreements_is_wilson_of_zero_on_both_sides(n):
+    interval, wilson = paired_difference_interval(0, 0, n), wilson_interval(0, n)
     assert interval.high == pytest.approx(wilson.high, rel=1e-6)
     assert interval.low == -interval.high
 
@@ -192,43 +182,20 @@ def test_the_exact_coverage_of_tango_is_close_to_its_confidence(n, largest):
     assert 0.945 <= np.mean(coverage) <= 0.975, "neither too narrow nor too wide"
 
 
-@pytest.mark.parametrize("counts", [(-1, 0, 5), (0, -1, 5), (3, 3, 5), (0, 0, 0)])
-def test_tango_rejects_impossible_counts(counts):
-    with pytest.raises(ValueError, match="rows"):
-        paired_difference_interval(*counts)
-
-
 # Rows
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=200))
 def test_row_counts_agree_with_a_loop(pairs):
-    found = paired_rows([a for a, _ in pairs], [b for _, b in pairs])
-    assert found.n == len(pairs)
-    assert found.a_only == sum(a and not b for a, b in pairs)
-    assert found.b_only == sum(b and not a for a, b in pairs)
-    assert found.accuracy_a == wilson_interval(sum(a for a, _ in pairs), len(pairs))
-    assert found.accuracy_b == wilson_interval(sum(b for _, b in pairs), len(pairs))
-    assert found.difference == paired_difference_interval(found.a_only, found.b_only, found.n)
-    assert found.p_value == mcnemar_exact(found.a_only, found.b_only)
-    assert found.difference.estimate == pytest.approx(found.accuracy_a.estimate - found.accuracy_b.estimate)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ([True], [True, False]),
-        ([1, 0], [True, True]),
-        ([True, True], [1, 0]),
-        ([[True]], [[True]]),
-        ([], []),
-        (np.zeros(0, bool), np.zeros(0, bool)),
-    ],
-    ids=["lengths", "labels of A", "labels of B", "2-d", "no dtype", "empty"],
-)
-def test_paired_rows_rejects_anything_but_two_bool_arrays(a, b):
-    with pytest.raises(ValueError, match=r"bool|at least 1"):
-        paired_rows(a, b)
+    result = paired_rows(*np.array(pairs).T)
+    assert result.n == len(pairs)
+    assert result.a_only == sum(a and not b for a, b in pairs)
+    assert result.b_only == sum(b and not a for a, b in pairs)
+    assert result.accuracy_a == wilson_interval(sum(a for a, _ in pairs), len(pairs))
+    assert result.accuracy_b == wilson_interval(sum(b for _, b in pairs), len(pairs))
+    assert result.difference == paired_difference_interval(result.a_only, result.b_only, result.n)
+    assert result.p_value == mcnemar_exact(result.a_only, result.b_only)
+    assert result.difference.estimate == pytest.approx(result.accuracy_a.estimate - result.accuracy_b.estimate)
 
 
 # Seeds
@@ -236,21 +203,21 @@ def test_paired_rows_rejects_anything_but_two_bool_arrays(a, b):
 ACCURACIES = st.floats(0.5, 1.0).map(lambda x: round(x * 777) / 777)
 
 
-@given(st.lists(st.tuples(ACCURACIES, ACCURACIES), min_size=2, max_size=12), CONFIDENCES)
-def test_paired_seeds_agrees_with_the_formulas_of_the_paired_t_test(pairs, confidence):
+@given(st.lists(st.tuples(ACCURACIES, ACCURACIES), min_size=2, max_size=12))
+def test_paired_seeds_agrees_with_the_formulas_of_the_paired_t_test(pairs):
     a, b = np.array(pairs).T
     d, n = a - b, len(a)
     assume(np.ptp(d) > 1e-6)
-    found = paired_seeds(a, b, confidence)
+    result = paired_seeds(a, b)
     error = math.sqrt(sum((x - sum(d) / n) ** 2 for x in d) / (n - 1) / n)
-    half = stats.t.ppf((1 + confidence) / 2, n - 1) * error
-    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(d.mean()) / error, n - 1), rel=1e-6)
-    assert found.difference.estimate == pytest.approx(d.mean(), abs=1e-12)
-    assert found.difference.low == pytest.approx(d.mean() - half, abs=1e-9)
-    assert found.difference.high == pytest.approx(d.mean() + half, abs=1e-9)
-    assert (found.n, found.mean_a, found.mean_b) == (n, pytest.approx(sum(a) / n), pytest.approx(sum(b) / n))
-    assert found.std_a == pytest.approx(math.sqrt(sum((x - sum(a) / n) ** 2 for x in a) / (n - 1)), abs=1e-12)
-    assert found.std_b == pytest.approx(math.sqrt(sum((x - sum(b) / n) ** 2 for x in b) / (n - 1)), abs=1e-12)
+    half = stats.t.ppf(0.975, n - 1) * error
+    assert result.p_value == pytest.approx(2 * stats.t.sf(abs(d.mean()) / error, n - 1), rel=1e-6)
+    assert result.difference.estimate == pytest.approx(d.mean(), abs=1e-12)
+    assert result.difference.low == pytest.approx(d.mean() - half, abs=1e-9)
+    assert result.difference.high == pytest.approx(d.mean() + half, abs=1e-9)
+    assert (result.n, result.mean_a, result.mean_b) == (n, pytest.approx(sum(a) / n), pytest.approx(sum(b) / n))
+    assert result.std_a == pytest.approx(math.sqrt(sum((x - sum(a) / n) ** 2 for x in a) / (n - 1)), abs=1e-12)
+    assert result.std_b == pytest.approx(math.sqrt(sum((x - sum(b) / n) ** 2 for x in b) / (n - 1)), abs=1e-12)
 
 
 def test_false_positive_rate_and_coverage_over_seeds():
@@ -269,9 +236,9 @@ def test_one_seed_gives_means_only():
 
 
 def test_the_same_accuracy_with_every_seed_is_no_evidence():
-    found = paired_seeds([0.9, 0.8, 0.7], [0.9, 0.8, 0.7])
-    assert (found.difference, found.p_value) == (None, 1.0)
-    assert found.std_a == pytest.approx(0.1)
+    result = paired_seeds([0.9, 0.8, 0.7], [0.9, 0.8, 0.7])
+    assert (result.difference, result.p_value) == (None, 1.0)
+    assert result.std_a == pytest.approx(0.1)
     # the same fractions, computed in another way with another rounding
     assert paired_seeds([0.1 + 0.2, 0.5], [0.3, 0.5]).p_value == 1.0
 
@@ -279,14 +246,8 @@ def test_the_same_accuracy_with_every_seed_is_no_evidence():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("a", "b"), [([0.9, 0.8], [0.7, 0.6]), ([700 / 777, 690 / 777], [699 / 777, 689 / 777])])
 def test_a_constant_difference_is_not_infinitely_significant(a, b):
-    found = paired_seeds(a, b)
-    assert (found.difference, found.p_value) == (None, None)
-
-
-@pytest.mark.parametrize(("a", "b"), [([], []), ([0.9], [0.9, 0.8]), ([0.9, math.nan], [0.9, 0.8]), ([[0.9]], [[0.9]])])
-def test_paired_seeds_rejects_unpaired_or_missing_values(a, b):
-    with pytest.raises(ValueError, match="of the same length"):
-        paired_seeds(a, b)
+    result = paired_seeds(a, b)
+    assert (result.difference, result.p_value) == (None, None)
 
 
 # The verdict
@@ -326,11 +287,11 @@ def test_the_verdict_is_borderline_if_test_and_interval_disagree():
 
 @given(discordant_counts())
 def test_the_verdict_is_better_exactly_if_mcnemar_rejects(counts):
-    found = paired_rows(*rows(*counts))
-    line = verdict(found, "A", "B")
-    assert ("is better than" in line) == (found.p_value < 0.05)
-    assert line.startswith("A is better") == (found.p_value < 0.05 and found.a_only > found.b_only)
-    assert line.startswith("indistinguishable") == (found.difference.low <= 0 <= found.difference.high)
+    result = paired_rows(*rows(*counts))
+    line = verdict(result, "A", "B")
+    assert ("is better than" in line) == (result.p_value < 0.05)
+    assert line.startswith("A is better") == (result.p_value < 0.05 and result.a_only > result.b_only)
+    assert line.startswith("indistinguishable") == (result.difference.low <= 0 <= result.difference.high)
 
 
 def test_the_verdict_contains_no_negative_zero():
@@ -344,9 +305,9 @@ def test_the_verdict_contains_no_negative_zero():
 
 def test_the_verdict_over_seeds():
     a, b = np.array([0.90, 0.91, 0.89, 0.90]), np.array([0.88, 0.89, 0.88, 0.87])
-    found = paired_seeds(a, b)
+    result = paired_seeds(a, b)
     p = stats.ttest_1samp(a - b, 0).pvalue
-    assert verdict(found, "A", "B") == f"A is better than B by 2.00 points over 4 seeds (p = {p:.2g})"
+    assert verdict(result, "A", "B") == f"A is better than B by 2.00 points over 4 seeds (p = {p:.2g})"
     near = paired_seeds([0.90, 0.91, 0.89], [0.91, 0.90, 0.89])
     low, high = stats.t.interval(0.95, 2, 0, stats.sem([-0.01, 0.01, 0.0]))
     assert verdict(near, "A", "B") == (
@@ -403,7 +364,7 @@ def test_calibration_agrees_with_a_loop_and_with_scikit_learn(sample, bins):
             assert row.accuracy is None
             assert row.confidence is None
             assert row.interval is None
-    assert expected_calibration_error(p, labels, bins) == pytest.approx(expected, abs=1e-12)
+    assert expected_calibration_error(table) == pytest.approx(expected, abs=1e-12)
     filled = [row for row in table if row.n]
     accuracy, confidence = calibration_curve(p.argmax(axis=1) == labels, p.max(axis=1), n_bins=bins)
     np.testing.assert_allclose([row.accuracy for row in filled], accuracy)
@@ -414,37 +375,25 @@ def test_calibration_agrees_with_a_loop_and_with_scikit_learn(sample, bins):
 def test_calibration_error_in_one_bin_is_the_difference_of_the_means(sample):
     p, labels = sample
     gap = abs(float(np.mean(p.argmax(axis=1) == labels)) - float(p.max(axis=1).mean()))
-    assert expected_calibration_error(p, labels, bins=1) == pytest.approx(gap, abs=1e-12)
-    assert gap - 1e-12 <= expected_calibration_error(p, labels) <= 1, "splitting a bin never reduces the error"
+    assert expected_calibration_error(calibration_bins(p, labels, 1)) == pytest.approx(gap, abs=1e-12)
+    assert gap - 1e-12 <= expected_calibration_error(calibration_bins(p, labels)) <= 1, (
+        "splitting a bin never reduces the error"
+    )
 
 
 def test_calibration_error_is_small_only_for_calibrated_probabilities():
     rng = np.random.default_rng(3)
     truth = rng.uniform(0.5, 1, size=50_000)
     labels = (rng.random(50_000) < truth).astype(int)
-    assert expected_calibration_error(np.column_stack([1 - truth, truth]), labels) < 0.01
+    assert expected_calibration_error(calibration_bins(np.column_stack([1 - truth, truth]), labels)) < 0.01
     sure = np.column_stack([np.zeros(50_000), np.ones(50_000)])
-    assert expected_calibration_error(sure, labels) == pytest.approx(1 - labels.mean())
+    assert expected_calibration_error(calibration_bins(sure, labels)) == pytest.approx(1 - labels.mean())
 
 
-@pytest.mark.parametrize(
-    ("p", "labels"),
-    [
-        ([[0.5, 0.5]], [0, 1]),
-        ([0.5, 0.5], [0, 1]),
-        (np.zeros((0, 2)), np.zeros(0, int)),
-        ([[2.0, -1.0]], [0]),
-        ([[0.3, 0.3]], [0]),
-        ([[math.nan, 0.5]], [0]),
-        ([[0.5, 0.5]], [2]),
-        ([[0.5, 0.5]], [-1]),
-        ([[0.5, 0.5]], [0.0]),
-    ],
-    ids=["lengths", "1-d", "empty", "logits", "sum", "nan", "class 2 of 2", "class -1", "float labels"],
-)
-def test_calibration_rejects_anything_but_probabilities_and_labels(p, labels):
+@pytest.mark.parametrize("p", [[[2.0, -1.0]], [[0.3, 0.3]], [[math.nan, 0.5]]], ids=["logits", "sum", "nan"])
+def test_calibration_rejects_anything_but_probabilities(p):
     with pytest.raises(ValueError, match="probabilities"):
-        calibration_bins(p, labels)
+        calibration_bins(np.array(p), np.zeros(1, int))
 
 
 # Length
@@ -455,7 +404,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max
 @given(LENGTHS, st.integers(1, 8))
 def test_length_groups_partition_the_rows_in_order(sample, groups):
     lengths, correct = np.array([x for x, _ in sample]), np.array([y for _, y in sample])
-    table = accuracy_by_length(lengths, correct, groups=groups)
+    table = accuracy_by_length(lengths, correct, groups)
     assert 1 <= len(table) <= groups
     assert sum(row.n for row in table) == len(lengths)
     assert (table[0].shortest, table[-1].longest) == (lengths.min(), lengths.max())
@@ -469,24 +418,6 @@ def test_length_groups_partition_the_rows_in_order(sample, groups):
 @given(st.integers(1, 8), st.integers(1, 30), st.randoms(use_true_random=False))
 def test_distinct_lengths_give_groups_of_equal_size(groups, each, random):
     lengths = random.sample(range(10_000), groups * each)
-    assert [row.n for row in accuracy_by_length(lengths, [True] * len(lengths), groups=groups)] == [each] * groups
-
-
-@given(LENGTHS, st.lists(st.integers(0, 40), min_size=1, max_size=4, unique=True))
-def test_length_edges_are_the_maximum_length_of_their_group(sample, edges):
-    table = accuracy_by_length([x for x, _ in sample], [y for _, y in sample], edges=edges)
-    limits = [-1, *sorted(edges), 40]
-    expected = []
-    for low, high in pairwise(limits):
-        inside = [(x, y) for x, y in sample if low < x <= high]
-        if inside:
-            expected.append((min(inside)[0], max(inside)[0], len(inside), sum(y for _, y in inside) / len(inside)))
-    assert [(row.shortest, row.longest, row.n, row.accuracy.estimate) for row in table] == expected
-
-
-@pytest.mark.parametrize(
-    ("lengths", "correct"), [([1, 2], [True]), ([1, 2], [0, 1]), ([], np.zeros(0, bool)), ([[1]], [[True]])]
-)
-def test_accuracy_by_length_rejects_other_shapes(lengths, correct):
-    with pytest.raises(ValueError, match="lengths"):
-        accuracy_by_length(lengths, correct)
+    assert [row.n for row in accuracy_by_length(np.array(lengths), np.ones(len(lengths), bool), groups)] == [
+        each
+    ] * groups

@@ -31,7 +31,7 @@ def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, create):
     assert {tmp_path.name, "c", "runs"} <= set(flushed)
 
 
-def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_refused(tmp_path, monkeypatch):
+def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_rejected(tmp_path, monkeypatch):
     """Between the first check and the lock, another job may have started, finished and released its lock."""
     lock = run_folder.lock
 

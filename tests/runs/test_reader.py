@@ -1,4 +1,4 @@
-"""Damaged or inconsistent run folders are refused with one line that names the file."""
+"""Damaged or inconsistent run folders are rejected with a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_damaged_predictions_are_named(run, change, message):
     assert "predictions.csv: " in str(problem.value)
 
 
-def test_a_prediction_that_is_not_the_most_probable_class_is_refused(run):
+def test_a_prediction_that_is_not_the_most_probable_class_is_rejected(run):
     file = run / PREDICTIONS
     header, first, *rest = file.read_text("utf-8").splitlines()
     cells = first.split(",")
@@ -87,7 +87,7 @@ def test_a_prediction_that_is_not_the_most_probable_class_is_refused(run):
         read_run(run)
 
 
-def test_json_that_is_not_an_object_is_refused(run):
+def test_json_that_is_not_an_object_is_rejected(run):
     for content in ("[]", "null", "3", "NaN", "[" * 100_000, json.dumps("x")):
         (run / SPLIT.name).write_text(content)
         with pytest.raises(UserError, match=r"split\.json: (lacks|damaged)"):
