@@ -96,7 +96,7 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
     if len(np.unique(n)) < FEWEST_POINTS:
         raise ValueError(f"a fit with errors needs {FEWEST_POINTS} different sizes")
     if not (np.isfinite(n).all() and np.isfinite(t).all() and (n >= 0).all() and (t > 0).all()):
-        raise ValueError("sizes can't be negative, and times have to be positive")
+        raise ValueError("sizes cannot be negative, and times have to be positive")
     design = np.stack([1 / t, n / t], axis=1)  # its product with (α, β) is fitted / measured, which should be 1
     scale = np.linalg.norm(design, axis=0)  # otherwise, n makes the problem ill-conditioned
     inverse = np.linalg.inv((design / scale).T @ (design / scale)) / np.outer(scale, scale)

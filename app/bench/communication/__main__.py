@@ -112,7 +112,7 @@ def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int,
         n_train: number of training rows.
 
     Raises:
-        UserError: a setting or a flag that a section can't be measured with.
+        UserError: a setting or a flag that a section cannot be measured with.
     """
     for name in names:
         try:

@@ -49,7 +49,7 @@ def settings_by_hook(settings: Settings, seeds: int, *, n_train: int, ranks: int
         n_train: number of training rows.
 
     Raises:
-        UserError: a seed is too large, or the batch can't be divided.
+        UserError: a seed is too large, or the batch cannot be divided.
     """
     settings = replace(plain_ddp(settings), strategy="zero1" if settings.strategy == "zero1" else "ddp")
     replace(settings, seed=settings.seed + seeds - 1)  # raises if it is too large

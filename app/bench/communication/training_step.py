@@ -85,7 +85,7 @@ def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topolo
         n_train: number of training rows.
 
     Raises:
-        UserError: the batch can't be divided for one of them.
+        UserError: the batch cannot be divided for one of them.
     """
     plain, ranks = plain_ddp(settings), topology.ranks
     match name:
