@@ -132,14 +132,14 @@ def over_ranks(
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="ranks", ylabel=label)
         if ideal is not None:
-            ranks = sorted({n for one in series for n in one.points})
+            ranks = sorted({n for times in series for n in times.points})
             axes.plot(ranks, [ideal(n) for n in ranks], color=NEUTRAL, linewidth=1.2, label="ideal")
-        for i, one in enumerate(series):
-            if one.points:
+        for i, times in enumerate(series):
+            if times.points:
                 # Beside each other, so that two ranges with the same number of ranks do not cover each other.
-                at = [n * (1.02 if one.predicted else 0.98) for n in one.points]
-                line = {"linestyle": (0, (4, 3)) if one.predicted else "-", "linewidth": 1.6}
-                draw_ranges(axes, at, list(one.points.values()), **style_of(i, one) | line)
+                at = [n * (1.02 if times.predicted else 0.98) for n in times.points]
+                line = {"linestyle": (0, (4, 3)) if times.predicted else "-", "linewidth": 1.6}
+                draw_ranges(axes, at, list(times.points.values()), **style_of(i, times) | line)
         use_powers_of_two(axes, 2, "{:,.0f}".format)
         if seconds:
             axes.set_yscale("log")

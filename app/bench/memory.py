@@ -82,8 +82,8 @@ def measure(name: str, settings: Settings, *, data: ReviewData, world: World) ->
     state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
     predicted_state = plan.memory(settings.strategy)[world.rank].state
     predicted = plan.activations.saved + gathered_after_forward(plan.model, settings.strategy)
-    mine = (state, predicted_state, activations, predicted)
-    for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(mine, world)):
+    measured = (state, predicted_state, activations, predicted)
+    for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(measured, world)):
         cells = [*map(mib, state), *compare(sum(state), predicted_state), *compare(activations, predicted)]
         world.print_main(f"| {name} | {settings.strategy} | {rank} | {' | '.join(cells)} |")
 

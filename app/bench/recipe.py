@@ -39,11 +39,11 @@ def benchmark(settings: Settings, world: World) -> None:
     bench = set_up(settings, world)
     ours = build_optimizer(bench.wrapped, settings, LEARNING_RATE, strategy=bench.strategy)
     # With the fused kernel: the check for non-finite gradients in train_step requires it.
-    theirs = torch.optim.Adam(bench.wrapped.parameters(), lr=LEARNING_RATE, fused=True)
+    adam = torch.optim.Adam(bench.wrapped.parameters(), lr=LEARNING_RATE, fused=True)
     total = (ROUNDS + 1) * STEPS
     recipes: dict[str, tuple[DataLoader[Any], torch.optim.Optimizer, LRScheduler]] = {
         "samebits": (bench.loader, ours, build_scheduler(ours, settings, total)),
-        "tutorial": (tutorial_loader(bench), theirs, build_scheduler(theirs, settings, total)),
+        "tutorial": (tutorial_loader(bench), adam, build_scheduler(adam, settings, total)),
     }
 
     def train(name: str, round_number: int) -> float:

@@ -59,7 +59,7 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     world.print_main(f"## {settings.strategy}: {sent}\n")
     world.print_main(markdown_table(header, rows, text_columns=3))
     expected = as_counts(predicted)
-    wrong = [rank for rank, theirs in enumerate(all_gather_object(counted, world)) if theirs != expected]
+    wrong = [rank for rank, count in enumerate(all_gather_object(counted, world)) if count != expected]
     if wrong:
         raise RunError(f"{settings.strategy}: rank(s) {wrong} called other collectives than predicted")
 

@@ -131,7 +131,7 @@ def write(folder: Path, facts: Mapping[str, str], settings: Settings, *, measure
     content: dict[str, Any] = {
         "machine": facts,
         "settings": settings.as_dict(),
-        "sections": {one.name: one.data for one in measured},
+        "sections": {section.name: section.data for section in measured},
     }
     write_json(folder / "communication.json", content)
     write_text(folder / "communication.md", "\n".join([headline(facts), *map(as_markdown, measured)]))

@@ -106,8 +106,8 @@ def take_pictures(world: World) -> list[Picture]:
     group = dist.new_group(list(range(size))) if size < world.size else None
     pictures = []
     for collective in COLLECTIVES:
-        mine = run_once(collective, size, world, group=group) if world.rank < size else None
-        contents = [content for content in all_gather_object(mine, world) if content is not None]
+        content_here = run_once(collective, size, world, group=group) if world.rank < size else None
+        contents = [content for content in all_gather_object(content_here, world) if content is not None]
         before, after = ([[as_chunk(cell) for cell in content[side]] for content in contents] for side in (0, 1))
         pictures.append(Picture(collective.name, collective.note, before, after))
     if group is not None:

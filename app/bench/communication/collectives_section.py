@@ -53,7 +53,7 @@ def measure_collectives(settings: Settings, world: World, largest: int, *, secon
         raise AgreedError(f"the free memory is enough for {len(fitting)} sizes of tensors; a fit needs {FEWEST_POINTS}")
     pictures = take_pictures(world)
     points = time_collectives(fitting, seconds_per_point, settings, world=world)
-    lines = {name: fit_line(name, found) for name, found in points.items()}
+    lines = {name: fit_line(name, measured) for name, measured in points.items()}
     limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
     parts: list[Part] = []
     for picture in pictures:
@@ -86,14 +86,16 @@ def as_data(
 ) -> dict[str, dict[str, object]]:
     """Return all numbers for JSON."""
     return {
-        "pictures": {one.title: {"before": values(one.before), "after": values(one.after)} for one in pictures},
+        "pictures": {
+            picture.title: {"before": values(picture.before), "after": values(picture.after)} for picture in pictures
+        },
         "times": {
             name: {
                 "fit": asdict(lines[name].fit),
                 "bus_bandwidth_factor": bus_factor(name, world),
-                "points": [{"bytes": size, "seconds": taken} for size, taken in found],
+                "points": [{"bytes": size, "seconds": seconds} for size, seconds in measured],
             }
-            for name, found in points.items()
+            for name, measured in points.items()
         },
     }
 
@@ -143,9 +145,9 @@ def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: S
         rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
         for name in (*(collective.name for collective in COLLECTIVES), *VARIANTS):
             calls[name, size] = prepare(name, rows, received, world=world)
-    taken = time_calls(calls, seconds_per_point, world, disable_tqdm=settings.disable_tqdm)
+    times = time_calls(calls, seconds_per_point, world, disable_tqdm=settings.disable_tqdm)
     points: Points = {}
-    for (name, size), seconds in taken.items():
+    for (name, size), seconds in times.items():
         points.setdefault(name, []).append((size, seconds))
     return points
 
@@ -162,7 +164,7 @@ def _allocate(size: int, world: World) -> torch.Tensor:
 def fit_line(name: str, points: Sequence[tuple[int, list[float]]]) -> Line:
     """Fit the medians over the rounds."""
     sizes = [float(size) for size, _ in points]
-    medians = [statistics.median(taken) for _, taken in points]
+    medians = [statistics.median(seconds) for _, seconds in points]
     return Line(name, sizes, medians, fit_alpha_beta(sizes, medians))
 
 

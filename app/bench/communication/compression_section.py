@@ -46,7 +46,7 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, re
     Args:
         refusal: why PowerSGD is left out, or "" if it is not.
     """
-    effects = {hook: paired_seeds(one.accuracies, measured[PLAIN].accuracies) for hook, one in measured.items()}
+    effects = {hook: paired_seeds(result.accuracies, measured[PLAIN].accuracies) for hook, result in measured.items()}
     seeds = len(measured[PLAIN].accuracies)
     parts: list[Part] = [result_table(measured, effects)]
     if world.is_main_process:  # only it writes the page
@@ -61,14 +61,14 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, re
         paragraphs.append("With one rank nothing is sent, but gradients are compressed in the same way.")
     data = {
         hook: {
-            "seconds_per_step": one.seconds,
-            "bytes_sent_per_step": one.sent,
-            "accuracies": one.accuracies,
+            "seconds_per_step": result.seconds,
+            "bytes_sent_per_step": result.sent,
+            "accuracies": result.accuracies,
             "accuracy_difference": effects[hook].mean_a - effects[hook].mean_b,
             "interval": interval_of(effects[hook]),
             "p_value": effects[hook].p_value,
         }
-        for hook, one in measured.items()
+        for hook, result in measured.items()
     }
     return Section("compression", "Compressed gradients", paragraphs, parts, {"steps": steps, "hooks": data})
 
@@ -91,19 +91,19 @@ def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedS
         "break-even link speed",
     )
     rows = []
-    for hook, one in measured.items():
-        middle, low, high = (ratio - 1 for ratio in ratios(one.seconds, plain.seconds))
+    for hook, result in measured.items():
+        middle, low, high = (ratio - 1 for ratio in ratios(result.seconds, plain.seconds))
         compared = f"{middle:+.1%} [{low:+.1%}, {high:+.1%}]"
         rows.append(
             (
                 hook,
-                f"{1000 * statistics.median(one.seconds):.1f}",
+                f"{1000 * statistics.median(result.seconds):.1f}",
                 "" if hook == PLAIN else compared,
-                format_size(one.sent),
-                f"{one.sent / plain.sent:.1%}" if plain.sent else "–",
+                format_size(result.sent),
+                f"{result.sent / plain.sent:.1%}" if plain.sent else "–",
                 f"{effects[hook].mean_a:.2%}",
                 "" if hook == PLAIN else describe_difference(effects[hook]),
-                "" if hook == PLAIN else break_even(one, plain),
+                "" if hook == PLAIN else break_even(result, plain),
             )
         )
     return Table(
@@ -118,12 +118,12 @@ def describe_difference(effect: PairedSeeds) -> str:
     return f"{difference} [{100 * limits[0]:+z.2f}, {100 * limits[1]:+z.2f}]" if limits else difference
 
 
-def break_even(one: Measured, plain: Measured) -> str:
+def break_even(result: Measured, plain: Measured) -> str:
     """Return the speed of a link below which a hook makes a step faster, if nothing of the exchange is hidden."""
-    costs = [a - b for a, b in zip(one.seconds, plain.seconds, strict=False)]  # one may have fewer rounds
-    if one.sent >= plain.sent or min(costs) <= 0:
+    costs = [a - b for a, b in zip(result.seconds, plain.seconds, strict=False)]  # one may have fewer rounds
+    if result.sent >= plain.sent or min(costs) <= 0:
         return "–"
-    return f"{8 * (plain.sent - one.sent) / statistics.median(costs) / 1e9:.2g} Gbit/s"
+    return f"{8 * (plain.sent - result.sent) / statistics.median(costs) / 1e9:.2g} Gbit/s"
 
 
 def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
@@ -131,7 +131,7 @@ def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot(xlabel="MiB")
-        sent = [one.sent / MIB for one in measured.values()]
+        sent = [result.sent / MIB for result in measured.values()]
         (bars,) = draw_bars(axes, list(measured), {"sent": sent})
         axes.bar_label(bars, [f"{value:.3g}" for value in sent], padding=4, color=INK)
         axes.set_xlim(0, 1.15 * max(*sent, 1e-9))

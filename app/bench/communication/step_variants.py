@@ -133,8 +133,8 @@ def compare(
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
         calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
     disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
-    taken = time_calls(calls, seconds, world, disable_tqdm=disable_tqdm)
-    return Comparison(model, {name: [one / steps[name] for one in rounds] for name, rounds in taken.items()})
+    times = time_calls(calls, seconds, world, disable_tqdm=disable_tqdm)
+    return Comparison(model, {name: [seconds / steps[name] for seconds in rounds] for name, rounds in times.items()})
 
 
 def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], object]:

@@ -55,9 +55,9 @@ def time_calls(
             return time_repeated(calls[key], repetitions, world)
 
         measured = in_rounds({key: partial(measure, key) for key in calls}, ROUNDS)
-        taken = {key: [seconds for seconds in rounds if seconds is not None] for key, rounds in measured.items()}
-    flat = iter(_slowest_rank([seconds for rounds in taken.values() for seconds in rounds], world))
-    return {key: [next(flat) for _ in rounds] for key, rounds in taken.items()}
+        finished = {key: [seconds for seconds in rounds if seconds is not None] for key, rounds in measured.items()}
+    flat = iter(_slowest_rank([seconds for rounds in finished.values() for seconds in rounds], world))
+    return {key: [next(flat) for _ in rounds] for key, rounds in finished.items()}
 
 
 def time_repeated(call: Callable[[], object], repetitions: int, world: World) -> float:

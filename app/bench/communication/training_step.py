@@ -141,10 +141,10 @@ def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: 
     """Time micro-batches of which only every k-th exchanges gradients. Collective."""
     comparisons = []
     for model in models(next(iter(variants.values())).settings):
-        found = compare(model, variants, data, seconds=seconds, world=world, micro_batches=max(SYNC_EVERY))
+        compared = compare(model, variants, data, seconds=seconds, world=world, micro_batches=max(SYNC_EVERY))
         per_micro_batch = {
-            name: [one / variants[name].settings.gradient_accumulation_steps for one in rounds]
-            for name, rounds in found.seconds.items()
+            name: [seconds / variants[name].settings.gradient_accumulation_steps for seconds in rounds]
+            for name, rounds in compared.seconds.items()
         }
         comparisons.append(Comparison(model, per_micro_batch))
     return section_of("no_sync", comparisons, "micro-batch", world=world)
@@ -159,7 +159,10 @@ def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world
             f"The median over rounds, and the range. Each line is compared with {next(iter(comparisons[0].seconds))}."
         )
         label = f"time per {unit}, relative to {next(iter(comparisons[0].seconds))}"
-        series = [Series(one.model, {name: one.relative(name) for name in one.seconds}) for one in comparisons]
+        series = [
+            Series(compared.model, {name: compared.relative(name) for name in compared.seconds})
+            for compared in comparisons
+        ]
         parts.append(Figure(title, points_with_ranges(title, label, series, show="{:g}".format, reference=1), note))
     header = ["", f"time per {unit}", "relative", "lowest", "highest"]
     for comparison in comparisons:
@@ -220,12 +223,12 @@ def profile_steps(train: Callable[..., object], bench: Bench) -> list[list[StepT
 
 def time_unprofiled(train: Callable[..., object], bench: Bench) -> float:
     """Return the seconds that one of the same steps takes without the profiler. Collective."""
-    taken = []
+    times = []
     for _ in range(ROUNDS):
         batches = endless(bench.loader)
         train(batches, steps=FIRST - 1)
-        taken.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
-    return statistics.median(taken) / PROFILED_STEPS
+        times.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
+    return statistics.median(times) / PROFILED_STEPS
 
 
 def breakdown_chart(steps: Mapping[str, StepTimes], label: str) -> Markup:
