@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grimp
 import pytest
+from helpers.jobs import PROJECT
 
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
@@ -82,3 +83,8 @@ def test_a_forbidden_import_is_found(importer, imported):
     graph.add_import(importer=f"app.{importer}", imported=f"app.{imported}")
     found = chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"}))
     assert any(f"app.{importer} > app.{imported}" in chain for chain in found), found
+
+
+def test_no_file_has_more_than_300_lines():
+    lines = {path: len(path.read_text("utf-8").splitlines()) for path in (PROJECT / "app").rglob("*.py")}
+    assert {str(path): n for path, n in lines.items() if n > 300} == {}

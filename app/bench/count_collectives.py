@@ -67,7 +67,7 @@ class CountCollectives(TorchDispatchMode):
         self.topology = topology
         self.counts: Counts = Counter()
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         """Run an operation, and count it if it is a collective."""
         if operation.namespace == "c10d":
             name = operation.overloadpacket.__name__

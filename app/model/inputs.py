@@ -88,7 +88,7 @@ class WaitBeforeReads(TorchFunctionMode):
         super().__init__()
         self.world = world
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         tensor: Any = None
         if func in READS or (func is torch.where and len(args) == 1):
             tensor = args[0] if args else (kwargs or {}).get("input")

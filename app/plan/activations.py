@@ -91,7 +91,7 @@ class LiveMemory(TorchDispatchMode):
         self.ignored, self.known = frozenset(ignored), set(ignored)
         self.copies: set[int] = set()
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         results = operation(*args, **(kwargs or {}))
         is_copy = operation is aten._to_copy.default and args[0].untyped_storage()._cdata in self.ignored
         for tensor in tree_leaves(results):

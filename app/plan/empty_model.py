@@ -52,7 +52,7 @@ def without_data(device: torch.device) -> Iterator[None]:
 class SuppliedResults(TorchDispatchMode):
     """Supply results that PyTorch cannot compute for tensors without data."""
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         # Encoder-decoders such as BART and T5 classify the end of a text: they select the hidden state of the
         # end-of-sequence token in each row, and check that all rows have equally many. Here every row has one.
         if operation is aten.unique_consecutive.default:

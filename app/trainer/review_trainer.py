@@ -148,7 +148,7 @@ class ReviewTrainer(Trainer):
         )
         return metrics
 
-    def evaluation_loop(
+    def evaluation_loop(  # noqa: PLR0917 (the caller's signature)
         self,
         dataloader: DataLoader[Any],
         description: str,

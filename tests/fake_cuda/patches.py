@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # before functions that it inspects are replaced
+import torch._dynamo  # noqa: F401 (before functions that it inspects are replaced)
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from fake_cuda import guard

@@ -52,10 +52,10 @@ def cluster_section(plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measu
         parts.append(Table(f"{mode} scaling, {per}: time of a step", header, rows))
         # Strong scaling on a cluster has more rows than the measured steps.
         points = {} if strong else measured
-        parts.append(_figure(mode, "time of a step", points, of_mode, seconds=True))
+        parts.append(_figure(mode, "time of a step", points, by_algorithm=of_mode, seconds=True))
         ratios = {name: {n: over(base, times) for n, times in of_mode[name].items()} for name in ALGORITHMS}
         points = {n: over(points[1].middle, times) for n, times in points.items()} if 1 in points else {}
-        parts.append(_figure(mode, "speedup over one rank" if strong else "efficiency", points, ratios))
+        parts.append(_figure(mode, "speedup over one rank" if strong else "efficiency", points, by_algorithm=ratios))
     return Section(
         "cluster",
         "A cluster",
@@ -75,8 +75,8 @@ def _figure(
     mode: str,
     label: str,
     measured: Mapping[int, Interval],
-    by_algorithm: Mapping[str, Mapping[int, Interval]],
     *,
+    by_algorithm: Mapping[str, Mapping[int, Interval]],
     seconds: bool = False,
 ) -> Figure:
     title = f"{mode} scaling on a cluster: {label}"
