@@ -21,24 +21,15 @@ class Scores:
 
     With two classes, F1, precision and recall refer to the second class (label 1 if the labels are 0 and 1); with more
     classes they are unweighted (macro) averages.
-
-    Attributes:
-        accuracy: Fraction of the rows whose class was predicted correctly.
-        f1: Harmonic mean of precision and recall.
-        precision: Fraction of the rows predicted as a class that belong to it.
-        recall: Fraction of the rows of a class that were predicted as it.
-        loss: Mean cross-entropy in nats.
-        confusion_matrix: `confusion_matrix[i][j]` is the number of rows of class i that were predicted as class j.
-        n: Number of rows.
     """
 
     accuracy: float
     f1: float
     precision: float
     recall: float
-    loss: float
-    confusion_matrix: list[list[int]]
-    n: int
+    loss: float  # mean cross-entropy in nats
+    confusion_matrix: list[list[int]]  # [i][j]: the number of rows of class i that were predicted as class j
+    n: int  # number of rows
 
 
 @cache

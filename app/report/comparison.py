@@ -43,9 +43,9 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     Raises:
         UserError: the runs have different splits, or a file is damaged.
     """
-    check_same_rows(a, b)
     difference = _difference(a, b)
-    disagreements = find_disagreements(a, b)
+    differs = (a.predictions["predicted"] != b.predictions["predicted"]).to_numpy()
+    disagreements = _describe_rows(a, b, differs.nonzero()[0])
     misclassified = find_misclassified_by_both(a, b)
     baseline_metrics, why_no_baselines = _baselines(a) if baselines else (None, NO_BASELINES)
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
@@ -94,26 +94,16 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
         `verdict`.
 
     Raises:
-        UserError: no pairs, a seed that occurs twice or differs within a pair, or what `compare_runs` raises.
+        UserError: as for `compare_runs`.
     """
-    if not pairs:
-        raise UserError("no pairs of runs to compare")
-    seeds = [a.settings["seed"] for a, _ in pairs]
-    for a, b in pairs:
-        check_same_rows(a, b)
-        if a.settings["seed"] != b.settings["seed"] or seeds.count(a.settings["seed"]) > 1:
-            raise UserError(f"{a.folder} and {b.folder}: a pair must share a seed, which no other pair may have")
     first = compare_runs(*pairs[0], baselines)
     entries = [_compare_seed(a, b, first if i == 0 else _difference(a, b)) for i, (a, b) in enumerate(pairs)]
     statistics = paired_seeds(*([run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)))
     explanations = [entry["explanation"] for entry in entries if entry["first_difference"] is not None]
     conclusion = verdict(statistics, *first["names"], bitwise_identical=not explanations)
     over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
-    return first | {
-        "verdict": conclusion,
-        "explanation": explanations[0] if explanations else None,
-        "seeds": over_seeds,
-    }
+    explanation = next(iter(explanations), None)
+    return first | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
 
 
 def conclusion_of(comparison: dict[str, Any]) -> str:
@@ -127,12 +117,6 @@ def conclusion_of(comparison: dict[str, Any]) -> str:
 def run_names(a: Run, b: Run) -> list[str]:
     """Return the names of two runs: their training paths, marked A and B if both used the same one."""
     return [a.path, b.path] if a.path != b.path else [f"A ({a.path})", f"B ({b.path})"]
-
-
-def find_disagreements(a: Run, b: Run) -> list[dict[str, Any]]:
-    """Return the test rows for which the two runs predict different classes, in file order."""
-    differs = (a.predictions["predicted"] != b.predictions["predicted"]).to_numpy()
-    return _describe_rows(a, b, differs.nonzero()[0])
 
 
 def find_misclassified_by_both(a: Run, b: Run) -> list[dict[str, Any]]:
@@ -180,7 +164,8 @@ def confusion_matrix(run: Run) -> list[list[int]]:
 
 
 def _difference(a: Run, b: Run) -> dict[str, Any]:
-    """Return where two runs first differ, why, and the verdict."""
+    """Return where two runs on the same rows first differ, why, and the verdict."""
+    check_same_rows(a, b)
     difference, differing_step = first_difference(a, b), first_differing_step(a, b)
     rows = paired_rows(_correct(a), _correct(b))
     return {

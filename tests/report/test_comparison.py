@@ -206,14 +206,6 @@ def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):
     assert conclusion_of(comparison).startswith("not equal: seed 2: step 12: the loss is ")
 
 
-def test_both_runs_of_a_pair_must_have_the_same_seed(pair, review_csv):
-    a, b = pair((1, 1))
-    with pytest.raises(UserError, match="must share a seed"):
-        compare_seeds([(a, b), (a, b)])
-    with pytest.raises(UserError, match="no pairs"):
-        compare_seeds([])
-
-
 def test_real_reviews_are_compared_in_seconds(pair, real_csv, tmp_path):
     """CPU time without the imports, which take about as long."""
     runs = pair(reviews=real_csv, test_size=0.1)
