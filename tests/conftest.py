@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import pandas as pd
 import pytest
 import torch
-from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, find_real_csv, in_ci, unavailable
+from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, Outcome, find_real_csv, in_ci, unavailable, write_reviews
+from helpers.shared_jobs import SharedJobs
 
 from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join
@@ -54,7 +54,7 @@ def stop_requests_end_with_the_test() -> Iterator[None]:
         os.close(writer)  # ends the thread that listens
 
 
-LAUNCHED_TIMEOUT = 900  # seconds for a test that starts jobs: these have shorter limits, which show their output
+LAUNCHED_TIMEOUT = 1800  # seconds for a test that starts jobs: these have shorter limits, which show their output
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,19 +81,35 @@ def hotel_csv(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def shared_jobs(
+    request: pytest.FixtureRequest, hotel_csv: Path, tmp_path_factory: pytest.TempPathFactory
+) -> SharedJobs:
+    """The jobs that test files share, also those that run in other workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return SharedJobs(base / "shared-jobs", hotel_csv, request.session.items)
+
+
+@pytest.fixture(scope="module")
+def shared_folder(request: pytest.FixtureRequest, shared_jobs: SharedJobs) -> Path:
+    """The folder of this file's runs in shared jobs."""
+    return shared_jobs.folder(request.module)
+
+
+@pytest.fixture(scope="module")
+def trained_by(request: pytest.FixtureRequest, shared_jobs: SharedJobs) -> Callable[[str], dict[str, Outcome]]:
+    """A function that returns the outcomes of this file's runs in a shared job: `trained_by("two_ranks")`."""
+    return lambda job: shared_jobs.train(request.module, job)
+
+
 @pytest.fixture
 def review_csv(tmp_path: Path) -> Callable[..., Path]:
     """Write a small CSV whose classes differ in their words: `review_csv(rows)` returns its path."""
 
     def write(rows: int = 60, name: str = "reviews.csv", classes: tuple[Any, ...] = (0, 1)) -> Path:
         path = tmp_path / name
-        table = pd.DataFrame(
-            {
-                "label": [classes[0 if i % 3 == 0 else 1 + i % (len(classes) - 1)] for i in range(rows)],
-                "review": [("差。" if i % 3 == 0 else "好，") * (1 + i % 17) + f"第{i}次" for i in range(rows)],
-            }
-        )
-        table.to_csv(path, index=False)
+        write_reviews(path, rows, classes)
         return path
 
     return write

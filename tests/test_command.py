@@ -20,6 +20,7 @@ RANK = """
 import os, signal, sys, time
 if sys.argv[1] == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     open("ready" + os.environ["RANK"], "w").close()
     time.sleep(200)
 if os.environ["RANK"] == "0":
@@ -67,12 +68,12 @@ def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_r
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path, restarts):
+@pytest.mark.parametrize(("restarts", "number", "status"), [(0, signal.SIGTERM, 75), (2, signal.SIGINT, 130)])
+def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path, restarts, number, status):
     with run(tmp_path, f"--max_restarts={restarts}", "wait") as job:
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
             assert job.poll() is None
             time.sleep(0.05)
-        job.send_signal(signal.SIGTERM)
+        job.send_signal(number)
         out, err = job.communicate(timeout=LIMIT)
-    assert (job.returncode, out, err) == (75, "", "")
+    assert (job.returncode, out, err) == (status, "", "")

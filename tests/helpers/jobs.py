@@ -81,6 +81,17 @@ def write_subset(csv: Path, target: Path, rows: int) -> None:
     pd.read_csv(csv).dropna().sample(rows, random_state=0).to_csv(target, index=False)
 
 
+def write_reviews(path: Path, rows: int, classes: tuple[Any, ...] = (0, 1)) -> None:
+    """Write a CSV whose classes differ in their words."""
+    table = pd.DataFrame(
+        {
+            "label": [classes[0 if i % 3 == 0 else 1 + i % (len(classes) - 1)] for i in range(rows)],
+            "review": [("差。" if i % 3 == 0 else "好，") * (1 + i % 17) + f"第{i}次" for i in range(rows)],
+        }
+    )
+    table.to_csv(path, index=False)
+
+
 # ---- jobs -----------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +190,7 @@ class TrainingRun:
         inspect: whether to look into DDP, config and tokenizer (`Outcome.inspection`).
         copies: folders to copy before the run: (source, target) pairs.
         moves: files and folders to rename before the run, after the copies: (source, target) pairs.
+        damages: files to damage before the run, after that: (change, file) pairs of `DAMAGES` in many_runs.py.
     """
 
     path: str
@@ -187,6 +199,7 @@ class TrainingRun:
     inspect: bool = False
     copies: Sequence[tuple[Any, Any]] = ()
     moves: Sequence[tuple[Any, Any]] = ()
+    damages: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -229,14 +242,28 @@ def run_many(
     Returns:
         The outcome of each run, by name.
     """
+    return run_folders(folder, {folder: runs}, ranks, limit, fake_gpus, job_flags, **environment)[folder]
+
+
+def run_folders(
+    folder: Path,
+    runs: Mapping[Path, Mapping[str, TrainingRun]],
+    ranks: int = 2,
+    limit: float = 600,
+    fake_gpus: bool = False,
+    job_flags: Sequence[str] = (),
+    **environment: str,
+) -> dict[Path, dict[str, Outcome]]:
+    """Like `run_many`, but the runs have several working directories, by which runs and outcomes are grouped."""
     device = [] if fake_gpus else ["--use_cpu"]
     common = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
-    content = {}
-    for name, run in runs.items():
-        flags = [*common, *map(str, run.flags)]
-        if not any(flag.startswith("--output_dir") for flag in flags):
-            flags.append(f"--output_dir={name}")
-        content[name] = vars(run) | {"flags": flags}
+    content = []
+    for cwd, runs_there in runs.items():
+        for name, run in runs_there.items():
+            flags = [*common, *map(str, run.flags)]
+            if not any(flag.startswith("--output_dir") for flag in flags):
+                flags.append(f"--output_dir={name}")
+            content.append(vars(run) | {"name": name, "cwd": cwd, "flags": flags})
     file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))
@@ -247,7 +274,8 @@ def run_many(
     with Job(*map(str, command), cwd=folder, ranks=ranks, **variables, **environment) as job:
         done = job.finish(limit)
     assert done.status == 0, done.out + done.err
-    return {name: Outcome(**x) for name, x in json.loads(file.with_name("outcomes.json").read_text()).items()}
+    outcomes = iter(json.loads(file.with_name("outcomes.json").read_text()))
+    return {cwd: {name: Outcome(**next(outcomes)) for name in runs_there} for cwd, runs_there in runs.items()}
 
 
 def require_success(outcomes: Mapping[str, Outcome]) -> None:

@@ -1,8 +1,8 @@
 """Run many trainings in one torchrun job: starting a job takes longer than training a tiny model.
 
-As a script it reads RUNS, a JSON file that maps each run's name to the fields that `helpers.jobs.run_many` describes,
-trains them one after another in one process group, and writes outcomes.json beside it. With RANKS_PER_NODE, the ranks
-are divided among several nodes.
+As a script it reads RUNS, a JSON file with the runs and the fields that `helpers.jobs.TrainingRun` describes, trains
+them one after another in one process group, each in its working directory, and writes outcomes.json beside it. With
+RANKS_PER_NODE, the ranks are divided among several nodes.
 """
 
 from __future__ import annotations
@@ -35,25 +35,39 @@ from app.program import launch
 from app.record.run_record import RunRecord
 from app.settings import Settings
 
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+DAMAGES = {"cut": cut, "flip_bit": flip_bit}
 PATHS = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}
 
 
 def run_all(settings: Settings) -> None:
     file = Path(os.environ["RUNS"])
     with join(settings) as world:
-        runs = json.loads(file.read_text())
-        outcomes = {name: train(run, world) for name, run in runs.items()}
+        outcomes = [train(run, world) for run in json.loads(file.read_text())]
         if world.is_main_process:
             file.with_name("outcomes.json").write_text(json.dumps(outcomes))
 
 
 def train(run: dict[str, Any], world: World) -> dict[str, Any]:
     """Train one run. Return its outcome: the fields of `helpers.jobs.Outcome`."""
+    os.chdir(run["cwd"])
     if world.is_main_process:
         for source, target in run["copies"]:
             shutil.copytree(source, target)
         for source, target in run["moves"]:
             Path(source).rename(target)
+        for change, damaged in run["damages"]:
+            DAMAGES[change](Path(damaged))
     barrier(world)
     flags = [flag.replace("{rank}", str(world.rank)) for flag in run["flags"]]
     problem, inspection, out = None, {}, io.StringIO()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success, run_many
+from helpers.jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success
 
 from app.compare import main
 from app.program import run_program
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.launched
 SHORT = ["--csv", SAMPLE_CSV, "--max_length", 32, "--max_steps", 3, "--eval_strategy", "no"]
 
 
+@pytest.mark.slow
 def test_it_trains_both_paths_and_finds_no_difference(launch, compare, hotel_csv, tmp_path):
     flags = ["--csv", hotel_csv, "--max_length", 64, "--gradient_accumulation_steps", 2, "--validation_size", 0.1]
     flags += ["--max_steps", 12, "--eval_strategy", "steps", "--eval_steps", 5]
@@ -45,42 +46,50 @@ def test_it_trains_both_paths_and_finds_no_difference(launch, compare, hotel_csv
     assert json.loads((tmp_path / "again" / "comparison.json").read_text())["first_differing_step"] is None
 
 
+RATES = {"a": "1e-3", "b": "5e-2"}
+SHARED_RUNS = {
+    "one_rank": {name: TrainingRun("ddp_loop", [*SHORT, "--learning_rate", rate]) for name, rate in RATES.items()}
+    # Plain Python has another default of --logical_ranks.
+    | {"one": TrainingRun("trainer_run", [*SHORT, "--threads", 2])}
+    | {"remedied": TrainingRun("trainer_run", [*SHORT, "--logical_ranks", 2, "--threads", 1])},
+    "two_ranks": {"two": TrainingRun("ddp_loop", SHORT)},
+}
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    """The runs read the bundled sample."""
+
+
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory) -> Path:
-    """Two short runs of ddp_loop with different learning rates."""
-    folder = tmp_path_factory.mktemp("runs")
-    rates = {"a": "1e-3", "b": "5e-2"}
-    runs = {name: TrainingRun("ddp_loop", [*SHORT, "--learning_rate", rate]) for name, rate in rates.items()}
-    require_success(run_many(folder, runs, ranks=0))
-    return folder
+def two_runs(trained_by, shared_folder) -> Path:
+    """The folder of two short runs `a` and `b` of ddp_loop with different learning rates."""
+    require_success(trained_by("one_rank"))
+    return shared_folder
 
 
-def test_different_runs_are_compared_from_their_folders(launch, two_runs, tmp_path):
-    done = launch("app.compare", two_runs / "a", two_runs / "b", "--output_dir", "out")
-    assert done.status == 0, done.err
+def test_different_runs_are_compared_from_their_folders(compare, two_runs, tmp_path):
+    assert compare(two_runs / "a", two_runs / "b", "--output_dir", "out") == (0, [])
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert comparison["first_differing_step"] == 3, "the rate of step 1 is 0, so step 2 is the first to change weights"
     assert comparison["max_loss_difference"] > 0
 
 
-def test_the_remedy_that_compare_names_makes_different_runs_identical(compare, tmp_path):
+def test_the_remedy_that_compare_names_makes_different_runs_identical(compare, trained_by, two_runs, tmp_path):
     """The default number of ranks under torchrun and with plain Python, and another number of threads."""
-    two, one = TrainingRun("ddp_loop", SHORT), TrainingRun("trainer_run", [*SHORT, "--threads", 2])
-    remedied = TrainingRun("trainer_run", [*SHORT, "--logical_ranks", 2, "--threads", 1])
-    require_success(run_many(tmp_path, {"two": two}))
-    require_success(run_many(tmp_path, {"one": one, "remedied": remedied}, ranks=0))
-    status, (line,) = compare("two", "one", "--assert_equal")
+    require_success(trained_by("two_ranks"))
+    two, one, remedied = (two_runs / name for name in ("two", "one", "remedied"))
+    status, (line,) = compare(two, one, "--assert_equal")
     assert status == 1
     assert line.startswith("not equal: step 1: the loss is ")
     assert line.endswith(
         "; trained differently: ranks 2 and 1, logical ranks 2 and 1, threads 1 and 2; "
         "start both with --logical_ranks 2 --threads 1"
     )
-    assert compare("two", "remedied", "--assert_equal") == (0, [])
+    assert compare(two, remedied, "--assert_equal") == (0, [])
     assert not (tmp_path / "runs").exists(), "only a report needs a folder"
-    assert compare("two", "one", "--assert_equal", "--no_baselines", "--output_dir", "report")[0] == 1
+    assert compare(two, one, "--assert_equal", "--no_baselines", "--output_dir", "report")[0] == 1
     assert line.partition("; ")[2] in (tmp_path / "report" / "comparison.md").read_text().replace("**T", "t")
-    hashes = [json.loads((tmp_path / run / "metrics.json").read_text())["hash"] for run in ("two", "remedied", "one")]
+    hashes = [json.loads((run / "metrics.json").read_text())["hash"] for run in (two, remedied, one)]
     assert hashes[0] == hashes[1] != hashes[2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, write_subset
 
 from app.runs.hashes import hash_run
 
@@ -33,39 +33,44 @@ def rounded(variant: str, path: str, strategy: str) -> TrainingRun:
     return TrainingRun(path, [*FLAGS, "--logical_ranks=4", *ROUNDED[variant], f"--strategy={strategy}"])
 
 
-@pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("compression")
-    write_subset(hotel_csv, folder / "reviews.csv", 300)
-    return folder
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 300)
+
+
+TWO_RANKS = {"plain": TrainingRun("ddp_loop", FLAGS)}
+TWO_RANKS |= {f"bf16-{path}-2": rounded("bf16", path, "ddp") for path in PATHS}
+TWO_RANKS |= {f"power_sgd-{path}": TrainingRun(path, POWER_SGD) for path in PATHS}
+for step in (1, 5):  # before and after the first compressed step
+    checkpoint = f"--resume_from_checkpoint=power_sgd-ddp_loop/checkpoints/checkpoint-{step}"
+    # DDP forms other buckets in the first step of a process, and here in the later ones, too.
+    TWO_RANKS[f"resumed-{step}"] = TrainingRun(
+        "ddp_loop", [*POWER_SGD, checkpoint, "--strategy=zero1", "--ddp_bucket_cap_mb=1"]
+    )
+TWO_RANKS["other-hook"] = TrainingRun("ddp_loop", [*FLAGS, checkpoint])
+TWO_RANKS["four-logical-ranks"] = TrainingRun("ddp_loop", [*POWER_SGD, "--logical_ranks=4"])
+SHARED_RUNS = {"two_ranks": TWO_RANKS}
+SLOW_SHARED_RUNS = {
+    "one_rank": {f"{variant}-0": rounded(variant, "trainer_run", "zero1") for variant in ROUNDED},
+    "four_ranks": {f"{variant}-4": rounded(variant, "ddp_loop", "zero1") for variant in ROUNDED}
+    | {f"power_sgd-{path}-4": TrainingRun(path, POWER_SGD) for path in PATHS},
+    "two_nodes": {f"{variant}-two-nodes": rounded(variant, "trainer_run", "ddp") for variant in ROUNDED},
+}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder) -> dict[str, Outcome]:
-    runs = {"plain": TrainingRun("ddp_loop", FLAGS)}
-    runs |= {f"bf16-{path}-2": rounded("bf16", path, "ddp") for path in PATHS}
-    runs |= {f"power_sgd-{path}": TrainingRun(path, POWER_SGD) for path in PATHS}
-    for step in (1, 5):  # before and after the first compressed step
-        checkpoint = f"--resume_from_checkpoint=power_sgd-ddp_loop/checkpoints/checkpoint-{step}"
-        # DDP forms other buckets in the first step of a process, and here in the later ones, too.
-        runs[f"resumed-{step}"] = TrainingRun(
-            "ddp_loop", [*POWER_SGD, checkpoint, "--strategy=zero1", "--ddp_bucket_cap_mb=1"]
-        )
-    runs["other-hook"] = TrainingRun("ddp_loop", [*FLAGS, checkpoint])
-    runs["four-logical-ranks"] = TrainingRun("ddp_loop", [*POWER_SGD, "--logical_ranks=4"])
-    return run_many(folder, runs)
+def folder(shared_folder) -> Path:
+    return shared_folder
 
 
 @pytest.fixture(scope="module")
-def all_ranks(folder, two_ranks) -> Path:
-    # Two ranks on each of two nodes sum gradients inside the nodes first.
-    on_two_nodes = {f"{variant}-two-nodes": rounded(variant, "trainer_run", "ddp") for variant in ROUNDED}
-    require_success(run_many(folder, on_two_nodes, ranks=4, RANKS_PER_NODE="2"))
-    for ranks, path, strategy in ((0, "trainer_run", "zero1"), (4, "ddp_loop", "zero1")):
-        runs = {f"{variant}-{ranks}": rounded(variant, path, strategy) for variant in ROUNDED}
-        if ranks == 4:
-            runs |= {f"power_sgd-{path}-4": TrainingRun(path, POWER_SGD) for path in PATHS}
-        require_success(run_many(folder, runs, ranks))
+def two_ranks(trained_by) -> dict[str, Outcome]:
+    return trained_by("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def all_ranks(trained_by, folder) -> Path:
+    for job in SLOW_SHARED_RUNS:
+        require_success(trained_by(job))
     return folder
 
 

@@ -6,13 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, write_subset
 
 from app.compare import main
 from app.program import run_program
 
 pytestmark = pytest.mark.launched
-FLAGS = ["--max_steps=4", "--max_length=32", "--warmup_steps=0", "--eval_strategy=no", "--save_strategy=no"]
+FLAGS = [
+    "--csv=reviews.csv",
+    "--max_steps=4",
+    "--max_length=32",
+    "--warmup_steps=0",
+    "--eval_strategy=no",
+    "--save_strategy=no",
+]
 FLAGS += ["--train_sampling_strategy=random"]
 FLAGS += ["--max_grad_norm=0.1"]  # below every norm, so that each step is clipped
 
@@ -30,18 +37,22 @@ SETTINGS = {  # exit status, and what the report's line starts with
 }
 
 
+# `original` is trained by the other path, so that no change is specific to one of them.
+RUNS = {"original": TrainingRun("trainer_run", FLAGS), "unchanged": TrainingRun("ddp_loop", FLAGS)}
+RUNS |= {name: TrainingRun("ddp_loop", FLAGS, mutation=name) for name in MUTATIONS}
+RUNS |= {flag: TrainingRun("ddp_loop", [*FLAGS, flag]) for flag in SETTINGS}
+RUNS["unchanged_again"] = TrainingRun("ddp_loop", FLAGS)  # a mutation must have been undone
+SHARED_RUNS = {"two_ranks": RUNS}
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 500)
+
+
 @pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    """The folder of all runs. `original` is trained by the other path, so that no change is specific to one of them."""
-    folder = tmp_path_factory.mktemp("mutations")
-    write_subset(hotel_csv, folder / "reviews.csv", 500)
-    flags = ["--csv=reviews.csv", *FLAGS]
-    runs = {"original": TrainingRun("trainer_run", flags), "unchanged": TrainingRun("ddp_loop", flags)}
-    runs |= {name: TrainingRun("ddp_loop", flags, mutation=name) for name in MUTATIONS}
-    runs |= {flag: TrainingRun("ddp_loop", [*flags, flag]) for flag in SETTINGS}
-    runs["unchanged_again"] = TrainingRun("ddp_loop", flags)  # a mutation must have been undone
-    require_success(run_many(folder, runs))
-    return folder
+def folder(trained_by, shared_folder) -> Path:
+    require_success(trained_by("two_ranks"))
+    return shared_folder
 
 
 @pytest.fixture

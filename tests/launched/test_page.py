@@ -125,7 +125,7 @@ def test_no_script_runs(page, measure):
     )
 
 
-@pytest.mark.parametrize("width", [390, 320, *(pytest.param(width, marks=pytest.mark.slow) for width in (800, 1400))])
+@pytest.mark.parametrize("width", [390, *(pytest.param(width, marks=pytest.mark.slow) for width in (320, 800, 1400))])
 def test_nothing_overflows(page, measure, width):
     seen = measure(page, width)
     assert seen["figures"] == 6
@@ -135,7 +135,7 @@ def test_nothing_overflows(page, measure, width):
     assert measure(wide, width)["beyond"], "otherwise this test cannot fail"
 
 
-@pytest.mark.parametrize("width", [390, 1120])
+@pytest.mark.parametrize("width", [390, pytest.param(1120, marks=pytest.mark.slow)])
 def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(measure, tmp_path, width):
     header = [
         "ranks",
@@ -155,6 +155,7 @@ def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(meas
     assert measure(broken, width)["broken"], "otherwise this test cannot fail"
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_color_scheme(page, measure):
     shades = {measure(page, 390, f"--blink-settings=preferredColorScheme={scheme}")["background"] for scheme in (0, 1)}
     assert shades == {"rgb(19, 20, 22)", "rgb(246, 245, 242)"}
@@ -178,6 +179,7 @@ def test_no_request_leaves_the_page(page, chromium, tmp_path):
     assert requested(let_through) == set(), "the policy holds even if the template does not escape"
 
 
+@pytest.mark.slow
 def test_the_page_can_be_printed(page, chromium, tmp_path):
     chromium(page, f"--print-to-pdf={tmp_path / 'page.pdf'}", "--no-pdf-header-footer")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

@@ -52,55 +52,72 @@ def resume(*flags, source: str | Path) -> list:
     return [*flags, "--resume_from_checkpoint", source]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Path:
-    """The folder of all runs that share jobs, and of the token cache."""
-    return tmp_path_factory.mktemp("recovery")
+def write_inputs(folder: Path, csv: Path) -> None:
+    """The runs read the bundled sample."""
 
 
-@pytest.fixture(scope="module")
-def two_ranks(shared) -> Path:
-    """The folder of the uninterrupted runs PATH-2."""
-    runs = {f"{path}-2": TrainingRun(path, FULL) for path in PATHS}
-    require_success(run_many(shared, runs))
-    return shared
+def again(path: str) -> TrainingRun:
+    """Resume after the last step, in the same folder, from which the results are moved away."""
+    moves = [(f"last-{path}/{name}", f"{path}-{name}") for name in ("metrics.json", "predictions.csv")]
+    return TrainingRun(path, resume(*LAST, "--output_dir", f"last-{path}", source="auto"), moves=moves)
 
 
-@pytest.fixture(scope="module")
-def resumed_two_ranks(two_ranks) -> dict[str, Outcome]:
-    """The outcomes of runs that resume those of `two_ranks`, or that fail."""
-    shutil.copytree(two_ranks / "ddp_loop-2", two_ranks / "damaged")
-    (two_ranks / "damaged" / "metrics.json").unlink()
-    flipped = two_ranks / "damaged" / "checkpoints" / f"checkpoint-{STEPS}" / "state-1-of-2.safetensors"
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 16
-    flipped.write_bytes(content)
-    cut = two_ranks / "damaged" / "checkpoints" / "checkpoint-20" / "state-0-of-2.safetensors"
-    cut.write_bytes(cut.read_bytes()[:-1])
-    source = "ddp_loop-2/checkpoints/checkpoint-10"
-    runs = {
+TWO_STEPS = f"damaged/checkpoints/checkpoint-{STEPS}", "damaged/checkpoints/checkpoint-20"
+SOURCE = "ddp_loop-2/checkpoints/checkpoint-10"
+SHARED_RUNS = {
+    "one_rank": {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}
+    | {f"last-{path}-resumed": again(path) for path in PATHS},
+    "two_ranks": {
+        **{f"{path}-2": TrainingRun(path, FULL) for path in PATHS},
         "on-trainer_run-2": TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-15")),
-        "damaged-resumed": TrainingRun("ddp_loop", resume(*FULL, "--output_dir", "damaged", source="auto")),
-        "refused": TrainingRun("ddp_loop", resume(*FULL, "--learning_rate", 3e-4, "--seed", 7, source=source)),
+        "damaged-resumed": TrainingRun(
+            "ddp_loop",
+            resume(*FULL, "--output_dir", "damaged", source="auto"),
+            copies=[("ddp_loop-2", "damaged")],
+            moves=[("damaged/metrics.json", "damaged-metrics.json")],
+            damages=[
+                ("flip_bit", f"{TWO_STEPS[0]}/state-1-of-2.safetensors"),
+                ("cut", f"{TWO_STEPS[1]}/state-0-of-2.safetensors"),
+            ],
+        ),
+        "refused": TrainingRun("ddp_loop", resume(*FULL, "--learning_rate", 3e-4, "--seed", 7, source=SOURCE)),
         **{f"not-finite-{path}": TrainingRun(path, NOT_FINITE) for path in PATHS},
+    },
+}
+SLOW_SHARED_RUNS = {
+    "three_ranks": {
+        "ddp_loop-3": TrainingRun("ddp_loop", FULL),
+        "zero3-3": TrainingRun("trainer_run", [*FULL, "--strategy", "zero3"]),
+        "on-ddp_loop-3": TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10")),
+        # of a run of two ranks
+        "refused-3": TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-10")),
     }
-    return run_many(two_ranks, runs)
+}
 
 
 @pytest.fixture(scope="module")
-def three_ranks(two_ranks) -> dict[str, Outcome]:
-    """The outcomes of runs of three ranks; `refused-3` would resume a run of two."""
-    runs = {"ddp_loop-3": TrainingRun("ddp_loop", FULL)}
-    runs["zero3-3"] = TrainingRun("trainer_run", [*FULL, "--strategy", "zero3"])
-    runs["on-ddp_loop-3"] = TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10"))
-    runs["refused-3"] = TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-10"))
-    return run_many(two_ranks, runs, ranks=3)
+def shared(trained_by, shared_folder) -> Path:
+    """The folder of all runs that share jobs, and of the token cache."""
+    require_success(trained_by("one_rank"))
+    return shared_folder
 
 
 @pytest.fixture(scope="module")
-def one_rank(shared) -> dict[str, Outcome]:
-    """The outcomes of runs in plain Python."""
-    return run_many(shared, {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}, ranks=0)
+def outcomes(trained_by) -> dict[str, Outcome]:
+    """The outcomes of runs of two ranks."""
+    return trained_by("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(outcomes, shared_folder) -> Path:
+    """The folder of the uninterrupted runs PATH-2."""
+    require_success({f"{path}-2": outcomes[f"{path}-2"] for path in PATHS})
+    return shared_folder
+
+
+@pytest.fixture(scope="module")
+def three_ranks(trained_by) -> dict[str, Outcome]:
+    return trained_by("three_ranks")
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -129,7 +146,7 @@ def start(path_name: str, folder: Path, shared: Path, *flags, ranks: int = 2) ->
     ("ranks", "run", "step"),
     [
         pytest.param("three_ranks", "ddp_loop-3", 10, marks=pytest.mark.slow),
-        ("resumed_two_ranks", "trainer_run-2", 15),
+        ("outcomes", "trainer_run-2", 15),
     ],
 )
 def test_a_resumed_run_ends_like_one_that_never_stopped(request, shared, ranks, run, step):
@@ -142,22 +159,13 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(request, shared, ranks, 
 
 
 @pytest.mark.launched
-def test_a_run_that_resumes_after_its_last_step_is_only_evaluated(one_rank, shared, tmp_path):
-    for path in PATHS:
-        assert one_rank[f"last-{path}"].problem is None
-        for name in ("metrics.json", "predictions.csv"):
-            (shared / f"last-{path}" / name).rename(tmp_path / f"{path}-{name}")
-    runs = {
-        f"last-{path}-resumed": TrainingRun(path, resume(*LAST, "--output_dir", f"last-{path}", source="auto"))
-        for path in PATHS
-    }
-    require_success(run_many(shared, runs, ranks=0))
+def test_a_run_that_resumes_after_its_last_step_is_only_evaluated(shared):
     for path in PATHS:
         folder = shared / f"last-{path}"
         assert len(read_steps(folder)) == 5
         assert (folder / "metrics.json").is_file()
         for other in PATHS:
-            assert (folder / "predictions.csv").read_bytes() == (tmp_path / f"{other}-predictions.csv").read_bytes()
+            assert (folder / "predictions.csv").read_bytes() == (shared / f"{other}-predictions.csv").read_bytes()
 
 
 @pytest.mark.launched
@@ -195,8 +203,8 @@ def test_a_number_of_ranks_that_does_not_divide_the_logical_ranks_is_refused(thr
 
 
 @pytest.mark.launched
-def test_another_training_is_refused(resumed_two_ranks, shared):
-    problem = resumed_two_ranks["refused"].problem
+def test_another_training_is_refused(outcomes, shared):
+    problem = outcomes["refused"].problem
     assert problem.startswith("AgreedError: ")
     for part in ("learning_rate was 0.001 and is 0.0003", "seed was 42 and is 7", "split fingerprint was"):
         assert part in problem
@@ -204,8 +212,8 @@ def test_another_training_is_refused(resumed_two_ranks, shared):
 
 
 @pytest.mark.launched
-def test_two_damaged_checkpoints_are_skipped_and_reported(resumed_two_ranks, shared):
-    outcome = resumed_two_ranks["damaged-resumed"]
+def test_two_damaged_checkpoints_are_skipped_and_reported(outcomes, shared):
+    outcome = outcomes["damaged-resumed"]
     assert outcome.problem is None
     reported = re.findall(rf"checkpoint-({STEPS}|20)\b", outcome.out)
     assert reported == [str(STEPS), "20"]
@@ -435,8 +443,8 @@ def test_a_disk_that_fills_up_during_a_save(two_ranks, mount):
 
 
 @pytest.mark.launched
-def test_a_nonfinite_loss_stops_the_run_before_the_optimizer_step(resumed_two_ranks, shared):
-    problems = [resumed_two_ranks[f"not-finite-{path}"].problem for path in PATHS]
+def test_a_nonfinite_loss_stops_the_run_before_the_optimizer_step(outcomes, shared):
+    problems = [outcomes[f"not-finite-{path}"].problem for path in PATHS]
     for problem, path in zip(problems, PATHS, strict=True):
         assert problem.startswith("RunError: ")
         step = int(re.search(r"step (\d+): ", problem)[1])
@@ -469,6 +477,7 @@ def test_a_frozen_rank_is_named_and_no_process_remains(shared, tmp_path):
 
 
 @pytest.mark.launched
+@pytest.mark.slow  # tests/launched/test_faults.py moves folders at exact moments
 def test_a_run_folder_that_disappears_ends_the_run_with_one_line(shared, tmp_path):
     folder = tmp_path / "run"
     with start("trainer_run", folder, shared, *ENDLESS) as job:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.jobs import TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
 
 from app.runs.hashes import hash_run
 
@@ -22,7 +23,9 @@ VARIANTS = {
     "-checkpointing": ["--activation_checkpointing"],
     "-fp16": ["--precision=fp16", "--learning_rate=1e-2"],
 }
-# With two ranks, each variant is trained with the other two strategies.
+# Each variant with two ranks, with two of the strategies, of which one is slow; with four ranks, another one.
+FAST_STRATEGIES = {"-bf16": "zero3", "-accumulation": "ddp", "-checkpointing": "zero3", "-fp16": "ddp"}
+SLOW_STRATEGIES = {"-bf16": "ddp", "-accumulation": "zero3", "-checkpointing": "ddp", "-fp16": "zero3"}
 OTHER_STRATEGIES = {"-bf16": "zero1", "-accumulation": "zero2", "-checkpointing": "zero2", "-fp16": "zero1"}
 RESUMED_WITH_FOUR_RANKS = (
     ("ddp_loop", "zero3", "ddp"),
@@ -65,68 +68,92 @@ def with_bugs(ranks: int) -> dict[str, TrainingRun]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("same-bits")
-    write_subset(hotel_csv, folder / "reviews.csv", 300)
-    return folder
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 300)
+
+
+ONE_RANK = {
+    run_name("ddp_loop", 1, "ddp", variant): TrainingRun("ddp_loop", [*FLAGS, *flags])
+    for variant, flags in VARIANTS.items()
+}
+ONE_RANK |= {
+    run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"]),
+    "eight-1": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"]),
+    "overflow": TrainingRun("ddp_loop", [*FLAGS, *VARIANTS["-fp16"]], mutation="large_loss_scale"),
+}
+TWO_RANKS = uninterrupted(2, [""])
+for variant, strategy in FAST_STRATEGIES.items():
+    TWO_RANKS |= uninterrupted(2, [variant], PATHS[:1], (strategy,))
+TWO_RANKS |= {
+    run_name("trainer_run", 2, "zero3", variant): TrainingRun(
+        "trainer_run", [*FLAGS, *VARIANTS[variant], "--strategy=zero3"]
+    )
+    for variant in ("-fp16", "-checkpointing")
+}
+TWO_RANKS |= {
+    "resumed-ddp_loop-2": resumed(run_name("ddp_loop", 1, "ddp"), "ddp_loop", "zero3"),
+    "resumed-trainer_run-2": resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1"),
+    "resumed-fp16": resumed("overflow", "ddp_loop", "zero2", "-fp16"),
+}
+SLOW_TWO_RANKS = {}
+for variant, strategy in SLOW_STRATEGIES.items():
+    SLOW_TWO_RANKS |= uninterrupted(2, [variant], PATHS[:1], (strategy,))
+FOUR_RANKS = uninterrupted(4, [""], PATHS[:1], ("ddp",))
+SLOW_FOUR_RANKS = uninterrupted(4, [""])
+for variant, strategy in OTHER_STRATEGIES.items():
+    SLOW_FOUR_RANKS |= uninterrupted(4, [variant], PATHS[:1], (strategy,))
+SLOW_FOUR_RANKS |= {
+    f"resumed-{path}-4-from-{source}": resumed(run_name(path, 2, source), path, target)
+    for path, source, target in RESUMED_WITH_FOUR_RANKS
+}
+TWO_NODES = uninterrupted(4, [""]) | uninterrupted(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
+SHARED_RUNS = {
+    "one_rank": ONE_RANK | with_bugs(1),
+    "two_ranks": TWO_RANKS | with_bugs(2),
+    "four_ranks": FOUR_RANKS,
+    "eight_ranks": {"eight": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])},
+}
+SLOW_SHARED_RUNS = {
+    "two_ranks": SLOW_TWO_RANKS,
+    "four_ranks": SLOW_FOUR_RANKS | with_bugs(4),
+    "two_nodes": {f"two-nodes-{name}": run for name, run in TWO_NODES.items()},
+}
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder) -> Path:
-    runs = {
-        run_name("ddp_loop", 1, "ddp", variant): TrainingRun("ddp_loop", [*FLAGS, *flags])
-        for variant, flags in VARIANTS.items()
-    }
-    runs[run_name("trainer_run", 1, "zero3")] = TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"])
-    runs["eight-1"] = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])
-    runs["overflow"] = TrainingRun("ddp_loop", [*FLAGS, *VARIANTS["-fp16"]], mutation="large_loss_scale")
-    require_success(run_many(folder, runs | with_bugs(1), ranks=0))
-    return folder
+def after(trained_by, shared_folder) -> Callable[[str], Path]:
+    """A function that returns the folder of all runs once a job has trained its own: `after("two_ranks")`."""
+
+    def train(job: str) -> Path:
+        require_success(trained_by(job))
+        return shared_folder
+
+    return train
 
 
 @pytest.fixture(scope="module")
-def two_ranks(one_rank) -> Path:
-    runs = uninterrupted(2, [""]) | uninterrupted(2, [*VARIANTS][1:], PATHS[:1], ("ddp", "zero3"))
-    for variant in ("-fp16", "-checkpointing"):
-        runs[run_name("trainer_run", 2, "zero3", variant)] = TrainingRun(
-            "trainer_run", [*FLAGS, *VARIANTS[variant], "--strategy=zero3"]
-        )
-    runs["resumed-ddp_loop-2"] = resumed(run_name("ddp_loop", 1, "ddp"), "ddp_loop", "zero3")
-    runs["resumed-trainer_run-2"] = resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1")
-    runs["resumed-fp16"] = resumed("overflow", "ddp_loop", "zero2", "-fp16")
-    require_success(run_many(one_rank, runs | with_bugs(2)))
-    return one_rank
+def one_rank(after) -> Path:
+    return after("one_rank")
 
 
 @pytest.fixture(scope="module")
-def four_ranks(two_ranks) -> Path:
-    runs = uninterrupted(4, [""])
-    for variant, strategy in OTHER_STRATEGIES.items():
-        runs |= uninterrupted(4, [variant], PATHS[:1], (strategy,))
-    runs |= {
-        f"resumed-{path}-4-from-{source}": resumed(run_name(path, 2, source), path, target)
-        for path, source, target in RESUMED_WITH_FOUR_RANKS
-    }
-    require_success(run_many(two_ranks, runs | with_bugs(4), ranks=4))
-    return two_ranks
+def two_ranks(after) -> Path:
+    return after("two_ranks")
 
 
 @pytest.fixture(scope="module")
-def many_ranks(one_rank) -> Path:
-    """One run of four ranks and one of eight: the cells of larger jobs that the tests without the slow ones include."""
-    require_success(run_many(one_rank, {"four": TrainingRun("ddp_loop", FLAGS)}, ranks=4))
-    require_success(run_many(one_rank, {"eight": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])}, ranks=8))
-    return one_rank
+def four_ranks(after) -> Path:
+    return after("four_ranks")
 
 
 @pytest.fixture(scope="module")
-def two_nodes(one_rank) -> Path:
-    """Two ranks on each of two nodes, which sum gradients inside the nodes first."""
-    runs = uninterrupted(4, [""]) | uninterrupted(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
-    runs = {f"two-nodes-{name}": run for name, run in runs.items()}
-    require_success(run_many(one_rank, runs, ranks=4, RANKS_PER_NODE="2"))
-    return one_rank
+def eight_ranks(after) -> Path:
+    return after("eight_ranks")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(after) -> Path:
+    return after("two_nodes")
 
 
 def reference(folder: Path, variant: str = "") -> str:
@@ -139,8 +166,10 @@ def test_two_ranks_train_like_one(two_ranks, path, strategy):
     assert hash_run(two_ranks / run_name(path, 2, strategy)) == reference(two_ranks)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("variant", [*VARIANTS][1:])
+@pytest.mark.parametrize(
+    ("variant", "strategy"),
+    [*FAST_STRATEGIES.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_STRATEGIES.items())],
+)
 def test_precision_accumulation_and_checkpointing_do_not_depend_on_the_ranks(two_ranks, variant, strategy):
     assert hash_run(two_ranks / run_name("ddp_loop", 2, strategy, variant)) == reference(two_ranks, variant)
 
@@ -173,14 +202,18 @@ def test_a_run_resumes_with_other_ranks_and_another_strategy(two_ranks, path):
     assert hash_run(two_ranks / f"resumed-{path}-2") == reference(two_ranks)
 
 
-def test_four_and_eight_ranks_train_like_one(many_ranks):
-    assert hash_run(many_ranks / "four") == reference(many_ranks)
-    assert hash_run(many_ranks / "eight") == hash_run(many_ranks / "eight-1") != reference(many_ranks)
+FOUR_RANK_CELLS = [
+    pytest.param(path, strategy, marks=[] if (path, strategy) == ("ddp_loop", "ddp") else pytest.mark.slow)
+    for path in PATHS
+    for strategy in STRATEGIES
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("path", PATHS)
+def test_eight_ranks_train_like_one(eight_ranks):
+    assert hash_run(eight_ranks / "eight") == hash_run(eight_ranks / "eight-1") != reference(eight_ranks)
+
+
+@pytest.mark.parametrize(("path", "strategy"), FOUR_RANK_CELLS)
 def test_four_ranks_train_like_one(four_ranks, path, strategy):
     assert hash_run(four_ranks / run_name(path, 4, strategy)) == reference(four_ranks)
 

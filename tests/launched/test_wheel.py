@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -55,10 +56,19 @@ def test_compare_trains_on_the_bundled_sample(installed, elsewhere):
     assert done.stdout.splitlines()[-1].startswith("bitwise identical")
     assert "python -m samebits.compare" in done.stdout
     assert "app." not in done.stdout
-    assert (elsewhere / "runs" / "comparisons" / "latest" / "comparison.html").exists()
+    folder = elsewhere / "runs" / "comparisons" / "latest"
+    assert (folder / "comparison.html").exists()
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert [(run["path"], run["world_size"]) for run in comparison["runs"]] == [("ddp_loop", 2), ("trainer_run", 2)]
+    assert comparison["first_differing_step"] is None
+    assert comparison["max_loss_difference"] == 0
+    for file in ("predictions.csv", "model/model.safetensors", "split.json"):
+        assert len({(folder / path / file).read_bytes() for path in ("ddp_loop", "trainer_run")}) == 1, file
 
 
-@pytest.mark.parametrize("flags", [(), ("--nproc_per_node=2", "--use_cpu")], ids=["auto", "2"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--nproc_per_node=2", "--use_cpu"), marks=pytest.mark.slow)], ids=["auto", "2"]
+)
 def test_a_mistake_is_one_line(installed, elsewhere, flags):
     done = samebits(installed, elsewhere, "train", "--csv", "nope.csv", *flags)
     assert (done.returncode, done.stdout) == (2, "")
