@@ -52,6 +52,7 @@ def test_losses_norms_weights_and_accuracy_are_bitwise_those_of_ddp_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_ranks_report_a_mistake_in_one_line(launch):
     done = launch("app.minimal", "--csv", "nope.csv", ranks=2)
     assert done.error_lines == ["error: nope.csv: no such file"]
