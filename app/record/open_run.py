@@ -48,7 +48,7 @@ def open_run(
     folder = broadcast_object(folder, world)
     assert folder is not None
     if settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile:
-        _refuse_unshared_folder(folder, is_new=resume.folder is None, world=world)
+        _reject_unshared_folder(folder, is_new=resume.folder is None, world=world)
     info = replace(
         info,
         devices=devices,
@@ -59,7 +59,7 @@ def open_run(
     return RunRecord(info, resume, rows_of_step, folder=folder, lock=lock)
 
 
-def _refuse_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
+def _reject_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
     """Reject a folder that only some nodes see: a checkpoint in it could not be resumed. Collective."""
     probe = folder / broadcast_object(f".shared-{uuid.uuid4().hex}.tmp", world)
     with raise_on_all_ranks(world):

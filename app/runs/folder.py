@@ -41,7 +41,7 @@ def claim_folder(requested: str | None, parent: Path) -> tuple[Path, int]:
     folder = _create(requested, parent)
     descriptor = lock(folder)
     if requested is not None:
-        refuse_used(requested)  # another job may have run here and ended between the first check and the lock
+        reject_used(requested)  # another job may have run here and ended between the first check and the lock
     return folder, descriptor
 
 
@@ -53,7 +53,7 @@ def point_latest(folder: Path) -> None:
     os.replace(staging, link)
 
 
-def refuse_used(requested: str | None) -> None:
+def reject_used(requested: str | None) -> None:
     """Raise UserError if `create_folder` would reject a folder because it is a file or not empty."""
     if requested is None or not Path(requested).exists():
         return
@@ -95,7 +95,7 @@ def _create(requested: str | None, parent: Path) -> Path:
         if requested is None:
             folder = _create_unused(folder)
         else:
-            refuse_used(requested)
+            reject_used(requested)
             _make(folder)
         probe = folder / ".probe.tmp"
         probe.touch()

@@ -25,7 +25,7 @@ from ..model.identity import ModelIdentity, hash_code
 from ..record.json_files import RunInfo
 from ..record.open_run import open_run
 from ..record.run_record import RunRecord
-from ..runs.folder import refuse_used
+from ..runs.folder import reject_used
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.select import select_strategy
@@ -202,7 +202,7 @@ def resolve_settings(
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
-            refuse_used(settings.output_dir)
+            reject_used(settings.output_dir)
     return restore_settings(settings, resume, world), resume
 
 

@@ -27,7 +27,7 @@ def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_wr
 
 
 def test_the_best_weights_need_a_shared_folder_too(new_record, monkeypatch):
-    monkeypatch.setattr(open_module, "_refuse_unshared_folder", lambda *_, **__: pytest.fail("checked"))
+    monkeypatch.setattr(open_module, "_reject_unshared_folder", lambda *_, **__: pytest.fail("checked"))
     new_record(save_strategy="no")
     with pytest.raises(pytest.fail.Exception, match="checked"):
         new_record(save_strategy="no", output_dir=None, load_best_model_at_end=True, validation_size=0.2)
