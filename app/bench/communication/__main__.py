@@ -116,11 +116,9 @@ def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int,
     """
     for name in names:
         try:
-            if name == "collectives":
-                continue
             if name == "compression":
                 settings_by_hook(settings, seeds, n_train=n_train, ranks=world.size)
-            else:
+            elif name != "collectives":
                 training_step.variants_of(name, settings, n_train, topology=world.topology)
         except UserError as problem:
             raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None

@@ -126,7 +126,7 @@ def run_once(
     columns = torch.arange(size)
     values = torch.stack([10 * (world.rank + 1) + columns + 1, torch.full_like(columns, 1 << world.rank)], dim=1)
     values = values.to(world.device, torch.float32)
-    complete, other = (values.clone(), torch.zeros_like(values))
+    complete, other = values.clone(), torch.zeros_like(values)
     if collective.before == "chunk":
         complete, other = torch.zeros_like(values), values[world.rank].repeat(size, 1)
     before = _content(collective.before, complete, other, world=world)
@@ -137,19 +137,14 @@ def run_once(
 
 
 def _content(extent: Extent, complete: torch.Tensor, other: torch.Tensor, *, world: World) -> Content:
-    """Return what this rank holds of each chunk."""
-    nothing: Content = [None] * len(complete)
+    """Return the value and the origin of each chunk in this rank's memory."""
+    content: Content = [None] * len(complete)
     if extent == "chunk":
-        nothing[world.rank] = _numbers(other[0])
-        return nothing
-    if extent == "on rank 0" and not world.is_main_process:
-        return nothing
-    return [_numbers(row) for row in complete]
-
-
-def _numbers(row: torch.Tensor) -> tuple[int, int]:
-    value, origin = row.int().tolist()
-    return value, origin
+        value, origin = other[0].int().tolist()
+        content[world.rank] = (value, origin)
+    elif extent == "complete" or world.is_main_process:
+        content = [(value, origin) for value, origin in complete.int().tolist()]
+    return content
 
 
 def as_chunk(cell: tuple[int, int] | None) -> Chunk | None:

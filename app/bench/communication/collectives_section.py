@@ -139,7 +139,9 @@ def sizes_up_to(largest: int, ranks: int) -> list[int]:
 
 def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, *, world: World) -> Points:
     """Time every collective with every size. Collective."""
-    complete, other = (_allocate(sizes[-1], world) for _ in range(2))
+    # Written to, because the system would map all pages of memory that has only been read to a single one. Zeros stay
+    # zeros however often they are summed.
+    complete, other = (torch.empty(sizes[-1] // ELEMENT, device=world.device).fill_(0) for _ in range(2))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
@@ -150,12 +152,6 @@ def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: S
     for (name, size), seconds in times.items():
         points.setdefault(name, []).append((size, seconds))
     return points
-
-
-def _allocate(size: int, world: World) -> torch.Tensor:
-    # Written to, because the system would map all pages of memory that has only been read to a single one. Zeros stay
-    # zeros however often they are summed.
-    return torch.empty(size // ELEMENT, device=world.device).fill_(0)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

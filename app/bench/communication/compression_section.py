@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from markupsafe import Markup
@@ -148,7 +148,8 @@ def accuracy_chart(measured: Mapping[str, Measured], effects: Mapping[str, Paire
         axes = canvas.add_subplot(xlabel="percentage points")
         axes.axvline(0, color=NEUTRAL, linewidth=1)
         for row, hook in enumerate(hooks):
-            differences = points(measured[hook].accuracies, measured[PLAIN].accuracies)
+            pairs = zip(measured[hook].accuracies, measured[PLAIN].accuracies, strict=True)
+            differences = [100 * (accuracy - plain) for accuracy, plain in pairs]
             axes.plot(differences, [row] * len(differences), "o", color=SERIES_COLORS[1], markersize=6, alpha=0.7)
             mean = statistics.mean(differences)
             low, high = (100 * limit for limit in interval_of(effects[hook]) or (mean / 100, mean / 100))
@@ -158,8 +159,3 @@ def accuracy_chart(measured: Mapping[str, Measured], effects: Mapping[str, Paire
         axes.grid(visible=False)
 
     return render_svg(190, "Difference of the accuracy from that without compression", draw)
-
-
-def points(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Return the differences between shares in percentage points."""
-    return [100 * (x - y) for x, y in zip(a, b, strict=True)]

@@ -116,9 +116,8 @@ def bucket_variants(settings: Settings) -> dict[str, Variant]:
 
 def unused_variants(settings: Settings) -> dict[str, Variant]:
     """Return steps without and with the search for unused parameters."""
-    return {
-        name: Variant(replace(settings, ddp_find_unused_parameters=on)) for name, on in (("off", False), ("on", True))
-    }
+    searches = {"off": False, "on": True}
+    return {name: Variant(replace(settings, ddp_find_unused_parameters=on)) for name, on in searches.items()}
 
 
 def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:
@@ -155,10 +154,9 @@ def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world
     title, about = ABOUT[name]
     parts: list[Part] = []
     if world.is_main_process:
-        note = (
-            f"The median over rounds, and the range. Each line is compared with {next(iter(comparisons[0].seconds))}."
-        )
-        label = f"time per {unit}, relative to {next(iter(comparisons[0].seconds))}"
+        baseline = next(iter(comparisons[0].seconds))
+        note = f"The median over rounds, and the range. Each line is compared with {baseline}."
+        label = f"time per {unit}, relative to {baseline}"
         series = [
             Series(compared.model, {name: compared.relative(name) for name in compared.seconds})
             for compared in comparisons
