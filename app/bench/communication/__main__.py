@@ -28,7 +28,7 @@ from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ...settings import Settings
-from ...training.build import ReviewData, build_data, build_model
+from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
 from ..page import Section, as_html, as_markdown
 from . import training_step
@@ -90,12 +90,13 @@ def main(
         world.print_main(headline(facts))
         measured = []
         for name in names:
+            seconds = STEP_SECONDS * seconds_per_point
             if data is None or name == "collectives":
                 section = measure_collectives(settings, world, largest, seconds_per_point=seconds_per_point)
+            elif name == "compression":
+                section = measure_compression(settings, data, seeds, seconds=seconds, world=world)
             else:
-                section = measure(
-                    name, settings, data=data, seconds=STEP_SECONDS * seconds_per_point, seeds=seeds, world=world
-                )
+                section = training_step.measure_step(name, settings, data, seconds=seconds, world=world)
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
@@ -141,13 +142,6 @@ def headline(facts: Mapping[str, str]) -> str:
     return (
         escape_control_characters(f"# {TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
     )
-
-
-def measure(name: str, settings: Settings, *, data: ReviewData, seconds: float, seeds: int, world: World) -> Section:
-    """Measure one section on training. Collective."""
-    if name == "compression":
-        return measure_compression(settings, data, seeds, seconds=seconds, world=world)
-    return training_step.measure_step(name, settings, data, seconds=seconds, world=world)
 
 
 def describe(world: World) -> dict[str, str]:

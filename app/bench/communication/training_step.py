@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
@@ -92,13 +93,14 @@ def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topolo
         case "breakdown":
             variants = {"": Variant(settings)}
         case "buckets":
-            variants = bucket_variants(plain)
+            sizes = {"default": None} | {f"{size} MiB": size for size in BUCKET_SIZES}
+            variants = vary(plain, "ddp_bucket_cap_mb", sizes)
         case "no_sync":
             plan = plan_batches(plain, n_train, ranks)
             rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
             variants = no_sync_variants(plain, rows, n_train)
         case "unused_parameters":
-            variants = unused_variants(plain)
+            variants = vary(plain, "ddp_find_unused_parameters", {"off": False, "on": True})
         case "reduction":
             variants = reduction_variants(plain, topology)
         case _:
@@ -108,16 +110,9 @@ def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topolo
     return variants
 
 
-def bucket_variants(settings: Settings) -> dict[str, Variant]:
-    """Return DDP's default buckets, and buckets of several sizes."""
-    sizes = {"default": None} | {f"{size} MiB": size for size in BUCKET_SIZES}
-    return {name: Variant(replace(settings, ddp_bucket_cap_mb=size)) for name, size in sizes.items()}
-
-
-def unused_variants(settings: Settings) -> dict[str, Variant]:
-    """Return steps without and with the search for unused parameters."""
-    searches = {"off": False, "on": True}
-    return {name: Variant(replace(settings, ddp_find_unused_parameters=on)) for name, on in searches.items()}
+def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str, Variant]:
+    """Return steps that differ in one setting, whose value each name has."""
+    return {name: Variant(replace(settings, **{field: value})) for name, value in values.items()}
 
 
 def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from app.bench.communication import __main__ as communication
+from app.bench.communication import training_step
 from app.bench.communication.__main__ import SECTIONS, check
 from app.bench.page import Section
 from app.common.errors import RunError, UserError
@@ -56,7 +57,7 @@ def test_sections_are_written_one_after_another(settings, world, monkeypatch, tm
         return Section(name, f"About {name}", ["A paragraph."], [], {"number": 1})
 
     monkeypatch.setattr(communication, "join", this_rank)
-    monkeypatch.setattr(communication, "measure", measure)
+    monkeypatch.setattr(training_step, "measure_step", measure)
     monkeypatch.setattr(sys, "argv", ["communication.py", "--sections", "a b"])
     with pytest.raises(RunError, match="out of memory"):
         communication.main(

@@ -14,10 +14,7 @@ from app.bench.communication import step_variants, timing, training_step
 from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
 from app.bench.communication.training_step import (
     SECTIONS,
-    bucket_variants,
     measure_step,
-    no_sync_variants,
-    unused_variants,
     variants_of,
 )
 from app.bench.harness import set_up
@@ -115,8 +112,8 @@ def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(settings
     assert list(section.data[TINY]["seconds"]) == ["every one", "every 2"]
 
 
-@pytest.mark.parametrize("steps", [unused_variants, lambda settings: no_sync_variants(settings, 8, 80)])
-def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(settings, world, monkeypatch, steps):
+@pytest.mark.parametrize("name", ["unused_parameters", "no_sync"])
+def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(settings, world, monkeypatch, name):
     data = build_data(settings, world)
     seen: list[torch.Tensor] = []
     train = torch.nn.Module.__call__
@@ -127,7 +124,8 @@ def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(
         return train(module, *arguments, **named)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", call)
-    comparison = compare(TINY, steps(settings), data, seconds=0.001, world=world, micro_batches=8)
+    variants = variants_of(name, settings, 81, topology=world.topology)
+    comparison = compare(TINY, variants, data, seconds=0.001, world=world, micro_batches=8)
     calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
     assert len(calls) > len(comparison.seconds)
     for before, after in pairwise(calls):
@@ -135,7 +133,7 @@ def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(
 
 
 def test_buckets_differ_in_their_size_only(settings):
-    variants = bucket_variants(settings)
+    variants = variants_of("buckets", settings, 81, topology=Topology(1))
     assert [variant.settings.ddp_bucket_cap_mb for variant in variants.values()] == [None, 1, 5, 25, 100]
     assert {replace(variant.settings, ddp_bucket_cap_mb=None) == settings for variant in variants.values()} == {True}
 
