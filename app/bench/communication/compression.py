@@ -26,7 +26,7 @@ MOST_STEPS = 150  # of a training, unless --max_steps is set
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured with one hook.
+    """The measurements with one hook.
 
     Attributes:
         seconds: per training step, in each round, on the slowest rank.
@@ -78,7 +78,7 @@ def measure_hooks(
         seconds: about how long to time the step with each hook.
 
     Returns:
-        What was measured, by hook, and the number of steps of a training.
+        The measurements by hook, and the number of steps of a training.
     """
     settings = next(iter(by_hook.values()))
     # PowerSGD compresses from the third step on, because 10% of so few steps is less than its minimum of 2. A call that

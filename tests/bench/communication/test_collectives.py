@@ -67,9 +67,9 @@ def test_the_section_shows_pictures_times_and_fits(world):
     section = measure_collectives(Settings(disable_tqdm=True), world, 2**14, seconds_per_point=1e-4)
     times = section.data["times"]
     assert list(times) == [*(collective.name for collective in COLLECTIVES), *VARIANTS]
-    for found in times.values():
-        assert [point["bytes"] for point in found["points"]] == [2**10, 2**12, 2**14]
-        assert found["fit"]["points"] == 3
+    for curve in times.values():
+        assert [point["bytes"] for point in curve["points"]] == [2**10, 2**12, 2**14]
+        assert curve["fit"]["points"] == 3
     text, page = as_markdown(section), as_html("Title", {}, [section])
     for name in times:
         assert re.search(rf"^\| {name} .*±.*%", text, re.MULTILINE), name
@@ -82,7 +82,7 @@ def test_sizes_that_do_not_fit_into_memory_are_skipped(world, monkeypatch):
     monkeypatch.setattr(collectives_section, "largest_that_fits", lambda world: 2**15)
     section = measure_collectives(Settings(disable_tqdm=True), world, 2**18, seconds_per_point=1e-4)
     assert any(paragraph.startswith("Skipped: 64 KiB, 256 KiB.") for paragraph in section.paragraphs)
-    assert {point["bytes"] for found in section.data["times"].values() for point in found["points"]} == {
+    assert {point["bytes"] for curve in section.data["times"].values() for point in curve["points"]} == {
         2**10,
         2**12,
         2**14,

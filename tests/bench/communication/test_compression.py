@@ -69,12 +69,12 @@ def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world)
     measured, steps = measure_hooks(by_hook, data, seeds=2, seconds=0.001, world=world)
     assert steps == 4
     assert tuple(measured) == HOOKS
-    for one in measured.values():
-        assert (len(one.seconds), len(one.accuracies), one.sent) == (1, 2, 0)
-        assert min(one.seconds) > 0
-        assert all(0 <= accuracy <= 1 for accuracy in one.accuracies)
+    for result in measured.values():
+        assert (len(result.seconds), len(result.accuracies), result.sent) == (1, 2, 0)
+        assert min(result.seconds) > 0
+        assert all(0 <= accuracy <= 1 for accuracy in result.accuracies)
     again, _ = measure_hooks(by_hook, data, seeds=1, seconds=0.001, world=world)
-    assert [one.accuracies for one in again.values()] == [one.accuracies[:1] for one in measured.values()]
+    assert [result.accuracies for result in again.values()] == [result.accuracies[:1] for result in measured.values()]
 
 
 def test_a_training_is_short_unless_its_length_is_given(settings, world):
@@ -82,8 +82,8 @@ def test_a_training_is_short_unless_its_length_is_given(settings, world):
     assert training_steps(settings, data) == 4
     settings.max_steps = -1
     assert training_steps(settings, data) == data.plan.total_steps == 4
-    monkey = Settings(csv=settings.csv, train_batch_size=8, max_length=16, num_train_epochs=1000)
-    assert training_steps(monkey, build_data(monkey, world)) == 150
+    many_epochs = Settings(csv=settings.csv, train_batch_size=8, max_length=16, num_train_epochs=1000)
+    assert training_steps(many_epochs, build_data(many_epochs, world)) == 150
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_a_training_is_short_unless_its_length_is_given(settings, world):
 def test_a_hook_is_left_out_if_the_settings_exclude_it(change, hooks, reason):
     by_hook, refusal = settings_by_hook(Settings(train_batch_size=8, **change), seeds=1, n_train=90, ranks=2)
     assert tuple(by_hook) == hooks
-    assert [one.ddp_comm_hook for one in by_hook.values()] == [*hooks]
-    assert {(one.strategy, one.cpu_offload) for one in by_hook.values()} == {
+    assert [hooked.ddp_comm_hook for hooked in by_hook.values()] == [*hooks]
+    assert {(hooked.strategy, hooked.cpu_offload) for hooked in by_hook.values()} == {
         ("zero1" if change.get("strategy") == "zero1" else "ddp", False)
     }
     assert reason in refusal
