@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from itertools import islice, product
 
 import numpy as np
@@ -61,8 +60,9 @@ def main(settings: Settings) -> None:
     #    call in the same order.
     with join(settings) as world:
         if settings.dry_run:
-            # By name, like the profiler: what few runs need is not loaded for all.
-            import_module(".plan.dry_run", __package__).print_plan("ddp_loop", settings, world)
+            from .plan.dry_run import print_plan  # here, because other runs do not need it
+
+            print_plan("ddp_loop", settings, world)
         else:
             fine_tune(settings, world, exits_next=True)
 

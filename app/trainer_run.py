@@ -23,7 +23,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,7 +50,9 @@ from .training.prepare import Preparation, prepare
 def main(settings: Settings) -> None:
     with join(settings) as world:
         if settings.dry_run:
-            import_module(".plan.dry_run", __package__).print_plan("trainer_run", settings, world)
+            from .plan.dry_run import print_plan  # here, because other runs do not need it
+
+            print_plan("trainer_run", settings, world)
         else:
             fine_tune(settings, world, exits_next=True)
 

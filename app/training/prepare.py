@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -32,6 +31,9 @@ from ..strategies.select import select_strategy
 from .build import ReviewData, build_data, build_model
 from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
 from .optim import default_learning_rate
+
+if TYPE_CHECKING:
+    from ..profiling.profiler import StepProfiler
 
 
 class Engine(Protocol):
@@ -94,7 +96,7 @@ class Preparation:
     test_set: EvalSet
     record: RunRecord
     resume: Resume
-    profiler: NoProfiler
+    profiler: NoProfiler | StepProfiler
     deepspeed_config: dict[str, Any] | None = None
 
     @property
@@ -164,10 +166,11 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
     world.print_main(describe_run(data, classifier, record) + ranks)
-    profiler = NoProfiler()
-    if settings.profile:  # by name, so that other runs do not load it
-        module = import_module("..profiling.profiler", __package__)
-        profiler = module.StepProfiler(record, data.plan.total_steps)
+    profiler: NoProfiler | StepProfiler = NoProfiler()
+    if settings.profile:
+        from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
+
+        profiler = StepProfiler(record, data.plan.total_steps)
     for line in advise_checkpointing(settings, classifier.model, world.size):
         world.print_main(f"warning: {line}")
     return Preparation(
