@@ -2,7 +2,7 @@
 
 Two processes on this machine, which work on halves of the same batches:
 
-    torchrun --nproc_per_node=2 -m app.ddp_loop
+    torchrun --standalone --nproc_per_node=2 -m app.ddp_loop
 
 One process (breakpoints work), your own file, and a model from the Hugging Face Hub:
 
@@ -51,7 +51,8 @@ from .training.prepare import Preparation, prepare
 
 Batch = dict[str, torch.Tensor]
 
-# The comments in capitals are numbered 1 to 8 in the order of this page.
+# The comments in capitals are numbered 1 to 8 in the order of this page. A run executes 1, 5 and 6, then 2 to 4 and 7
+# in each step, and 8 when it evaluates.
 
 
 def main(settings: Settings) -> None:
@@ -85,7 +86,8 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
         world.print_main(describe_result(scores, prepared.record))
 
 
-# 2. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch.
+# 2. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch. A
+#    logical rank is a rank, unless --logical_ranks gives each rank several shares of the batch (docs/glossary.md).
 def train_step(
     wrapped: torch.nn.Module,
     batches: Sequence[Batch],
@@ -122,7 +124,7 @@ def train_step(
                 loss = wrapped(**batch).loss
             # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
             # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
-            # turns its gradient into that of the mean over the global batch.
+            # turns its gradient into the gradient of the mean loss over the global batch.
             loss_scale.scale(loss / len(batches)).backward()  # scaled for fp16 only
         losses.append(loss.detach())
 
@@ -142,7 +144,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
 
     Raises:
         Preempted: the run was asked to stop, and has saved a checkpoint.
-        RunError: a loss or gradient norm is not finite.
+        RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
     settings, strategy, plan, record = prepared.settings, prepared.strategy, prepared.plan, prepared.record
     model, data = prepared.model, prepared.data
@@ -168,7 +170,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         evaluate_during_training(step, prepared, world)
 
     # 6. THE DATA. The sampler is a DistributedSampler: every rank computes the same permutation of the rows, and
-    #    selects another share of it. The loader turns this share into micro-batches.
+    #    selects a different share of it. The loader turns this share into micro-batches.
     sampler = data.train_sampler(strategy.logical_ranks, settings)
     loader = DataLoader(data.train_rows, plan.micro_size, sampler=sampler, **data.loader_options(world.device))
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=2 -m app.minimal --csv reviews.csv
 
 torchrun starts two processes, the ranks, which train on halves of the same batches. Rank 0 prints a line per step, then
-test accuracy and the SHA-256 of the weights: bitwise those of app.ddp_loop (see docs/from_minimal_to_ddp_loop.md).
+test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop's (docs/from_minimal_to_ddp_loop.md).
 """
 
 import gc
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
     settings = Settings(gradient_accumulation_steps=2, **vars(parser.parse_args()))  # others: app.ddp_loop's defaults
 
-    # 1. THE PROCESS GROUP connects the ranks: over "gloo" if they use CPUs, over "nccl" if each one has a GPU. They
-    #    communicate by collectives such as all_reduce, which every rank has to call in the same order.
+    # 1. THE PROCESS GROUP connects the ranks: over "gloo" if they use CPUs, as on this page, over "nccl" if each has a
+    #    GPU. They communicate by collectives such as all_reduce, which every rank has to call in the same order.
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)  # by default each rank would use all cores; the number also affects rounding

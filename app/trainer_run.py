@@ -1,11 +1,11 @@
 """The same fine-tuning with transformers.Trainer: same rows, order, weights, optimizer and schedule as app.ddp_loop.
 
-    torchrun --nproc_per_node=2 -m app.trainer_run
+    torchrun --standalone --nproc_per_node=2 -m app.trainer_run
     python -m app.trainer_run --csv reviews.csv --text_column text --model bert-base-chinese
 
 What is left of Trainer is the loop itself: over epochs, steps and micro-batches, with `backward`, `optimizer.step`,
 `scheduler.step`, the counters that a checkpoint contains, and the order of the callbacks. `ReviewTrainer` overrides the
-rest, because it would train differently. What Trainer does by itself, and what it does here:
+rest, because it would train differently. Trainer's default, and its replacement here:
 
     loaders              complete batches per rank, with repeated rows    rows per rank: a DistributedSampler
     wrapper              DDP, FSDP or DeepSpeed, by its arguments         the strategy's; an engine only on request
@@ -40,9 +40,9 @@ from .program import launch
 from .settings import Settings
 from .trainer.arguments import training_arguments, unset_engine
 from .trainer.callbacks import RecordCallback
-from .trainer.deepspeed_engine import complete
+from .trainer.deepspeed_engine import gather_parameters
 from .trainer.engine import select_engine
-from .trainer.review_trainer import ReviewTrainer, compute_metrics
+from .trainer.review_trainer import ReviewTrainer
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 
@@ -81,7 +81,6 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         train_dataset=data.train_rows,
         eval_dataset=prepared.eval_set.loader.dataset,
         processing_class=data.tokenizer,
-        compute_metrics=compute_metrics,
     )
     unset_engine()
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
@@ -103,14 +102,14 @@ def train(trainer: ReviewTrainer, callback: RecordCallback, prepared: Preparatio
 
     Raises:
         Preempted: the run was asked to stop, and has saved a checkpoint.
-        RunError: a loss or gradient norm is not finite.
+        RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
     checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
     all_steps_are_done = prepared.resume.step == total_steps
     if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
         load_weights(prepared.model, checkpoint, world)  # DeepSpeed's engine copies them when it is created
     if not all_steps_are_done:
-        with own_counters(checkpoint, world) as folder:
+        with copy_trainer_state(checkpoint, world) as folder:
             trainer.train(resume_from_checkpoint=folder)
         assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
     else:  # only evaluations are left, but Trainer would train one more step
@@ -119,18 +118,18 @@ def train(trainer: ReviewTrainer, callback: RecordCallback, prepared: Preparatio
             prepared.model.to(device=world.device)  # type: ignore[call-arg]
         callback.begin()
     if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
-        with complete(prepared.model.parameters(), write=True):
+        with gather_parameters(prepared.model.parameters(), write=True):
             prepared.record.best.load(prepared.model, total_steps)
 
 
 @contextmanager
-def own_counters(checkpoint: Path | None, world: World) -> Iterator[str | None]:
-    """Copy what Trainer reads from a checkpoint, its counters, and yield the folder of the copy. Collective.
+def copy_trainer_state(checkpoint: Path | None, world: World) -> Iterator[str | None]:
+    """Copy Trainer's counters from a checkpoint to a temporary folder, and yield the folder. Collective.
 
-    Trainer reads it more than once. Meanwhile, the run to which the checkpoint belongs may remove it.
+    Trainer reads them more than once. Meanwhile, the run to which the checkpoint belongs may remove it.
 
     Raises:
-        AgreedError: it has been removed already.
+        AgreedError: the checkpoint has been removed already.
     """
     if checkpoint is None:
         yield None

@@ -63,8 +63,10 @@ class BatchPlan:
             interleaved: whether the n-th logical ranks of all processes are neighbors. A sharded strategy adds their
                 gradients first. Otherwise a process's own logical ranks are neighbors, whose gradients it adds first.
         """
-        share = self.logical_ranks_per_rank
-        return [n * self.ranks + rank if interleaved else rank * share + n for n in range(share)]
+        per_rank = self.logical_ranks_per_rank
+        if interleaved:
+            return [n * self.ranks + rank for n in range(per_rank)]
+        return [rank * per_rank + n for n in range(per_rank)]
 
     def due(self, strategy: str, every: int, step: int) -> bool:
         """Tell whether an evaluation or a checkpoint follows a step.
@@ -140,18 +142,18 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
             f"{' or '.join(map(str, sizes))} rank(s)"
         )
     size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
-    shares = logical_ranks * accumulation
-    per_device, share = settings.per_device_train_batch_size, logical_ranks // world_size
-    if per_device is not None and size % shares:
+    n_micro_batches = logical_ranks * accumulation
+    per_device, per_rank = settings.per_device_train_batch_size, logical_ranks // world_size
+    if per_device is not None and size % n_micro_batches:
         raise UserError(
-            f"--per_device_train_batch_size {per_device} cannot be divided among the {share} logical ranks of each "
-            f"rank: use {_nearest_multiples(per_device, share)}"
+            f"--per_device_train_batch_size {per_device} cannot be divided among the {per_rank} logical ranks of each "
+            f"rank: use {_nearest_multiples(per_device, per_rank)}"
         )
-    if size % shares:
+    if size % n_micro_batches:
         kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
             f"--train_batch_size {size} cannot be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
-            f"use {_nearest_multiples(size, shares)}"
+            f"use {_nearest_multiples(size, n_micro_batches)}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
@@ -164,7 +166,7 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
         global_size=size,
         ranks=world_size,
         logical_ranks=logical_ranks,
-        micro_size=size // shares,
+        micro_size=size // n_micro_batches,
         accumulation_steps=accumulation,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
@@ -200,8 +202,8 @@ class FullBatchSampler(DistributedSampler[Any]):
             lengths: int64 (n_train,), the number of tokens of each row.
             logical_ranks: the process's logical ranks, in the order of `Strategy.logical_ranks`.
         """
-        n_rows = range(len(lengths))
-        super().__init__(n_rows, plan.logical_ranks, logical_ranks[0], seed=seed, drop_last=True)  # type: ignore[arg-type]
+        rows = range(len(lengths))  # DistributedSampler only needs its length
+        super().__init__(rows, plan.logical_ranks, logical_ranks[0], seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))
         self.plan, self.logical_ranks, self.group_by_length = plan, logical_ranks, group_by_length
         self.steps_done = 0

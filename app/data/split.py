@@ -68,7 +68,7 @@ def split_reviews(
 
 
 def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
-    """Count the reviews of a part whose text also occurs, to the letter, in another part.
+    """Count the reviews of a part whose text also occurs, exactly, in another part.
 
     Returns:
         `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.

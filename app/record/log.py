@@ -56,7 +56,7 @@ class MetricsLog:
 
         def raise_if_folder_is_gone() -> None:
             if not self.path.parent.is_dir():
-                raise  # the lines can never be written
+                raise  # the OSError that is being handled: the lines can never be written
 
         kept = "training continues, and the lines are kept in memory until they can be written"
         warn_once = (lambda _: None) if had_failed else warn

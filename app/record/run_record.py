@@ -1,7 +1,7 @@
 """The record of a run in progress: it writes the run's folder, the same files in both training paths.
 
-Only rank 0 writes. Every file except the two logs is written to a staging file and renamed, so a file that exists is
-complete.
+Rank 0 writes all files except each rank's part of a checkpoint. Except for the two logs, files are staged and renamed
+(checkpoints as a directory), so a file that exists is complete.
 """
 
 from __future__ import annotations
@@ -223,20 +223,22 @@ class RunRecord:
             self._print(console_line(lines, self.plan.total_steps))
 
     def after_evaluation(
-        self, step: int, rows: str, metrics: Mapping[str, float], *, strategy: Strategy, model: torch.nn.Module
+        self, step: int, eval_set_name: str, metrics: Mapping[str, float], *, strategy: Strategy, model: torch.nn.Module
     ) -> None:
-        """Record an evaluation of the eval set `rows`, and keep the weights if they are the best so far. Collective."""
-        self.write_evaluation(step, rows, metrics)
+        """Record an evaluation, and keep the weights if they are the best so far. Collective."""
+        self.write_evaluation(step, eval_set_name, metrics)
         self.best.keep(step, strategy, model, metrics=metrics)
         self.steps.start_clock()  # an evaluation does not count as training time
 
-    def write_evaluation(self, step: int, rows: str, metrics: Mapping[str, float]) -> None:
+    def write_evaluation(self, step: int, eval_set_name: str, metrics: Mapping[str, float]) -> None:
         """Append a line to evaluations.jsonl, and print it."""
         epoch = step / self.plan.steps_per_epoch
-        line = {"step": step, "epoch": epoch, "rows": rows}
+        line = {"step": step, "epoch": epoch, "rows": eval_set_name}
         line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
         self.reset.write_after(lambda: self._append(EVALUATIONS.name, [line]))
-        self._print(f"epoch {epoch:.2f}: {rows} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}")
+        self._print(
+            f"epoch {epoch:.2f}: {eval_set_name} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}"
+        )
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         if not self.world.is_main_process:

@@ -14,7 +14,8 @@ from .compression import PowerSGD
 Tensors = dict[str, torch.Tensor]
 # Ranges in a trace of torch.profiler, by which app/profiling/breakdown.py tells the parts of a step apart.
 MICRO_BATCH = "micro-batch"  # the forward and backward passes of one micro-batch
-FORWARD = ("DistributedDataParallel.forward", "ShardedModel.forward")  # PyTorch records the first one itself
+SHARDED_FORWARD = "ShardedModel.forward"
+FORWARD = ("DistributedDataParallel.forward", SHARDED_FORWARD)  # PyTorch records the first one itself
 CLIP = "clip_grad_norm"
 CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which fits into a core's cache
 

@@ -52,7 +52,7 @@ class DDPStrategy(PlainAdamW):
         settings, plan, hook = self.settings, self.plan, self.settings.ddp_comm_hook
         if hook == "power_sgd":
             self.power_sgd = PowerSGD(self.parameters, self.world, total_steps=plan.total_steps, seed=settings.seed)
-        elif hook != "no":  # also with one process, so that the results are the same
+        elif hook != "no":  # even with one process, so that the results are the same
             dtype, factor = HOOK_DTYPES[hook], loss_factor(settings.precision, plan)
             self.fixed_order = RoundedAllReduce(
                 self.parameters, self.sums, world=self.world, dtype=dtype, factor=factor
@@ -71,8 +71,8 @@ class DDPStrategy(PlainAdamW):
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
         """Keep the gradients local, except for the last micro-batch of a step: its backward() averages their sum."""
         assert isinstance(wrapped, DistributedDataParallel)
-        number += 1
-        is_last = number == self.plan.micro_batches_per_step
+        done = number + 1
+        is_last = done == self.plan.micro_batches_per_step
         context: AbstractContextManager[Any] = nullcontext() if is_last else wrapped.no_sync()
         with record_function(MICRO_BATCH):
             with context:
@@ -81,11 +81,13 @@ class DDPStrategy(PlainAdamW):
                 # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
                 self.check_gradients(wrapped.module)
                 self.sums.clear()
-            elif number % self.plan.accumulation_steps == 0:  # the last one of one of this process's logical ranks
-                self._keep_gradients()
+            elif (
+                done % self.plan.accumulation_steps == 0
+            ):  # the last micro-batch of a logical rank, but not of the step
+                self._move_gradients_to_sums()
 
-    def _keep_gradients(self) -> None:
-        """Add the gradients of a logical rank to the partial sums, and start the next one's."""
+    def _move_gradients_to_sums(self) -> None:
+        """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
         assert self.fixed_order is not None
         self.fixed_order.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         for parameter in self.parameters:

@@ -19,7 +19,7 @@ from ..data.sampler import BatchPlan
 from ..distributed.topology import RankGroup
 from ..distributed.world import World
 from ..settings import Settings
-from .base import CLIP, MICRO_BATCH, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
+from .base import CLIP, MICRO_BATCH, SHARDED_FORWARD, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
 from .blocks import transformer_blocks
 from .reduction import TreeSum, reduce_scatter_pairwise
 from .shards import local_part
@@ -32,7 +32,7 @@ class ShardedModel(torch.nn.Module):
         super().__init__()
         self.module = model
 
-    @record_function("ShardedModel.forward")
+    @record_function(SHARDED_FORWARD)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -90,19 +90,19 @@ class FullyShardStrategy(PlainAdamW):
         """
         assert isinstance(wrapped, ShardedModel)
         assert isinstance(wrapped.module, FSDPModule)
-        number += 1
-        is_last_of_logical_rank = number % self.plan.accumulation_steps == 0
+        done = number + 1
+        is_last_of_logical_rank = done % self.plan.accumulation_steps == 0
         wrapped.module.set_requires_gradient_sync(is_last_of_logical_rank)
         with record_function(MICRO_BATCH):
             yield
-            if number == self.plan.micro_batches_per_step:
+            if done == self.plan.micro_batches_per_step:
                 self._add_kept_gradients()
                 self.check_gradients(wrapped.module)
             elif is_last_of_logical_rank:
-                self._keep_gradients()
+                self._move_gradients_to_sums()
 
-    def _keep_gradients(self) -> None:
-        """Add the gradients of a logical rank to the partial sums, and start the next one's."""
+    def _move_gradients_to_sums(self) -> None:
+        """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
         self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
         self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
         for parameter in self.parameters:

@@ -84,6 +84,7 @@ def reduce_scatter_pairwise(chunks: torch.Tensor, levels: Sequence[RankGroup]) -
     for level in levels:
         rows = rows_for(received, level)
         dist.all_to_all_single(rows, rows_for(part, level), group=level.group)
+        # The sum is in rows[0]. The last row is no longer needed, so the next level receives into it.
         part, received = sum_pairwise(rows), rows[-1]
     return part
 
@@ -236,7 +237,7 @@ class Exchange:
             )
             yield True
             self._wait()
-            part, received = sum_pairwise(arrived), arrived[-1]
+            part, received = sum_pairwise(arrived), arrived[-1]  # as in reduce_scatter_pairwise
             gathered.append(rows_for(own_chunk, level))
             own_chunk = gathered[-1][level.rank]
         torch.div(part, self.divisor, out=own_chunk)

@@ -1,0 +1,1 @@
+"""Adapters that only the Trainer path needs."""

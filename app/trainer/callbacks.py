@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RecordCallback(TrainerCallback):
-    """Do around Trainer's optimizer steps what app/ddp_loop.py does, in the same order.
+    """Add the actions of app/ddp_loop.py around Trainer's optimizer steps, in the same order.
 
     This covers the state of a resumed run, the check of the gradient norm, and all that follows a step.
     """

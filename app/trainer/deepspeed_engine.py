@@ -98,7 +98,7 @@ class DeepSpeed(PlainAdamW):
         """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
         state: Tensors = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            with complete([tensor]):
+            with gather_parameters([tensor]):
                 if self.world.is_main_process:
                     state[name] = tensor.detach().to("cpu", copy=True)
         return state
@@ -112,7 +112,7 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
             module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
-def complete(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:
+def gather_parameters(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which parameters that ZeRO-3 has sharded are complete on every rank. Collective.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.state import ShardReader, TrainingState
 from ..strategies.vector_tails import MOMENTS
-from .deepspeed_engine import complete
+from .deepspeed_engine import gather_parameters
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeepSpeedState(TrainingState):
         states = self.optimization.optimizer.state.values()
         (steps, *_) = [state["step"] for state in states]  # the same for all parameters
         for name, parameter in self.model.named_parameters():
-            with complete([parameter]):
+            with gather_parameters([parameter]):
                 yield f"model.{name}", parameter
             if parameter.requires_grad:
                 for key in MOMENTS:

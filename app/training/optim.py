@@ -23,7 +23,7 @@ def default_learning_rate(pretrained: bool) -> float:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: matrices and embeddings, and without decay biases and other vectors."""
+    """Return two parameter groups: matrices and embeddings, with weight decay; biases and other vectors, without."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -72,6 +72,6 @@ def skip_step_if_nonfinite(optimizer: torch.optim.Optimizer, grad_norm: torch.Te
     found_inf = torch.isfinite(grad_norm).logical_not().float()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if parameters:  # with ZeRO-1, a rank may have none
-        # With --cpu_offload the optimizer runs on the CPU. It would not wait for the copy that it makes itself.
+        # With --cpu_offload the optimizer runs on the CPU: it would read its own copy before the transfer has finished.
         found_inf = found_inf.to(parameters[0].device)
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]

@@ -122,7 +122,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     """
     requested = settings
     settings, resume = resolve_settings(path_name, settings, world, engine=engine)
-    select_deepspeed_accelerator(world.device.type)  # also without an engine: accelerate imports an installed DeepSpeed
+    select_deepspeed_accelerator(world.device.type)  # even without an engine: accelerate imports an installed DeepSpeed
     if engine is not None:
         engine.read_config(requested, world)
     data = build_data(settings, world)
@@ -190,7 +190,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
 def resolve_settings(
     path_name: str, settings: Settings, world: World, *, engine: Engine | None = None
 ) -> tuple[Settings, Resume]:
-    """Return the settings with those that a resumed run takes over, and where the run resumes. Collective.
+    """Return the settings, including those restored from the checkpoint, and where to resume. Collective.
 
     Raises:
         AgreedError: the ranks have different flags, the checkpoint cannot be used, or the output folder is not empty.
@@ -204,7 +204,9 @@ def resolve_settings(
             engine.check(settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
-        if world.is_main_process and resume.folder is None:  # others would make NFS cache that it is missing
+        if (
+            world.is_main_process and resume.folder is None
+        ):  # a lookup by others would make NFS cache that it is missing
             reject_used(settings.output_dir)
     return restore_settings(settings, resume, world), resume
 
