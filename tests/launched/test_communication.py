@@ -70,6 +70,7 @@ def test_the_laboratory_shows_and_times_every_collective(launch, tmp_path, ranks
     assert "var(--s1)" in page
 
 
+@pytest.mark.slow  # tests/runs/test_folder.py has the rule itself
 def test_a_used_folder_is_refused_before_anything_is_measured(launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers import reference
-from helpers.jobs import TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
+from helpers.shared_jobs import SharedRuns
 
 from app.settings import Settings
 
@@ -30,39 +31,40 @@ RECIPE = {"max_steps": STEPS, "train_batch_size": 24, "max_length": 32, "dropout
 RECIPE |= {"train_sampling_strategy": "random"}
 
 
-@pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("invariance")
-    write_subset(hotel_csv, folder / "reviews.csv", ROWS)
-    return folder
+COMMON = [*(f"--{name}={value}" for name, value in RECIPE.items()), "--csv=reviews.csv"]
+COMMON += ["--eval_strategy=no", "--save_strategy=no"]
+JOB = {0: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
+SHARED_RUNS: SharedRuns = {}
+SLOW_SHARED_RUNS: SharedRuns = {job: {} for job in JOB.values()}
+for ranks, path, precision in RUNS:
+    name = f"{ranks}-{path}-{precision}"
+    SLOW_SHARED_RUNS[JOB[ranks]][name] = TrainingRun(path, [*COMMON, f"--precision={precision}"])
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", ROWS)
 
 
 @pytest.fixture(scope="module")
-def trained(folder) -> Callable[[int], Path]:
+def trained(trained_by, shared_folder) -> Callable[[int], Path]:
     """A function that trains with a number of ranks, and returns the folder of the runs RANKS-PATH-PRECISION."""
 
-    @cache
     def train(ranks: int) -> Path:
-        common = [f"--{name}={value}" for name, value in RECIPE.items()]
-        common += ["--csv=reviews.csv", "--eval_strategy=no", "--save_strategy=no"]
-        runs = {
-            f"{ranks}-{path}-{precision}": TrainingRun(path, [*common, f"--precision={precision}"])
-            for ranks_of_run, path, precision in RUNS
-            if ranks_of_run == ranks
-        }
-        require_success(run_many(folder, runs, ranks))
-        return folder
+        require_success(trained_by(JOB[ranks]))
+        return shared_folder
 
     return train
 
 
 @pytest.fixture(scope="module")
-def plain_loop(folder) -> Callable[[str], tuple[list[float], list[int]]]:
+def plain_loop(trained, shared_folder) -> Callable[[str], tuple[list[float], list[int]]]:
     """A function that returns the losses and predicted classes of the plain loop in a precision."""
+
+    trained(0)  # writes the reviews
 
     @cache
     def train(precision: str) -> tuple[list[float], list[int]]:
-        settings = Settings(**RECIPE, csv=str(folder / "reviews.csv"), precision=precision)
+        settings = Settings(**RECIPE, csv=str(shared_folder / "reviews.csv"), precision=precision)
         return reference.train_plainly(settings)
 
     return train

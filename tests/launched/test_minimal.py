@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from helpers.jobs import PROJECT, Job, TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import PROJECT, Job, Outcome, TrainingRun, read_steps, require_success, write_subset
+from helpers.shared_jobs import SharedRuns
 
 pytestmark = pytest.mark.launched
 SAME = [
@@ -18,27 +21,45 @@ SAME = [
 ]
 ALL = 0  # rows
 
-CASES = [  # ranks, rows of the CSV, and flags
-    (2, 150, ["--max_steps=6"]),  # 4 steps per epoch
-    pytest.param(1, 150, ["--max_steps=6"], marks=pytest.mark.slow),
-    pytest.param(4, 150, ["--max_steps=6"], marks=pytest.mark.slow),
-    pytest.param(3, 150, ["--train_batch_size=24"], marks=pytest.mark.slow),  # 3 epochs, and sums that 3 divides
-    pytest.param(2, ALL, ["--max_steps=20"], marks=pytest.mark.slow),
-]
+CASES = {  # job, ranks, rows of the CSV, and flags
+    "two": ("two_ranks", 2, 150, ["--max_steps=6"]),  # 4 steps per epoch
+    "one": ("one_rank", 1, 150, ["--max_steps=6"]),
+    "four": ("four_ranks", 4, 150, ["--max_steps=6"]),
+    "three": ("three_ranks", 3, 150, ["--train_batch_size=24"]),  # 3 epochs, and sums that 3 divides
+    "whole-csv": ("two_ranks", 2, ALL, ["--max_steps=20"]),
+}
+FAST = ("two",)
 
 
-@pytest.mark.parametrize(("ranks", "rows", "flags"), CASES)
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews-150.csv", 150)
+    shutil.copy(csv, folder / f"reviews-{ALL}.csv")
+
+
+def shared_runs(cases: Iterable[str]) -> SharedRuns:
+    runs: SharedRuns = {}
+    for case in cases:
+        job, _, rows, flags = CASES[case]
+        runs.setdefault(job, {})[case] = TrainingRun("ddp_loop", [f"--csv=reviews-{rows}.csv", *flags, *SAME])
+    return runs
+
+
+SHARED_RUNS = shared_runs(FAST)
+SLOW_SHARED_RUNS = shared_runs(CASES.keys() - FAST)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_losses_norms_weights_and_accuracy_are_bitwise_those_of_ddp_loop(
-    hotel_csv: Path, tmp_path: Path, ranks: int, rows: int, flags: list[str]
+    trained_by: Callable[[str], dict[str, Outcome]], shared_folder: Path, case: str
 ) -> None:
-    csv = hotel_csv
-    if rows != ALL:
-        csv = tmp_path / "reviews.csv"
-        write_subset(hotel_csv, csv, rows)
-    flags = [f"--csv={csv}", *flags]
-    require_success(run_many(tmp_path, {"run": TrainingRun("ddp_loop", [*flags, *SAME])}, ranks))
-    expected = read_steps(tmp_path / "run")
-    with Job("app.minimal", *flags, cwd=tmp_path, ranks=ranks) as job:
+    job, ranks, rows, flags = CASES[case]
+    require_success({case: trained_by(job)[case]})
+    run = shared_folder / case
+    flags = [f"--csv=reviews-{rows}.csv", *flags]
+    expected = read_steps(run)
+    with Job("app.minimal", *flags, cwd=shared_folder, ranks=ranks) as job:
         done = job.finish()
     assert done.status == 0, done.err
     *steps, result = map(json.loads, done.out.splitlines())
@@ -46,12 +67,11 @@ def test_losses_norms_weights_and_accuracy_are_bitwise_those_of_ddp_loop(
     assert rows == ALL or expected[-1]["epoch"] > 1, "the order of the second epoch has to be compared"
     assert any(step["grad_norm"] > 1 for step in expected), "a gradient has to be clipped"
     assert steps == [{name: step[name] for name in ("step", "loss", "grad_norm")} for step in expected]
-    accuracy = json.loads((tmp_path / "run" / "metrics.json").read_text())["accuracy"]
-    weights = hashlib.sha256((tmp_path / "run" / "model" / "model.safetensors").read_bytes()).hexdigest()
+    accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
+    weights = hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
     assert result == {"accuracy": accuracy, "weights": weights}
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_two_ranks_report_a_mistake_in_one_line(launch):
     done = launch("app.minimal", "--csv", "nope.csv", ranks=2)

@@ -1,7 +1,7 @@
 """Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
 
-The cells are some of those of `app.experiments.same_bits --vary`, on fewer rows. All runs of a number of ranks share
-one torchrun job. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
+The cells are some of those of `app.experiments.same_bits --vary`, on fewer rows. Runs share jobs
+with those of other files. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, write_subset
+from helpers.shared_jobs import SharedRuns
 from sklearn.metrics import accuracy_score
 
 from app.report.bitwise import first_difference
@@ -35,23 +35,27 @@ FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", "--validation_size=0.25",
 FLAGS += ["--max_length=16", "--dropout=0.1", "--save_strategy=no", "--eval_strategy=steps", "--eval_steps=5"]
 
 
-@pytest.fixture(scope="module")
-def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
-    """A function that trains all cells of a number of ranks, and returns their folder."""
+JOB = {"1": "one_rank", "2": "two_ranks", "3": "three_ranks"}
+SHARED_RUNS: SharedRuns = {}
+SLOW_SHARED_RUNS: SharedRuns = {job: {} for job in JOB.values()}
+for cell in CELLS:
+    size, accumulation, sampling, precision = cell.split(",")
+    flags = [*FLAGS, f"--gradient_accumulation_steps={accumulation}", f"--precision={precision}"]
+    flags += [f"--train_sampling_strategy={sampling}"]
+    SLOW_SHARED_RUNS[JOB[size]] |= {f"{cell}-{path}": TrainingRun(path, flags) for path in PATHS}
 
-    @cache
-    def train(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        write_subset(hotel_csv, folder / "reviews.csv", ROWS)
-        runs = {}
-        for cell in CELLS:
-            size, accumulation, sampling, precision = cell.split(",")
-            flags = [f"--gradient_accumulation_steps={accumulation}", f"--precision={precision}"]
-            flags += [f"--train_sampling_strategy={sampling}"]
-            if int(size) == ranks:
-                runs |= {f"{cell}-{path}": TrainingRun(path, [*FLAGS, *flags]) for path in PATHS}
-        require_success(run_many(folder, runs, ranks))
-        return folder
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", ROWS)
+
+
+@pytest.fixture(scope="module")
+def trained(trained_by, shared_folder) -> Callable[[str], Path]:
+    """A function that trains all cells of a number of ranks, and returns the folder of all cells."""
+
+    def train(ranks: str) -> Path:
+        require_success(trained_by(JOB[ranks]))
+        return shared_folder
 
     return train
 
@@ -61,7 +65,7 @@ def trained(hotel_csv, tmp_path_factory) -> Callable[[int], Path]:
 @pytest.mark.parametrize("cell", CELLS)
 def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
-    a, b = (read_run(trained(int(ranks)) / f"{cell}-{path}") for path in PATHS)
+    a, b = (read_run(trained(ranks) / f"{cell}-{path}") for path in PATHS)
     for run, path in zip((a, b), PATHS, strict=True):
         assert (run.path, run.settings["world_size"], run.settings["dropout"]) == (path, int(ranks), 0.1)
         assert run.settings["gradient_accumulation_steps"] == int(accumulation)
@@ -82,7 +86,7 @@ def test_both_paths_are_bitwise_identical(trained, cell):
 @pytest.mark.parametrize("cell", ["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32"])
 @pytest.mark.parametrize("path", PATHS)
 def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained, cell, path):
-    folder = trained(int(cell[0]))
+    folder = trained(cell[0])
     run = folder / f"{cell}-{path}"
     assert {file.name for file in run.iterdir()} - {"checkpoints", ".lock"} == {
         *("settings.json", "split.json", "steps.jsonl", "evaluations.jsonl", "metrics.json", "predictions.csv"),

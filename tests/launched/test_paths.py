@@ -137,14 +137,6 @@ def test_a_mistake_ends_a_job_with_one_line_from_one_rank(launch, review_csv, tm
 
 
 @pytest.mark.launched
-def test_plain_python_ends_with_status_2_and_no_traceback(launch, review_csv):
-    done = launch("ddp_loop", "--csv", review_csv(), "--test_size", 7)
-    assert done.status == 2
-    assert done.err.splitlines() == done.error_lines
-    assert len(done.error_lines) == 1
-
-
-@pytest.mark.launched
 def test_a_mistake_on_any_rank_is_raised_on_all_and_leaves_nothing(trained_by, shared_folder, tmp_path, hotel_csv):
     outcomes = trained_by("four_ranks")
     for number, named in enumerate((MISTAKES | MISTAKES_OF_SOME_RANKS).values()):

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.jobs import TrainingRun, require_success, run_many, write_subset
+from helpers.jobs import TrainingRun, require_success, write_subset
+from helpers.shared_jobs import SharedRuns
 
 from app.profiling.breakdown import CATEGORIES
 from app.report.bitwise import first_difference
@@ -19,16 +20,22 @@ FLAGS += ["--eval_strategy=steps", "--eval_steps=6", "--save_strategy=no"]  # th
 STRATEGIES = {"ddp": ["--gradient_accumulation_steps=2"], "zero3": ["--strategy=zero3", "--logical_ranks=4"]}
 
 
+RUNS = {}
+for name, flags in STRATEGIES.items():
+    RUNS[f"plain-{name}"] = TrainingRun("ddp_loop", [*FLAGS, *flags])
+    RUNS |= {f"{path}-{name}": TrainingRun(path, [*FLAGS, *flags, "--profile=3"]) for path in PATHS}
+SHARED_RUNS: SharedRuns = {}
+SLOW_SHARED_RUNS = {"two_ranks": RUNS}
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 201)
+
+
 @pytest.fixture(scope="module")
-def folder(hotel_csv, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("profile")
-    write_subset(hotel_csv, folder / "reviews.csv", 201)
-    runs = {}
-    for name, flags in STRATEGIES.items():
-        runs[f"plain-{name}"] = TrainingRun("ddp_loop", [*FLAGS, *flags])
-        runs |= {f"{path}-{name}": TrainingRun(path, [*FLAGS, *flags, "--profile=3"]) for path in PATHS}
-    require_success(run_many(folder, runs))
-    return folder
+def folder(trained_by, shared_folder) -> Path:
+    require_success(trained_by("two_ranks"))
+    return shared_folder
 
 
 @pytest.mark.launched
