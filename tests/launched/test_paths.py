@@ -59,6 +59,17 @@ def test_a_model_folder_without_weights_is_reported(fine_tune, review_csv, tmp_p
     assert "no weights" in capsys.readouterr().out
 
 
+def test_each_run_gets_a_new_folder(world, review_csv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = parse_settings(arguments=[*TINY, "--use_cpu", f"--csv={review_csv()}"])
+    for _ in range(2):
+        app.ddp_loop.fine_tune(settings, world)
+    first, second, latest = sorted((tmp_path / "runs" / "ddp_loop").iterdir())
+    assert latest.name == "latest"
+    assert latest.resolve() == second.resolve()
+    assert [run.metrics["hash"] for run in map(read_run, (first, second))] == [read_run(latest).metrics["hash"]] * 2
+
+
 @pytest.mark.launched
 @pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, tmp_path, path_name):
