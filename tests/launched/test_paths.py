@@ -169,4 +169,4 @@ def test_the_help_is_printed_once(launch):
     done = launch("ddp_loop", "--help", ranks=2)
     assert done.status == 0, done.err
     assert done.out.count("--train_batch_size ") == 1
-    assert done.out.count("torchrun --nproc_per_node=2 -m app.ddp_loop") == 1
+    assert done.out.count("torchrun --standalone --nproc_per_node=2 -m app.ddp_loop") == 1

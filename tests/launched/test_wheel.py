@@ -84,5 +84,5 @@ def test_downloads_go_to_the_users_cache(installed, elsewhere):
 def test_help_names_the_installed_package(installed, elsewhere):
     done = samebits(installed, elsewhere, "train", "--help")
     assert done.returncode == 0, done.stderr
-    assert "torchrun --nproc_per_node=2 -m samebits.ddp_loop" in done.stdout
+    assert "torchrun --standalone --nproc_per_node=2 -m samebits.ddp_loop" in done.stdout
     assert "app." not in done.stdout
