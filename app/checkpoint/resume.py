@@ -22,9 +22,15 @@ from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
 from ..setting_groups import TINY
 from ..settings import Settings, trainer_engine
-from .find import ResumePoint, find_checkpoint, folder_of_this_job, recorded_settings
+from .find import (
+    ResumePoint,
+    check_recorded_settings,
+    find_checkpoint,
+    folder_of_this_job,
+    read_run_state,
+    recorded_settings,
+)
 from .manager import problem_of
-from .run_state import check_recorded_settings, read_run_state
 
 FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
 # `changes_since` announces another value of `setting_effects.ROUNDING`.

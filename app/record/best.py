@@ -15,9 +15,8 @@ from ..checkpoint.state import load_complete_weights, write_weights
 from ..common.errors import RunError
 from ..distributed.collectives import first_failure
 from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
-from ..settings import Settings
 from ..strategies.base import Strategy, Tensors
-from .reset import FolderReset
+from .run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,10 @@ class BestWeights:
         best: the step of these weights, and their metric.
     """
 
-    def __init__(self, settings: Settings, checkpoints: CheckpointManager, reset: FolderReset, *, best: Best) -> None:
+    def __init__(self, run_folder: RunFolder, checkpoints: CheckpointManager, best: Best) -> None:
+        settings = run_folder.info.settings
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
-        self.checkpoints, self.reset, self.best = checkpoints, reset, best
+        self.checkpoints, self.run_folder, self.best = checkpoints, run_folder, best
 
     def keep(self, step: int, strategy: Strategy, model: torch.nn.Module, *, metrics: Mapping[str, float]) -> None:
         """Save the weights if the validation metric is better than after all earlier steps. Collective."""
@@ -56,14 +56,14 @@ class BestWeights:
             return
         before, self.best = self.best, Best(step, metrics[self.metric])
         state = strategy.gather_model_state(model)
-        if not self.reset.is_done:  # the next step changes the weights before they are written
+        if not self.run_folder.is_reset:  # the next step changes the weights before they are written
             state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
         def save() -> None:
             if not self._save(state):
                 self.best = before
 
-        self.reset.write_after(save)
+        self.run_folder.write_after_reset(save)
 
     def _save(self, state: Tensors) -> bool:
         """Write the weights, and remove those that they replace. Return whether they could be written."""
@@ -90,7 +90,7 @@ class BestWeights:
         if not self.enabled or not self.best.step:
             return
         world, folder = self.checkpoints.world, self.checkpoints.folder / self.best.name
-        if self.reset.is_done or self.best.step != last_step:  # otherwise the model has them, not saved yet
+        if self.run_folder.is_reset or self.best.step != last_step:  # otherwise the model has them, not saved yet
             problem = problem_of(folder) if world.is_main_process else None
             if (problem := first_failure(problem, world)) is not None:
                 raise RunError(f"{folder}: the best weights are damaged: {problem}")

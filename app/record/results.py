@@ -6,8 +6,9 @@ import csv
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from ..common.formats import template_environment
 from ..common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from ..data.csv_table import ReviewTable
 from ..data.split import Split
+from ..metrics.score import Scores
 from ..runs.csv_escape import escape
 from ..runs.hashes import hash_run
 from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
 from ..setting_groups import TINY
 from ..strategies.base import Tensors
-from .json_files import RunInfo, split_content
+from .run_folder import RunInfo, split_content
 from .steps import Totals
 
 MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
@@ -72,6 +74,27 @@ def write_results(
         raise
     write_json(folder / METRICS.name, metrics)
     return results_hash
+
+
+def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], *, mfu: float | None) -> dict[str, Any]:
+    """Return the content of metrics.json, except for the hash.
+
+    Args:
+        scores: the scores of the test rows.
+        peak_memory: of each rank, in bytes.
+        mfu: model FLOPs utilization; None if it is unknown.
+    """
+    metrics = asdict(scores)
+    metrics["n_test"] = metrics.pop("n")
+    return metrics | {
+        "train_seconds": totals.train_seconds,
+        "train_examples_per_second": totals.examples_per_second,
+        "train_tokens_per_second": totals.tokens / totals.train_seconds,
+        "padding_fraction": 1 - totals.tokens / totals.padded_tokens,
+        "mfu": mfu,
+        "skipped_steps": totals.skipped,
+        "peak_memory_bytes": list(peak_memory),
+    }
 
 
 def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> float | None:

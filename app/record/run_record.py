@@ -7,11 +7,11 @@ Rank 0 writes all files except each rank's part of a checkpoint. Except for the 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,41 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.manager import PREFIX, CheckpointManager, step_of
-from ..checkpoint.resume import Resume
 from ..common.errors import Preempted, RunError
 from ..common.files import flush, write_json
-from ..common.machine import peak_memory_bytes
+from ..common.machine import device_name, peak_memory_bytes
 from ..common.progress import hides_progress
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest
 from ..metrics.score import Scores
-from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, MODEL_FOLDER, RUN_STATE, STEPS, checkpoint_files
+from ..runs.schema import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOGS,
+    MODEL_FOLDER,
+    RUN_STATE,
+    RUN_STATE_VERSION,
+    STEPS,
+    checkpoint_files,
+)
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
-from .json_files import RunInfo, metrics_content, run_state_content
-from .log import MetricsLog
-from .reset import FolderReset
-from .results import mfu, stage_model, write_results
-from .steps import RowsOfStep, StepLog, Totals, console_line
+from .results import metrics_content, mfu, stage_model, write_results
+from .run_folder import RunFolder
+from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
 
 
 class RunRecord:
-    """The files of one run, created by `open_run`. Most methods are collective: every rank calls them in one order."""
+    """The files of one run. Most methods are collective: every rank calls them in the same order."""
 
-    def __init__(
-        self, info: RunInfo, resume: Resume, rows_of_step: RowsOfStep, *, folder: Path, lock: int | None
-    ) -> None:
-        """`lock`: on rank 0, the descriptor that keeps other jobs out of the existing folder until the run finishes."""
-        self.info, self.settings, self.world = info, info.settings, info.world
-        self.resume, self.folder, self.lock = resume, folder, lock
+    def __init__(self, run_folder: RunFolder, rows_of_step: RowsOfStep) -> None:
+        """`run_folder`: as returned by `open_run`."""
+        self.run_folder, self.folder = run_folder, run_folder.path
+        self.info, self.resume = run_folder.info, run_folder.resume
+        self.settings, self.world = self.info.settings, self.info.world
+        folder, resume = self.folder, self.resume
         self.model_folder = folder / MODEL_FOLDER
         self.checkpoints = CheckpointManager(
             folder / CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
@@ -62,9 +68,7 @@ class RunRecord:
         self.steps = StepLog(
             precision, comm_hook, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step
         )
-        self.reset = FolderReset(folder, info, resume)
-        best = Best(**resume.state.get("best", {}))
-        self.best = BestWeights(self.settings, self.checkpoints, self.reset, best=best)
+        self.best = BestWeights(run_folder, self.checkpoints, Best(**resume.state.get("best", {})))
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ class RunRecord:
             disable=hides_progress(self.settings.disable_tqdm, self.world.is_main_process),
         )
         evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
-        self.reset.begin(wrapper_name(wrapped), step if evaluate else None)
+        self.run_folder.begin(wrapper_name(wrapped), step if evaluate else None)
         self.steps.start_clock()
         return evaluate
 
@@ -122,7 +126,7 @@ class RunRecord:
         Raises:
             OSError: on rank 0, a file cannot be written.
         """
-        self.reset.run()  # if the checkpoint is the last step's
+        self.run_folder.reset()  # if the checkpoint is the last step's
         peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
         state = strategy.gather_model_state(model)
         if not self.world.is_main_process:
@@ -133,9 +137,7 @@ class RunRecord:
         metrics = metrics_content(scores, totals, peak_memory, mfu=used)
         stage = partial(stage_model, self.folder, model, state, tokenizer=tokenizer)
         self.results_hash = write_results(self.folder, self.info, metrics=metrics, logits=logits, stage=stage)
-        assert self.lock is not None
-        os.close(self.lock)
-        self.lock = None
+        self.run_folder.unlock()
 
     @contextmanager
     def locate_failures(self) -> Iterator[None]:
@@ -212,8 +214,8 @@ class RunRecord:
             return
         lines, failure = self.steps.reduce()
         if lines:  # the first step has succeeded on all ranks
-            if not self.reset.is_done:
-                self.reset.run()
+            if not self.run_folder.is_reset:
+                self.run_folder.reset()
                 self.steps.start_clock()  # removing checkpoints is not training
             self._append(STEPS.name, lines)
         if failure is not None:
@@ -235,7 +237,7 @@ class RunRecord:
         epoch = step / self.plan.steps_per_epoch
         line = {"step": step, "epoch": epoch, "rows": eval_set_name}
         line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
-        self.reset.write_after(lambda: self._append(EVALUATIONS.name, [line]))
+        self.run_folder.write_after_reset(lambda: self._append(EVALUATIONS.name, [line]))
         self._print(
             f"epoch {epoch:.2f}: {eval_set_name} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}"
         )
@@ -264,18 +266,32 @@ class RunRecord:
             if self.world.is_main_process:
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
-                state = run_state_content(
-                    self.info,
-                    step,
-                    total_steps=self.plan.total_steps,
-                    totals=self.steps.totals,
-                    best=asdict(self.best.best),
-                    evaluations=self.logs[EVALUATIONS.name].count_lines(),
-                )
-                write_json(staging / RUN_STATE, state)
+                write_json(staging / RUN_STATE, self._run_state(step))
                 flush(self.folder)
 
         saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, checkpoint_files(self.world.size))
         if saved and self.world.is_main_process:
             remove_unused_best(self.checkpoints.folder, self.best.best)
         self.steps.start_clock()
+
+    def _run_state(self, step: int) -> dict[str, Any]:
+        """Return the content of a checkpoint's run_state.json, which resuming needs besides the training state."""
+        return {
+            "format_version": RUN_STATE_VERSION,
+            "path": self.info.path_name,
+            "step": step,
+            "total_steps": self.plan.total_steps,
+            "world_size": self.world.size,
+            "device": device_name(self.world.device),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "arithmetic": self.info.arithmetic,
+            "threads": torch.get_num_threads(),
+            "fingerprint": self.info.split.fingerprint,
+            "settings": self.settings.as_dict(),
+            "deepspeed_config": self.info.deepspeed_config,
+            **self.info.model.as_dict(),
+            "totals": asdict(self.steps.totals),
+            "best": asdict(self.best.best),
+            "evaluations": self.logs[EVALUATIONS.name].count_lines(),
+        }

@@ -1,20 +1,25 @@
-"""The steps of a run: measured on each rank without waiting for the device, and reduced over the ranks per interval."""
+"""The steps of a run: measured on each rank without waiting for the device, reduced per interval, and logged."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from ..common.errors import RunError
+from ..common.files import flush
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
+from ..distributed.writing import stop_or_warn
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24
@@ -79,11 +84,7 @@ class Totals:
 
 
 class StepLog:
-    """The measurements of this rank's steps. Every rank holds one.
-
-    Attributes:
-        last_step: the last step that has been done; `totals` and `last_loss` follow when it is reduced.
-    """
+    """The measurements of this rank's steps. Every rank holds one."""
 
     def __init__(
         self, precision: str, comm_hook: str, world: World, *, rows_of_step: RowsOfStep, totals: Totals, step: int
@@ -92,7 +93,8 @@ class StepLog:
         self.precision, self.comm_hook, self.world = precision, comm_hook, world
         self.rows_of_step, self.totals = rows_of_step, totals
         self.pending: list[Step] = []
-        self.last_step, self.last_loss = step, float("nan")
+        self.last_step = step  # the last step that has been done; `totals` and `last_loss` follow when it is reduced
+        self.last_loss = float("nan")
 
     def start_clock(self) -> None:
         """Measure training time from now on. Call it after anything that is not training, such as an evaluation."""
@@ -120,8 +122,7 @@ class StepLog:
 
         Returns:
             Lines of steps.jsonl, and the error to raise if a gradient norm is not finite, other than by an overflow in
-            fp16. In this case, the lines end before that step. The optimizer skipped that step (see
-            `skip_step_if_nonfinite`); the steps after it are discarded.
+            fp16. Then the lines end before that step, which the optimizer skipped (see `skip_step_if_nonfinite`).
         """
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
@@ -152,7 +153,7 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     """Reduce any number of steps over the ranks in one collective. Collective.
 
     Returns:
-        The content of a line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
+        A line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
     # fp64 holds these whole numbers exactly. The copy of pinned memory does not make the host wait.
     counts = torch.tensor([[step.examples, step.padded_tokens] for step in steps], dtype=torch.float64)
@@ -213,7 +214,6 @@ def nonfinite_error(
     Args:
         rows: this rank's data rows of that step.
         skipped_in_a_row: how many steps right before it were skipped because of an overflow in fp16.
-        comm_hook: `--ddp_comm_hook`.
 
     Returns:
         The error to raise; it names the ranks whose loss is not finite, and their rows.
@@ -230,3 +230,70 @@ def nonfinite_error(
             "each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or fp32"
         )
     return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")
+
+
+class MetricsLog:
+    """An append-only log. Lines that could not be written are kept in memory and written with the next ones.
+
+    The file therefore never lacks a line between two others, and ends with a complete line even after a failed write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pending = b""
+        self.size: int | None = None  # bytes that are known to be complete lines
+
+    def append(self, lines: str) -> None:
+        """Append complete lines, which end with a line feed; an empty string writes only the pending lines.
+
+        Raises:
+            OSError: the lines could not be written; they remain pending.
+        """
+        self.pending += lines.encode()
+        if not self.pending:
+            return
+        with self.path.open("ab", buffering=0) as file:  # unbuffered: closing the file must not write again
+            length = file.seek(0, os.SEEK_END)
+            self.size = length if self.size is None else min(self.size, length)
+            file.truncate(self.size)  # a file system may report a failed write as late as in close()
+            try:
+                written = 0
+                while written < len(self.pending):  # a nearly full disk may accept only part of it
+                    written += file.write(self.pending[written:])
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(self.size)
+                raise
+        self.size += len(self.pending)
+        self.pending = b""
+
+    def append_or_keep(self, lines: str, warn: Callable[[str], None]) -> None:
+        """Append complete lines. If that fails, such as on a full disk, warn once and keep them in memory.
+
+        Raises:
+            OSError: the log's folder is gone.
+        """
+
+        def raise_if_folder_is_gone() -> None:
+            if not self.path.parent.is_dir():
+                raise  # the OSError that is being handled: the lines can never be written
+
+        kept = "training continues, and the lines are kept in memory until they can be written"
+        warn_once = (lambda _: None) if self.pending else warn
+        with stop_or_warn(
+            self.path, on_failure="continue", warn=warn_once, clean_up=raise_if_folder_is_gone, consequence=kept
+        ):
+            self.append(lines)
+
+    def count_lines(self) -> int:
+        return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
+
+    def flush(self) -> None:
+        """Write all pending lines, and flush the file to disk.
+
+        Raises:
+            OSError: the lines could not be written or flushed.
+        """
+        self.append("")
+        if self.path.exists():
+            flush(self.path)

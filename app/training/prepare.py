@@ -21,8 +21,7 @@ from ..distributed.environment import select_deepspeed_accelerator
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
-from ..record.json_files import RunInfo
-from ..record.open_run import open_run
+from ..record.run_folder import RunInfo, open_run
 from ..record.run_record import RunRecord
 from ..runs.folder import reject_used
 from ..settings import Settings
@@ -161,7 +160,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         deepspeed_config=engine.config if engine else None,
     )
     rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
-    record = open_run(info, resume, rows_of_step, measured_peak_flops=peak)
+    record = RunRecord(open_run(info, resume, measured_peak_flops=peak), rows_of_step)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)

@@ -17,10 +17,9 @@ from helpers.worlds import fake_world
 
 from app.checkpoint import find as search_module
 from app.checkpoint import resume as resume_module
-from app.checkpoint.find import find_checkpoint, folder_of_this_job
+from app.checkpoint.find import find_checkpoint, folder_of_this_job, read_run_state
 from app.checkpoint.manager import commit_checkpoint
 from app.checkpoint.resume import MUST_BE_EQUAL, Resume, changes_since, check_compatible, find_resume, restore_settings
-from app.checkpoint.run_state import read_run_state
 from app.common.errors import UserError
 from app.common.machine import device_name
 from app.data.sampler import plan_batches

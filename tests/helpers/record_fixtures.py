@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from app.checkpoint.resume import Resume
 from app.data.sampler import BatchPlan
 from app.data.split import count_duplicates
 from app.model.identity import ModelIdentity
-from app.record.json_files import RunInfo
-from app.record.open_run import open_run
+from app.record.run_folder import RunInfo, open_run
 from app.record.run_record import RunRecord
 from app.runs.schema import RUN_STATE, checkpoint_files
 from app.settings import Settings
@@ -40,14 +38,13 @@ def new_record(world, tmp_path, review_csv) -> Iterator[Callable[..., tuple[RunR
             world=world,
             model=ModelIdentity(),
         )
-        record = open_run(info, resume or Resume(), lambda step: [step])
+        record = RunRecord(open_run(info, resume or Resume()), lambda step: [step])
         records.append(record)
         return record, plan
 
     yield create
     for record in records:
-        if record.lock is not None:
-            os.close(record.lock)
+        record.run_folder.unlock()
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from app.common.paths import DOWNLOADED_CSV
 from app.model.identity import ModelIdentity
-from app.record.json_files import RunInfo
 from app.record.results import model_card
+from app.record.run_folder import RunInfo
 from app.settings import Settings
 
 METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "loss": 0.4, "hash": "d" * 64}

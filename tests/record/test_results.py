@@ -26,7 +26,7 @@ from transformers import (
 from app.common import files
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny_bert import learn_tokenizer
-from app.record import log
+from app.record import steps
 from app.record.results import mfu, stage_model
 from app.record.steps import Totals
 from app.runs.hashes import hash_run
@@ -136,7 +136,7 @@ def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(n
     add_steps(record, 1)
     done: list[tuple[str, str]] = []
     flush, replace = files.flush, os.replace
-    for module in (files, log):
+    for module in (files, steps):
         monkeypatch.setattr(module, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
     finish(record, DDPStrategy(record.settings, plan, world))

@@ -27,12 +27,12 @@ from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError
 from app.distributed import writing
 from app.model.identity import ModelIdentity
-from app.record import reset as reset_module
+from app.record import run_folder as folder_module
 from app.record import run_record as record_module
 from app.record import steps as steps_module
-from app.record.json_files import RunInfo
-from app.record.log import MetricsLog
+from app.record.run_folder import RunFolder, RunInfo
 from app.record.run_record import RunRecord
+from app.record.steps import MetricsLog
 from app.runs.folder import lock
 from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
 from app.settings import Settings
@@ -65,7 +65,7 @@ def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
 
 def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
     record = record_of_rank_1(tmp_path, monkeypatch)
-    record.reset.is_done = True
+    record.run_folder.is_reset = True
     record.plan = SimpleNamespace(total_steps=1, steps_per_epoch=1)
     record.steps.start_clock()
     monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
@@ -93,13 +93,13 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
     monkeypatch.setattr(writing, "first_failure", lambda problem, world: problem)
-    return RunRecord(info, Resume(), lambda step: [step], folder=folder, lock=None)
+    return RunRecord(RunFolder(folder, info, Resume(), lock=None), lambda step: [step])
 
 
 def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
     """Under a sharded strategy it is a collective, for which rank 0 would wait."""
     record = record_of_rank_1(tmp_path, monkeypatch)
-    record.reset.is_done = True
+    record.run_folder.is_reset = True
     strategy = Copies()
     record.best.keep(1, strategy, nn.Linear(2, 2), metrics={"accuracy": 0.5})
     assert strategy.gathered == 1
@@ -274,7 +274,7 @@ def test_checkpoints_that_can_not_be_removed_keep_the_results(interrupted, new_r
 
     (interrupted.folder / METRICS.name).write_text("{}")
     before = contents(interrupted.folder)
-    monkeypatch.setattr(reset_module, "remove", refuse)
+    monkeypatch.setattr(folder_module, "remove", refuse)
     record, plan = new_record(resume_at(interrupted, 5))
     begin(record, plan)
     with pytest.raises(UserError, match=r"run/checkpoints/checkpoint-10: cannot be written: Read-only file system"):
@@ -284,8 +284,8 @@ def test_checkpoints_that_can_not_be_removed_keep_the_results(interrupted, new_r
 
 def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_record, monkeypatch):
     before = contents(interrupted.folder)
-    record, plan = new_record(replace(resume_at(interrupted, 10), lock=interrupted.lock), max_steps=10)
-    interrupted.lock = None
+    record, plan = new_record(replace(resume_at(interrupted, 10), lock=interrupted.run_folder.lock), max_steps=10)
+    interrupted.run_folder.lock = None
     begin(record, plan)
     assert contents(interrupted.folder) == before
     monkeypatch.setattr(record_module, "write_results", lambda *_, **__: None)
@@ -300,8 +300,7 @@ def test_the_best_weights_of_a_repeated_evaluation_are_those_before_the_next_ste
     begin(first, plan)
     add_steps(first, *range(1, 6))
     first.save_checkpoint(5, fill)
-    os.close(first.lock)
-    first.lock = None
+    first.run_folder.unlock()
     record, plan = new_record(resume_at(first, 5), **flags)
     assert begin(record, plan)
     model, before = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -334,8 +333,7 @@ def test_a_lost_evaluation_is_noticed(new_record, fill, lost):
         add_steps(record, *range(step - 4, step + 1))
         record.save_checkpoint(step, fill)
         record.write_evaluation(step, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    os.close(record.lock)
-    record.lock = None
+    record.run_folder.unlock()
     log = record.folder / EVALUATIONS.name
     kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] not in lost]
     log.write_text("".join(kept))
@@ -361,14 +359,14 @@ def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_
     interrupted, new_record, monkeypatch
 ):
     """The job recognizes its folder by settings.json; if it is killed before that, it follows the request again."""
-    write_json = reset_module.write_json
+    write_json = folder_module.write_json
 
     def write_and_check(path: Path, content: object) -> None:
         if path.name == SETTINGS.name:
             assert sorted(p.name for p in interrupted.checkpoints.folder.iterdir()) == ["checkpoint-5"]
         write_json(path, content)
 
-    monkeypatch.setattr(reset_module, "write_json", write_and_check)
+    monkeypatch.setattr(folder_module, "write_json", write_and_check)
     record, plan = new_record(resume_at(interrupted, 5))
     begin(record, plan)
     add_steps(record, 6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import BertConfig
 
 from app.common.errors import AgreedError
 from app.distributed.world import World
-from app.record.json_files import split_content
+from app.record.run_folder import split_content
 from app.settings import Settings
 from app.training import build as build_module
 from app.training.build import build_data, build_model
@@ -55,6 +54,5 @@ def test_reviews_in_several_parts_are_counted_once_for_all_that_name_them(world,
     record = prepare("ddp_loop", settings, world).record
     assert split_content(record.info)["duplicates"]["test_in_train"] == 7
     assert " 7 of " in "\n".join(lines)
-    assert record.lock is not None
-    os.close(record.lock)
+    record.run_folder.unlock()
     assert len(counted) == 1

@@ -69,8 +69,7 @@ def trained(world, tmp_path_factory) -> Settings:
 
 
 def start(settings: Settings, world: World) -> None:
-    prepared = prepare("ddp_loop", settings, world)
-    os.close(prepared.record.lock)
+    prepare("ddp_loop", settings, world).record.run_folder.unlock()
 
 
 def plan(settings: Settings, world: World) -> None:

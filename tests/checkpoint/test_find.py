@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from helpers.run_records import add_steps, begin
 
+from app.checkpoint.find import read_run_state
 from app.checkpoint.resume import Resume, check_compatible
-from app.checkpoint.run_state import read_run_state
 from app.common.errors import UserError
 from app.record.best import Best
 from app.record.steps import Totals

@@ -1,13 +1,16 @@
-"""Opening a run: a folder that not all nodes see is refused, and the peak of the devices is known or None."""
+"""A run's folder: what all nodes must see, what is copied into it, and the peak of the devices."""
 
 from __future__ import annotations
 
 import pytest
 
+from app.checkpoint.manager import commit_checkpoint, problem_of
 from app.common.errors import UserError
 from app.common.machine import DATA_SHEETS
 from app.distributed.collectives import all_gather_object
-from app.record import open_run as open_module
+from app.record import run_folder as folder_module
+from app.record.run_folder import copy_best
+from app.runs.schema import CHECKPOINTS
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
@@ -17,7 +20,7 @@ def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_wr
     def seen_by_one(value, world):
         return [value, False] if isinstance(value, bool) else all_gather_object(value, world)
 
-    monkeypatch.setattr(open_module, "all_gather_object", seen_by_one)
+    monkeypatch.setattr(folder_module, "all_gather_object", seen_by_one)
     if strategy == "no":
         new_record(save_strategy="no")
         return
@@ -27,7 +30,7 @@ def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_wr
 
 
 def test_the_best_weights_need_a_shared_folder_too(new_record, monkeypatch):
-    monkeypatch.setattr(open_module, "_reject_unshared_folder", lambda *_, **__: pytest.fail("checked"))
+    monkeypatch.setattr(folder_module, "_reject_unshared_folder", lambda *_, **__: pytest.fail("checked"))
     new_record(save_strategy="no")
     with pytest.raises(pytest.fail.Exception, match="checked"):
         new_record(save_strategy="no", output_dir=None, load_best_model_at_end=True, validation_size=0.2)
@@ -38,9 +41,9 @@ def test_the_peak_is_the_sum_over_the_devices_or_unknown(new_record, monkeypatch
         def gather(value, world):
             if not isinstance(value, tuple):
                 return [1]
-            return [(name, open_module.peak_flops(name, "fp32")) for name in names]
+            return [(name, folder_module.peak_flops(name, "fp32")) for name in names]
 
-        monkeypatch.setattr(open_module, "all_gather_object", gather)
+        monkeypatch.setattr(folder_module, "all_gather_object", gather)
         monkeypatch.chdir(tmp_path)
         record, _ = new_record(save_strategy="no", output_dir=None)
         assert list(record.info.devices) == list(names)
@@ -55,6 +58,34 @@ def test_a_measured_peak_replaces_the_data_sheet(new_record, tmp_path):
     record, _ = new_record()
     info = record.info
     info.settings.output_dir = str(tmp_path / "measured")
-    measured = open_module.open_run(info, record.resume, record.steps.rows_of_step, measured_peak_flops=2e11)
+    measured = folder_module.open_run(info, record.resume, measured_peak_flops=2e11)
     assert measured.info.peak_flops == 2e11
     assert info.peak_flops is None, "there is no data sheet for this CPU"
+
+
+def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):
+    source = tmp_path / "old" / CHECKPOINTS / "best-3"
+    staging = tmp_path / "old" / CHECKPOINTS / ".writing" / "best-3"
+    staging.mkdir(parents=True)
+    (staging / "weights").write_text("1")
+    commit_checkpoint(staging, source)
+    run = tmp_path / "new"
+    run.mkdir()
+    copy_best(source, run, run / CHECKPOINTS)
+    assert problem_of(run / CHECKPOINTS / "best-3") is None
+    assert problem_of(source) is None
+    assert [path.name for path in run.iterdir()] == [CHECKPOINTS]
+
+
+def test_best_weights_that_another_job_has_removed_are_named(tmp_path):
+    with pytest.raises(UserError, match="best-3: has been removed since this run was started"):
+        copy_best(tmp_path / "old" / CHECKPOINTS / "best-3", tmp_path, tmp_path / CHECKPOINTS)
+
+
+def test_best_weights_are_not_copied_onto_themselves(tmp_path):
+    folder = tmp_path / CHECKPOINTS / "best-3"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text("1")
+    copy_best(folder, tmp_path, tmp_path / CHECKPOINTS)
+    copy_best(None, tmp_path, tmp_path / CHECKPOINTS)
+    assert (folder / "weights").read_text() == "1"
