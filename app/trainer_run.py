@@ -38,11 +38,9 @@ from .distributed.world import World
 from .metrics.score import Scores, score
 from .program import launch
 from .settings import Settings
-from .trainer.arguments import training_arguments, unset_engine
-from .trainer.callbacks import RecordCallback
 from .trainer.deepspeed_engine import gather_parameters
-from .trainer.engine import select_engine
-from .trainer.review_trainer import ReviewTrainer
+from .trainer.engine import select_engine, training_arguments, unset_engine
+from .trainer.review_trainer import RecordCallback, ReviewTrainer
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 

@@ -5,26 +5,31 @@ The docstring of each override explains what would differ without it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..checkpoint.state import TrainingState
 from ..data.loaders import EvalSet
 from ..distributed.collectives import broadcast_buffers, gather_rows
+from ..distributed.preemption import StopRequest
 from ..distributed.world import World
 from ..metrics.score import score
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..strategies.loss_scale import LossScale
+from ..strategies.optimization import Optimization
 from ..training.dropout import seed_micro_batch
-from ..training.optim import build_optimizer, build_scheduler
+from ..training.optim import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from ..training.prepare import Preparation
-from .deepspeed_engine import DeepSpeed
+from .deepspeed_engine import DeepSpeed, DeepSpeedState
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -33,8 +38,6 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class ReviewTrainer(Trainer):
-    """Trainer with the batches, optimizer, exact evaluation and run record that both training paths share."""
-
     def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.prepared, self.world = prepared, world
@@ -180,3 +183,65 @@ class ReviewTrainer(Trainer):
             metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
             num_samples=len(eval_set),
         )
+
+
+# ---- callback --------------------------------------------------------------------------------------------------------
+
+
+class RecordCallback(TrainerCallback):
+    """Add the actions of app/ddp_loop.py around Trainer's optimizer steps, in the same order.
+
+    This covers the state of a resumed run, the check of the gradient norm, and all that follows a step.
+    """
+
+    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, *, stop: StopRequest) -> None:
+        self.trainer, self.prepared, self.world, self.stop = trainer, prepared, world, stop
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """If the run resumes, load the training state right before the first step. Trainer has loaded its counters."""
+        if self.prepared.resume.checkpoint is not None:
+            self._training_state().load(self.prepared.resume.checkpoint)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the record, and repeat the evaluation after the checkpoint's own step if there was one."""
+        prepared, wrapped, profile_step = self.prepared, self.trainer.wrapped, self.prepared.profiler.step
+        if prepared.record.begin(prepared.plan, wrapped, save=self.save, stop=self.stop, profile_step=profile_step):
+            self.trainer.evaluate()
+
+    def save(self, folder: Path) -> None:
+        """Write the training state of a checkpoint, and Trainer's counters.
+
+        Trainer's own checkpoint would follow the evaluation, be written in place, and be resumed from even if it is
+        incomplete (huggingface/transformers#35782).
+        """
+        self._training_state().save(folder)
+        if self.world.is_main_process:
+            self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Set the sampler's epoch: Trainer does that only for samplers that accelerate has wrapped."""
+        kwargs["train_dataloader"].sampler.set_epoch(int(state.epoch or 0))
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Skip the step if the gradient norm is not finite. Keep its learning rate: the schedule advances with it."""
+        trainer = self.trainer
+        skip_step_if_nonfinite(self.prepared.strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
+        trainer.loss_scale.update(trainer.grad_norm)
+        self.learning_rate = float(trainer.shared_scheduler.get_last_lr()[0])
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log, save and evaluate if it is due."""
+        trainer = self.trainer
+        losses, batches = torch.stack(trainer.micro_losses), trainer.micro_batches
+        trainer.micro_losses, trainer.micro_batches = [], []
+        control.should_evaluate = self.prepared.record.after_step(
+            state.global_step, losses, trainer.grad_norm, learning_rate=self.learning_rate, batches=batches
+        )
+
+    def _training_state(self) -> TrainingState:
+        trainer, prepared = self.trainer, self.prepared
+        optimization = Optimization(trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale)
+        if prepared.deepspeed_config is not None:
+            return DeepSpeedState(prepared.model, optimization, prepared.strategy, self.world, trainer.wrapped)
+        return TrainingState(prepared.model, optimization, prepared.strategy, self.world)

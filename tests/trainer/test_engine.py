@@ -1,4 +1,4 @@
-"""The modules that Trainer's FSDP2 shards. tests/launched/test_trainer_engines.py trains with it."""
+"""Trainer's engines and arguments, and the modules that its FSDP2 shards. They train in tests/launched."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from helpers.architectures import CONFIGS
 from helpers.worlds import batch_plan, fake_world
-from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AlbertConfig,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from app.settings import Settings
 from app.trainer.deepspeed_engine import DeepSpeed
-from app.trainer.engine import select_engine
-from app.trainer.fsdp import TrainerFSDP, fsdp_config
+from app.trainer.engine import TrainerFSDP, TrainingArgumentsWithoutPlacement, fsdp_config, select_engine
 
 ALBERT = AlbertConfig(
     embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
@@ -60,3 +68,19 @@ def test_the_flags_of_trainers_engines_select_them(flags, kind):
     assert type(strategy) is kind
     assert select_engine(Settings()) is None
     assert sorted(strategy.logical_ranks) == ([2, 3] if kind is DeepSpeed else [1, 3])
+
+
+@pytest.mark.parametrize(("arguments", "moves"), [(TrainingArguments, 1), (TrainingArgumentsWithoutPlacement, 0)])
+def test_trainer_leaves_the_model_where_it_is(monkeypatch, tmp_path, arguments, moves):
+    """Under `zero2` and `zero3` the complete model need not fit on the device."""
+    moved = []
+
+    def to(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        moved.append(model)
+        return model
+
+    monkeypatch.setattr(PreTrainedModel, "to", to)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertForSequenceClassification(BertConfig(**size, vocab_size=8))
+    Trainer(model=model, args=arguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"))
+    assert len(moved) == moves
