@@ -29,15 +29,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from .cli import OneLineParser, as_flags, settings_parser
-from .common.errors import UserError, escape_control_characters, shorten
-from .common.files import write_json, write_text
+from .common.errors import RunError, UserError, escape_control_characters, shorten
+from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from .experiments.train_pair import train_pairs
+from .jobs import PATHS, run_job
 from .program import run_program
 from .report.bitwise import check_same_rows, first_difference
 from .report.explanation import IDENTICAL, conclude, explain
@@ -53,6 +54,8 @@ OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "a
 def main() -> int:
     options, settings = parse()
     if options.ablate:
+        from .experiments.ablation import run_ablation  # imported late: comparing two finished runs needs none of it
+
         return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
     if options.runs and options.assert_equal and settings.output_dir is None:
         return assert_equal(*(read_run(Path(run)) for run in options.runs))
@@ -162,28 +165,48 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     return options, settings
 
 
-def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
-    """Train every variant, and print and write the table; return the exit status.
+def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
+    """Train both paths with each of several seeds, one run after the other.
+
+    Returns:
+        The folder that holds all runs, and a pair of runs for each seed, starting at `settings.seed`.
 
     Raises:
-        UserError: a mistake in the data, the batch size, the model or the folder.
+        UserError: a mistake in the data, the batch size or the model. It is found before any job starts.
+        RunError: a path failed.
     """
     # Imported late: comparing two finished runs needs none of these.
-    from .distributed.environment import check_environment
-    from .experiments.ablation import ablate, as_markdown, check_batches
+    from .model.hub import resolve_commit
+    from .model.load import load_config
     from .training.build import read_and_split
 
-    check_environment()
-    _, split, _ = read_and_split(settings, ranks)
-    check_batches(settings, len(split.train), ranks)
-    folder = create_folder(settings.output_dir, RUNS / "ablations")
-    ablation = ablate(settings, ranks, seeds)
-    markdown = as_markdown(ablation)
-    write_json(folder / "ablation.json", ablation)
-    write_text(folder / "ablation.md", markdown)
-    print(f"\n{markdown}")
-    print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
-    return 0
+    read_and_split(settings, nproc_per_node)
+    settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
+    load_config(settings, settings.revision)
+    folder = create_folder(settings.output_dir, RUNS / "comparisons")
+    pairs = []
+    for seed in range(settings.seed, settings.seed + seeds):
+        pair_folder = folder if seeds == 1 else folder / f"seed-{seed}"
+        seeded = replace(settings, seed=seed)
+        a, b = (train_path(name, seeded, nproc_per_node, folder=pair_folder / name) for name in PATHS)
+        pairs.append((a, b))
+    return folder, pairs
+
+
+def train_path(path_name: str, settings: Settings, nproc_per_node: int, *, folder: Path) -> Run:
+    """Train one path in a torchrun job, which prints to this process's output, into a new run folder.
+
+    Raises:
+        RunError: the job failed.
+    """
+    print(f"\n--- {path_name}, seed {settings.seed} ---", flush=True)
+    status = run_job(f"{PACKAGE}.{path_name}", replace(settings, output_dir=str(folder)), nproc_per_node)
+    if status != 0:
+        with suppress(OSError):
+            folder.parent.rmdir()  # only if it is empty
+        kept = f"; its files are in {folder}" if folder.exists() else ""
+        raise RunError(f"{path_name} failed with exit status {status}{kept}")
+    return read_run(folder)
 
 
 if __name__ == "__main__":

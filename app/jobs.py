@@ -1,4 +1,4 @@
-"""Start an entry point on several ranks from another program."""
+"""Start an entry point, such as a training path, on several ranks from another program."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from .cli import as_flags
 from .common.machine import usable_cores
 from .distributed.launcher import TorchrunJob, torchrun_command
 from .settings import Settings
+
+PATHS = ("ddp_loop", "trainer_run")
 
 
 def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..common.charts import SERIES_COLORS
-from ..common.formats import markdown_cell, markdown_table
-from ..report.environments import html_environment
+from ..common.formats import markdown_cell, markdown_table, render_template
 
 WIDTH = 100  # of the text, in characters
 
@@ -103,10 +102,8 @@ def as_html(
         facts: what to say about the machine, by name.
         json_name: the file that contains all numbers.
     """
-    template = html_environment().get_template("laboratory.html.j2")
-    return template.render(
-        title=title, facts=facts, sections=sections, json_name=json_name, kind=_kind, background=_background
-    )
+    variables = {"title": title, "facts": facts, "sections": sections, "json_name": json_name}
+    return render_template("laboratory.html.j2", kind=_kind, background=_background, **variables)
 
 
 def _kind(part: Part) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .errors import UserError, shorten
+from .paths import TEMPLATES
 
 MAX_CELL_LENGTH = 160
 MIB = 2**20
@@ -50,15 +50,22 @@ def markdown_table(
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def template_environment(templates: Path, autoescape: bool = False) -> Environment:
-    """Create a jinja2 environment with the filters `cell` and `shortened`.
-
-    With `autoescape`, everything is escaped for HTML. Markdown templates escape with the filter `cell` instead.
-    """
+def render_template(name: str, **variables: Any) -> str:
+    """Render a file of app/templates. HTML escapes everything except `Markup`; Markdown uses the filter `cell`."""
     options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(templates), autoescape=autoescape, **options)
-    environment.filters.update(cell=markdown_cell, shortened=shorten)
-    return environment
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=name.endswith(".html.j2"), **options)
+    environment.filters.update(cell=markdown_cell, shortened=shorten, percent=percent, points=points)
+    return environment.get_template(name).render(**variables)
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """Format a share as a percentage."""
+    return f"{100 * share:.{decimals}f}%"
+
+
+def points(difference: float) -> str:
+    """Format a difference between two shares in percentage points, with its sign."""
+    return f"{100 * difference:+z.2f}".replace("-", "−")
 
 
 def parse_size(flag: str, text: str) -> int:

@@ -11,6 +11,7 @@ _FOLDER = Path(__file__).resolve().parents[1]
 # The folder of a git clone or of an unpacked archive; None for a wheel, in which the package's folder is `samebits`.
 CLONE = _FOLDER.parent if _FOLDER.name == "app" else None
 SAMPLE_CSV = _FOLDER / "data" / "sample_reviews.csv"
+TEMPLATES = _FOLDER / "templates"
 
 
 def _downloads() -> Path:

@@ -21,22 +21,26 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from ..bench.harness import distribute
-from ..common.errors import UserError
+from ..common.errors import UserError, escape_control_characters
+from ..common.files import write_json, write_text
+from ..common.formats import render_template
 from ..common.progress import hides_progress
 from ..data.csv_table import ReviewTable
 from ..data.loaders import Collator
 from ..data.sampler import plan_batches, resolve_train_batch_size
 from ..data.split import Indices, Split, split_reviews
 from ..ddp_loop import evaluate
+from ..distributed.environment import check_environment
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..model.hub import resolve_commit
 from ..record.steps import mean
-from ..report.environments import markdown_environment
 from ..report.statistics import paired_seeds
+from ..runs.folder import create_folder
+from ..runs.schema import RUNS
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
-from ..training.build import ReviewData, build_data, build_model
+from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
 from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
 
@@ -80,6 +84,25 @@ class Outcome:
 
     losses: list[float]
     correct: NDArray[np.bool_]
+
+
+def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
+    """Train every variant, and print and write the table; return the exit status.
+
+    Raises:
+        UserError: a mistake in the data, the batch size, the model or the folder.
+    """
+    check_environment()
+    _, split, _ = read_and_split(settings, ranks)
+    check_batches(settings, len(split.train), ranks)
+    folder = create_folder(settings.output_dir, RUNS / "ablations")
+    ablation = ablate(settings, ranks, seeds)
+    markdown = as_markdown(ablation)
+    write_json(folder / "ablation.json", ablation)
+    write_text(folder / "ablation.md", markdown)
+    print(f"\n{markdown}")
+    print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
+    return 0
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
@@ -161,7 +184,7 @@ def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> di
 
 def as_markdown(ablation: dict[str, Any]) -> str:
     """Render the content of ablation.json as a Markdown table."""
-    return markdown_environment().get_template("ablation.md.j2").render(ablation=ablation)
+    return render_template("ablation.md.j2", ablation=ablation)
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------

@@ -28,13 +28,13 @@ from ..cli import OneLineParser, count
 from ..common.paths import PACKAGE
 from ..data.csv_table import read_reviews
 from ..distributed.launcher import TorchrunJob, torchrun_command
+from ..jobs import PATHS
 from ..model.tiny_bert import learn_tokenizer
 from ..program import run_program
 from ..runs.hashes import DIGITS, hash_results
 from ..runs.schema import MODEL, MODEL_FOLDER
 from ..settings import STRATEGIES, Settings
 from .fault_kills import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, RunFiles, draw_moment, kill, wait_for_rank
-from .train_pair import PATHS
 
 MODELS = ("bert", "gpt2", "bart")
 RESTARTS = 3

@@ -43,6 +43,7 @@ from ..common.valid import LARGEST_COUNT
 from ..data.sampler import plan_batches
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus
+from ..jobs import PATHS
 from ..program import run_program
 from ..report.bitwise import first_difference
 from ..runs.folder import create_folder
@@ -50,7 +51,6 @@ from ..runs.hashes import DIGITS, hash_run
 from ..runs.reader import read_run
 from ..runs.schema import CHECKPOINTS, RUNS
 from ..settings import STRATEGIES, Settings
-from .train_pair import PATHS
 
 INTERRUPTIONS = ("uninterrupted", "killed")
 # What --vary can name: the setting, and its values. Those of logical_ranks are the numbers of ranks.

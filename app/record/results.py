@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import escape_control_characters
 from ..common.files import commit, write_json
-from ..common.formats import template_environment
+from ..common.formats import render_template
 from ..common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from ..data.csv_table import ReviewTable
 from ..data.split import Split
@@ -163,8 +163,8 @@ def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: N
 
 def model_card(info: RunInfo, metrics: Mapping[str, Any]) -> str:
     """Return the text of the model card: YAML front matter for the Hub, then Markdown (after SetFit's model card)."""
-    template = template_environment(Path(__file__).with_name("templates")).get_template("model_card.md.j2")
-    body = template.render(
+    body = render_template(
+        "model_card.md.j2",
         base=_base_model(info),
         path_name=info.path_name,
         settings=info.settings,

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..common.files import write_json, write_text
-from ..common.formats import MIB
+from ..common.formats import MIB, render_template
 from . import charts
 from .comparison import LISTED_ROWS
-from .environments import html_environment, markdown_environment
 from .explanation import NO_SETTINGS, flat_settings
 
 ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
@@ -52,8 +51,7 @@ def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
 
 def as_markdown(comparison: dict[str, Any], listed_rows: int = LISTED_ROWS) -> str:
     """Render a comparison as Markdown that lists at most `listed_rows` of the reviews that both runs misclassify."""
-    template = markdown_environment().get_template("comparison.md.j2")
-    return template.render(_context(comparison), listed_rows=listed_rows)
+    return render_template("comparison.md.j2", listed_rows=listed_rows, **_context(comparison))
 
 
 def as_html(comparison: dict[str, Any]) -> str:
@@ -68,7 +66,7 @@ def as_html(comparison: dict[str, Any]) -> str:
     }
     if "seeds" in comparison:
         svg["over_seeds"] = charts.over_seeds(comparison["seeds"]["pairs"], names)
-    return html_environment().get_template("page.html.j2").render(_context(comparison), plots=svg)
+    return render_template("page.html.j2", plots=svg, **_context(comparison))
 
 
 def _context(comparison: dict[str, Any]) -> dict[str, Any]:

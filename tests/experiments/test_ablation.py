@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.compare import run_ablation
 from app.data.sampler import plan_batches
 from app.experiments.ablation import (
     Outcome,
@@ -21,6 +20,7 @@ from app.experiments.ablation import (
     build_variants,
     measure_effect,
     repeat_padded_rows,
+    run_ablation,
     variant_settings,
 )
 from app.settings import Settings

@@ -10,7 +10,6 @@ from helpers.run_folders import write_run
 
 from app import compare
 from app.common.errors import RunError
-from app.experiments import train_pair
 from app.program import run_program
 from app.runs.reader import read_run
 from app.settings import Settings
@@ -44,7 +43,7 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
         started.append((path_name, nproc_per_node))
         return read_run(write_run(folder, review_csv(), path=path_name))
 
-    monkeypatch.setattr(train_pair, "train_path", train_path)
+    monkeypatch.setattr(compare, "train_path", train_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     status, lines = call("--csv", review_csv(), "--train_batch_size", 12, "--no_baselines", *flags)
@@ -71,7 +70,7 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
 def test_a_mistake_is_one_line_before_any_job_starts(call, tmp_path, monkeypatch, flags, names):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(train_pair, "train_path", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(compare, "train_path", lambda *_: pytest.fail("started"))
     status, lines = call(*flags)
     assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith("error: ")
@@ -86,7 +85,7 @@ def test_a_failed_job_is_named_with_its_files_if_there_are_any(tmp_path, monkeyp
     program = f"import os, sys; {f'os.mkdir({str(folder)!r});' if writes else ''} sys.exit(3)"
     monkeypatch.setattr("app.jobs.torchrun_command", lambda *_, **__: [sys.executable, "-c", program])
     with pytest.raises(RunError) as error:
-        train_pair.train_path("trainer_run", Settings(), 2, folder=folder)
+        compare.train_path("trainer_run", Settings(), 2, folder=folder)
     files = f"; its files are in {folder}" if writes else ""
     assert str(error.value) == f"trainer_run failed with exit status 3{files}"
     assert folder.parent.exists() == writes
