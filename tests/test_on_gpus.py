@@ -17,7 +17,7 @@ from app.ddp_loop import train_step
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.model.inputs import to_device
-from app.plan.activations import count_activations
+from app.plan.empty_model import count_activations
 from app.settings import STRATEGIES, Settings
 from app.strategies.loss_scale import LossScale
 from app.strategies.optimization import Optimization

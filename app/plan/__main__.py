@@ -12,13 +12,17 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
+import pandas as pd
 import psutil
+from matplotlib.figure import Figure
 
 from ..cli import OneLineParser, settings_parser
+from ..common.charts import draw_bars
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
-from ..common.formats import mib, parse_size
+from ..common.formats import MIB, mib, parse_size
 from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
@@ -28,11 +32,11 @@ from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import STRATEGIES, Settings
-from .charts import draw_memory, draw_traffic
 from .step import Plan, build_plan
 from .tables import describe_plan
 
 BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
+SMALLEST_PART = 1e-3  # of the longest bar; smaller parts could not be seen
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -95,6 +99,34 @@ def check_machine(plan: Plan) -> None:
             f"--measure: {ranks} ranks need about {mib(needed)} MiB of main memory, and {mib(available)} MiB are "
             "available: plan without it, or use a smaller batch"
         )
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+def draw_memory(plan: Plan) -> Figure:
+    """Draw the memory of each strategy: state, activations and the rest."""
+    parts = pd.DataFrame([asdict(plan.largest_memory(strategy)) for strategy in STRATEGIES])
+    parts["activations"] = plan.activations.peak
+    return draw_parts(parts.rename(columns=lambda name: name.replace("_", " ")), "MiB on the rank that needs most")
+
+
+def draw_traffic(plan: Plan) -> Figure:
+    """Draw the bytes that a rank sends under each strategy: gradients, parameters and the rest."""
+    return draw_parts(pd.DataFrame([plan.sent(strategy) for strategy in STRATEGIES]), "MiB that a rank sends per step")
+
+
+def draw_parts(parts: pd.DataFrame, label: str) -> Figure:
+    """Draw one bar per strategy: a row of `parts`, in bytes."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.add_subplot(xlabel=label)
+    visible = parts.columns[parts.max() > SMALLEST_PART * parts.sum(axis=1).max()]
+    draw_bars(axes, STRATEGIES, {name: (parts[name] / MIB).tolist() for name in visible})
+    axes.grid(visible=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(visible):
+        figure.legend(loc="outside upper center", ncols=len(visible), frameon=False, fontsize="small")
+    return figure
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from ..common.formats import markdown_table, mib
 from ..common.paths import PACKAGE
 from ..settings import STRATEGIES
-from .activations import Activations
+from .empty_model import Activations
 from .step import Plan
 
 Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set

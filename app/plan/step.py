@@ -20,8 +20,7 @@ from ..model.load import classifier_config, load_tokenizer
 from ..settings import Settings
 from ..strategies.blocks import add_gradients_per_block
 from ..training.build import read_and_split
-from .activations import Activations, count_activations
-from .empty_model import empty_model, gradient_order, without_data
+from .empty_model import Activations, count_activations, empty_model, gradient_order, without_data
 from .memory import RankMemory, StepOptions, plan_memory, total_bytes
 from .traffic import Collective, by_purpose, plan_traffic
 

@@ -10,7 +10,7 @@ from ..common.formats import markdown_table, mib
 from ..distributed.topology import powers_of_two
 from ..settings import STRATEGIES
 from ..training.console import advise_checkpointing
-from .activations import Activations
+from .empty_model import Activations
 from .fits import VARIANTS, Variant, label, memory_of_device, table_of_what_fits, verdict
 from .step import Plan
 from .traffic import Collective

@@ -18,7 +18,7 @@ from app.common.errors import UserError
 from app.common.formats import mib, parse_size
 from app.distributed.topology import Topology, powers_of_two
 from app.plan import __main__ as module
-from app.plan.activations import Activations
+from app.plan.empty_model import Activations
 from app.plan.fits import VARIANTS, label, largest_that_fits, memory_of_device, needed, traffic_of, verdict
 from app.plan.memory import bytes_of
 from app.plan.step import Plan, build_plan

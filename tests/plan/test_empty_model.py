@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from app.common.errors import UserError
-from app.plan.activations import count_activations
-from app.plan.empty_model import without_data
+from app.plan.empty_model import count_activations, without_data
 from app.settings import Settings
 
 SMALL = {
