@@ -18,9 +18,8 @@ from transformers import (
     RoFormerConfig,
 )
 
-from app.bench.count_collectives import Counts, count_third_step
 from app.bench.harness import Bench
-from app.bench.traffic import as_counts
+from app.bench.traffic import Counts, as_counts, count_third_step
 from app.distributed.topology import Topology
 from app.distributed.world import World
 from app.model.precision import training_dtype

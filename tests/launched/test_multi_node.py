@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from helpers.jobs import Job, read_steps, unavailable
 
-from app.bench.scaling.links.namespaces import (
+from app.bench.scaling.nodes import (
     ADDRESSES,
     SYSTEM_PATH,
     NamespacesUnavailable,

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from helpers.jobs import Job, unavailable
 
-from app.bench.scaling.links.namespaces import ADDRESSES, NamespacesUnavailable, inside, run_command
-from app.bench.scaling.links.shaped_link import Link, ShapedLink, shaped_link
+from app.bench.scaling.nodes import ADDRESSES, Link, NamespacesUnavailable, ShapedLink, inside, run_command, shaped_link
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

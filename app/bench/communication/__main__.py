@@ -33,8 +33,7 @@ from ...training.console import quiet_libraries
 from ..page import Section, as_html, as_markdown
 from . import training_step
 from .collectives_section import check_largest, measure_collectives
-from .compression import settings_by_hook
-from .compression_section import measure_compression
+from .compression import measure_compression, settings_by_hook
 
 SECTIONS = ("collectives", *training_step.SECTIONS, "compression")
 TITLE = "Communication laboratory"

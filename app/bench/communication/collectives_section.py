@@ -18,8 +18,8 @@ from ...settings import Settings
 from ..alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
 from ..charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
 from ..page import Chunk, Figure, Part, Picture, Section, Table
+from ..rounds import time_calls
 from .collectives import COLLECTIVES, MOST_PICTURED, VARIANTS, prepare, take_pictures
-from .timing import time_calls
 
 SMALLEST, STEP = 2**10, 4  # bytes, and the ratio of one size to the next
 ELEMENT = 4  # bytes of an fp32 number

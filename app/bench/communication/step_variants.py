@@ -22,8 +22,7 @@ from ...strategies.select import select_strategy
 from ...training.build import ReviewData
 from ...training.optim import build_optimizer, build_scheduler
 from ..harness import Bench, build_named, distribute
-from ..rounds import Interval, ratios
-from .timing import time_calls
+from ..rounds import Interval, ratios, time_calls
 
 MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2

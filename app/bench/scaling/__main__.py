@@ -23,10 +23,9 @@ from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ..harness import SIZES
 from ..page import as_html, as_markdown
-from .cluster import Hop
-from .cluster_report import ClusterFlags
-from .links.shaped_link import Link
+from .cluster import ClusterFlags, Hop
 from .measure import ScalingPlan, measure, open_jobs
+from .nodes import Link
 from .predict import fit
 from .report import describe, raw_data, sections
 from .task_job import check_temporary_folder

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from ...common.machine import usable_cores
 from ...common.progress import hides_progress
 from ..rounds import in_rounds
-from .links.namespaces import NamespacesUnavailable
-from .links.shaped_link import Link, ShapedLink, shaped_link
+from .nodes import Link, NamespacesUnavailable, ShapedLink, shaped_link
 from .task_job import TaskJob, task_job
 
 MODES = ("strong", "weak")

@@ -15,7 +15,7 @@ from ...common.machine import describe_machine
 from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
 from ..rounds import Interval
-from .cluster_report import ClusterFlags, cluster_section
+from .cluster import ClusterFlags, cluster_section
 from .measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
 from .predict import DISTURBED, Fits, measured_interval, over, predict, rounds_used
 

@@ -17,7 +17,7 @@ import psutil
 from ...common.errors import RunError, UserError, shorten
 from ...common.paths import PACKAGE
 from ...distributed.launcher import TorchrunJob, torchrun_command
-from .links.namespaces import ADDRESSES, INTERFACE, inside
+from .nodes import ADDRESSES, INTERFACE, inside
 
 START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
 PORT = 29500  # free, because a namespace has ports of its own

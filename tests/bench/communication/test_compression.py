@@ -7,12 +7,19 @@ import torch
 import torch.distributed as dist
 from helpers.worlds import fake_world
 
-from app.bench.communication import step_variants, timing
-from app.bench.communication.compression import Measured, measure_hooks, settings_by_hook, training_steps
-from app.bench.communication.compression_section import as_section, measure_compression
-from app.bench.count_collectives import CountCollectives, sent_bytes
+from app.bench import rounds
+from app.bench.communication import step_variants
+from app.bench.communication.compression import (
+    Measured,
+    as_section,
+    measure_compression,
+    measure_hooks,
+    settings_by_hook,
+    training_steps,
+)
 from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_markdown
+from app.bench.traffic import CountCollectives, sent_bytes
 from app.common.errors import AgreedError
 from app.distributed.topology import Topology
 from app.setting_groups import TINY
@@ -26,8 +33,8 @@ HOOKS = ("no", "fp16", "bf16", "power_sgd")
 @pytest.fixture
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(rounds, "ROUNDS", 1)
+    monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
     monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, max_steps=4, disable_tqdm=True)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.worlds import batch_plan, fake_world
 
-from app.bench import recipe
-from app.bench.communication import step_variants, timing, training_step
+from app.bench import recipe, rounds
+from app.bench.communication import step_variants, training_step
 from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
 from app.bench.communication.training_step import (
     SECTIONS,
@@ -38,8 +38,8 @@ NAMES = {
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training_step, "models", lambda settings: [TINY])
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(timing, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(rounds, "ROUNDS", 1)
+    monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
     monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.bench.alpha_beta import ring_all_reduce, tree_all_reduce
 from app.bench.scaling.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
-from app.bench.scaling.step_model import Computation
+from app.bench.scaling.predict import Computation
 
 WITHIN, BETWEEN = Hop(1.0, 0.01), Hop(10.0, 0.1)
 CLUSTER = Cluster(8, WITHIN, BETWEEN)

@@ -15,11 +15,8 @@ import pytest
 from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import measure as scaling_measure
-from app.bench.scaling.cluster import Hop
-from app.bench.scaling.cluster_report import ClusterFlags
+from app.bench.scaling.cluster import ClusterFlags, Hop
 from app.bench.scaling.gloo_ring import simulate_ring
-from app.bench.scaling.links.namespaces import NamespacesUnavailable
-from app.bench.scaling.links.shaped_link import Link
 from app.bench.scaling.measure import (
     ALL_REDUCE_SIZES,
     Configuration,
@@ -29,6 +26,7 @@ from app.bench.scaling.measure import (
     measure,
     open_jobs,
 )
+from app.bench.scaling.nodes import Link, NamespacesUnavailable
 from app.bench.scaling.predict import fit, measured_interval, predict, rounds_used, usable_results
 from app.bench.scaling.report import raw_data, sections
 from app.program import run_program

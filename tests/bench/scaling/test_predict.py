@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.scaling.links.shaped_link import Link
-from app.bench.scaling.step_model import (
+from app.bench.scaling.nodes import Link
+from app.bench.scaling.predict import (
     Computation,
     Cores,
     Network,

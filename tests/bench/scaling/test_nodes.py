@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.bench.scaling.links import link_forwarder, namespaces, shaped_link
-from app.bench.scaling.links.link_forwarder import Direction
-from app.bench.scaling.links.namespaces import NamespacesUnavailable, network_namespaces
-from app.bench.scaling.links.shaped_link import Link, netem_options
+from app.bench.scaling import link_forwarder, nodes
+from app.bench.scaling.link_forwarder import Direction
+from app.bench.scaling.nodes import Link, NamespacesUnavailable, netem_options, network_namespaces
 
 
 def test_netem_gets_the_rate_in_bits_and_the_delay_in_microseconds():
@@ -35,7 +34,7 @@ def test_a_link_is_described_by_rate_and_delay():
 
 
 def test_without_iproute2_it_says_so(monkeypatch):
-    monkeypatch.setattr(namespaces, "SYSTEM_PATH", "/nowhere")
+    monkeypatch.setattr(nodes, "SYSTEM_PATH", "/nowhere")
     with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
         pass
 
@@ -48,14 +47,13 @@ def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
     def refuse(command):
         raise subprocess.CalledProcessError(1, command, stderr="RTNETLINK answers:\nnot permitted\n")
 
-    monkeypatch.setattr(shaped_link, "network_namespaces", two_namespaces)
-    monkeypatch.setattr(namespaces, "run_command", refuse)
-    monkeypatch.setattr(shaped_link, "run_command", refuse)
-    monkeypatch.setattr(shaped_link, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
+    monkeypatch.setattr(nodes, "network_namespaces", two_namespaces)
+    monkeypatch.setattr(nodes, "run_command", refuse)
+    monkeypatch.setattr(nodes, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
     problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
-    with pytest.raises(NamespacesUnavailable, match=problem), shaped_link.shaped_link():
+    with pytest.raises(NamespacesUnavailable, match=problem), nodes.shaped_link():
         pass
-    monkeypatch.setattr(namespaces.shutil, "which", lambda *_, **__: "ip")
+    monkeypatch.setattr(nodes.shutil, "which", lambda *_, **__: "ip")
     with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():
         pass
 

@@ -1,1 +1,0 @@
-"""Two nodes on one machine: network namespaces, and a link between them with a rate and a delay."""
