@@ -1,4 +1,14 @@
-"""Find the run folder and the checkpoint to resume from, and read what they record. They are untrusted."""
+"""Find the run folder and the checkpoint to resume from, and read what they record, which may be damaged.
+
+The first of these rules that applies decides:
+
+1. torchrun has restarted this job: continue in the folder that its earlier processes wrote to.
+2. No `--resume_from_checkpoint`: start a new run.
+3. `--resume_from_checkpoint auto`: continue the run in `--output_dir`, or else the path's latest run unless it has
+   finished. Without one, start a new run.
+4. `--resume_from_checkpoint PATH`, a checkpoint or a run folder, whose latest valid checkpoint is used: continue that
+   run in its own folder, or with `--output_dir` start a new run from the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +57,7 @@ NOT_IN_A_RUN = "is not inside a run folder; copy the whole run folder, because i
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The result of `find_checkpoint`."""
+    """The result of `find_checkpoint`. With nothing set, a new run starts from the beginning."""
 
     folder: Path | None = None  # the run's own folder, if it exists already; it is locked
     checkpoint: Path | None = None  # the one to resume from, in `folder` or in another run's folder
@@ -55,13 +65,33 @@ class ResumePoint:
     finished: bool = False  # whether `folder` holds this job's finished run
 
 
+def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
+    """Return the run folder that earlier processes of this job wrote to; None if there is none. Call it on rank 0.
+
+    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
+    Otherwise it belongs to another run, or to another program that happens to have a settings.json.
+    """
+    output_dir, requested = settings.output_dir, settings.resume_from_checkpoint
+    if output_dir is not None:
+        candidates = [Path(output_dir)]
+    elif requested not in (None, "auto"):  # the run is resumed in its own folder, wherever that is
+        run, _ = _locate(str(requested))
+        candidates = [run] if run is not None else []
+    else:
+        candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
+    for folder in candidates:
+        if set(launchers) & set(read_settings(folder).get("launchers") or []):
+            return folder.resolve()
+    return None
+
+
 def find_checkpoint(
     path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]
 ) -> ResumePoint:
-    """Choose the folder and the checkpoint to resume from.
+    """Choose the folder and the checkpoint to resume from, by the rules at the top of this file. Call it on rank 0.
 
     Args:
-        own: the folder that this job created before torchrun restarted it.
+        own: the result of `folder_of_this_job`.
         warn: prints a line about each damaged checkpoint that is skipped.
 
     Raises:
@@ -74,41 +104,19 @@ def find_checkpoint(
         return ResumePoint()
     if requested == "auto":
         return _find_latest(path_name, settings.output_dir, warn)
-    if settings.output_dir is not None:  # a new run that starts from another one's checkpoint
+    if settings.output_dir is not None:
         return ResumePoint(None, _requested_checkpoint(requested, warn))
-    run = _locate(requested)[0]
-    lock_fd = lock(run) if run is not None else None
-    return ResumePoint(run, _requested_checkpoint(requested, warn), lock_fd)  # reports the problem if there is no run
-
-
-def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
-    """Return the run folder that earlier processes of this job wrote to; None if there is none.
-
-    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
-    Otherwise it belongs to another run, or to another program that happens to have a settings.json.
-
-    Args:
-        launchers: the torchrun processes of this job.
-    """
-    output_dir, requested = settings.output_dir, settings.resume_from_checkpoint
-    if output_dir is not None:
-        candidates = [Path(output_dir)]
-    elif requested not in (None, "auto"):  # the run is resumed in its own folder, wherever that is
-        candidates = [run] if (run := _locate(str(requested))[0]) is not None else []
-    else:
-        candidates = sorted((RUNS / path_name).glob("*"), reverse=True)
-    for folder in candidates:
-        if set(launchers) & set(recorded_settings(folder).get("launchers") or []):
-            return folder.resolve()
-    return None
+    run, _ = _locate(requested)
+    lock_fd = lock(run) if run is not None else None  # without a run, the next line raises
+    return ResumePoint(run, _requested_checkpoint(requested, warn), lock_fd)
 
 
 def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> ResumePoint:
-    """Resume a restarted job in its own folder, or from the requested checkpoint if it has not saved one yet."""
+    """Apply rule 1. Until the job has saved a checkpoint, it starts again from the requested one."""
     lock_fd = lock(own)
     if (own / METRICS.name).is_file():
         return ResumePoint(own, None, lock_fd, finished=True)
-    checkpoint = _latest_valid(own, warn)
+    checkpoint = _latest_checkpoint(own, warn)
     if checkpoint is None and requested not in (None, "auto"):
         checkpoint = _requested_checkpoint(str(requested), warn)
     if checkpoint is None:
@@ -117,17 +125,17 @@ def _find_own(own: Path, requested: str | None, warn: Callable[[str], None]) -> 
 
 
 def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], None]) -> ResumePoint:
-    """Find the run in the requested folder, or the path's latest run if it has not finished."""
+    """Apply rule 3."""
     latest = RUNS / path_name / LATEST
     if output_dir is None:
         _reject_dangling(latest, ": name the run to resume, or start a new one without --resume_from_checkpoint")
     folder = Path(output_dir) if output_dir else latest.resolve()
-    recorded = recorded_settings(folder)
-    if not recorded:  # any other folder that is not empty is rejected later
+    recorded = read_settings(folder)
+    if not recorded:
         if latest_first(folder / CHECKPOINTS):
             raise UserError(f"{folder}: has checkpoints, but its {SETTINGS.name} is missing or cannot be read")
         warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
-        return ResumePoint()
+        return ResumePoint()  # `reject_used` rejects a folder that holds anything else
     if recorded["path"] != path_name:
         raise UserError(f"--output_dir {folder}: holds a run of {recorded['path']}: name another folder")
     lock_fd = lock(folder)
@@ -135,7 +143,7 @@ def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], N
     if finished and output_dir is None:
         os.close(lock_fd)
         return ResumePoint()
-    checkpoint = _latest_valid(folder, warn)
+    checkpoint = _latest_checkpoint(folder, warn)
     if checkpoint is None:
         if finished:
             raise UserError(
@@ -145,19 +153,19 @@ def _find_latest(path_name: str, output_dir: str | None, warn: Callable[[str], N
     return ResumePoint(folder.resolve(), checkpoint, lock_fd)
 
 
-def _latest_valid(run: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the latest valid checkpoint of a run that is to be resumed in place.
+def _latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the latest valid checkpoint of a run that continues in its own folder; None: it starts again.
 
     Raises:
-        UserError: none is valid, and not because the run was killed before its first one was complete. Starting from
-            the beginning would remove them, although the cause may be temporary.
+        UserError: there are only damaged ones. To start again would remove them, although the cause may be temporary.
     """
     folder = run / CHECKPOINTS
     _reject_dangling(folder)
     checkpoint = latest_valid_checkpoint(folder, warn)
     if checkpoint is None:
         damaged = latest_first(folder)
-        # A kill leaves at most one checkpoint without a marker, the latest: later ones are written only after it.
+        # A run that is killed before its first checkpoint is complete leaves that one without a marker. All others
+        # were complete: the next one is written only after the marker.
         if len(damaged) > 1 or any(map(was_complete, damaged)):
             raise UserError(f"{run}: none of its checkpoints can be read: start again in another --output_dir")
     return checkpoint
@@ -171,7 +179,8 @@ def _reject_dangling(link: Path, advice: str = "") -> None:
 
 def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
     """Return the requested checkpoint, or the latest valid one of the requested run."""
-    if not Path(requested).is_dir():
+    path = Path(requested)
+    if not path.is_dir():
         raise UserError(f"--resume_from_checkpoint {requested}: no such folder")
     run, checkpoint = _locate(requested)
     if checkpoint is not None:
@@ -179,12 +188,12 @@ def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
     elif run is not None:
         checkpoint = latest_valid_checkpoint(run / CHECKPOINTS, warn)
         problem = "has no complete checkpoint" if checkpoint is None else None
-    elif _is_checkpoint(Path(requested)):
-        problem = problem_of(Path(requested)) or NOT_IN_A_RUN
-    elif latest_first(Path(requested)):
+    elif _is_checkpoint(path):
+        problem = problem_of(path) or NOT_IN_A_RUN
+    elif latest_first(path):
         problem = "is a folder of checkpoints: name one of them, or the run's folder"
     else:
-        problem = NOT_IN_A_RUN if latest_first(Path(requested) / CHECKPOINTS) else "has no complete checkpoint"
+        problem = NOT_IN_A_RUN if latest_first(path / CHECKPOINTS) else "has no complete checkpoint"
     if problem is not None:
         raise UserError(f"--resume_from_checkpoint {requested}: {problem}")
     assert checkpoint is not None
@@ -192,10 +201,7 @@ def _requested_checkpoint(requested: str, warn: Callable[[str], None]) -> Path:
 
 
 def _locate(requested: str) -> tuple[Path | None, Path | None]:
-    """Return the run folder that a path names or that contains it, and the checkpoint if the path names one.
-
-    Neither has to exist any more. The run folder is None if there is none.
-    """
+    """Return the run folder that a path names or lies in, and the checkpoint that it names, which may be gone."""
     # A checkpoints folder may be a link to another disk, where its parent is no run folder. So look at the path as it
     # is written first, and then at its target.
     for path in (Path(os.path.abspath(requested)), Path(requested).resolve()):
@@ -213,9 +219,9 @@ def _is_checkpoint(path: Path) -> bool:
     return path.name.startswith(PREFIX) and not (path / SETTINGS.name).is_file()
 
 
-def recorded_settings(folder: Path) -> dict[str, Any]:
+def read_settings(run: Path) -> dict[str, Any]:
     """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
-    path = folder / SETTINGS.name
+    path = run / SETTINGS.name
     try:
         return parse_object(path.read_text(encoding="utf-8"), str(path), OF_A_RUN)
     except (OSError, UnicodeDecodeError, UserError):
@@ -241,8 +247,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
     # Names decide which checkpoint is the latest, and which ones are of steps that are repeated and so are removed.
     if checkpoint.name != (name := f"{PREFIX}{state['step']}"):
         raise UserError(f"{checkpoint}: holds step {state['step']}, so it was renamed or copied: name it {name}")
-    missing = [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]
-    if missing:
+    if missing := [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]:
         raise UserError(
             f"{checkpoint}: has no {missing[0]}: an earlier version of this program wrote it; resume it with that "
             "version, or start again in another --output_dir"
@@ -254,10 +259,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_recorded_settings(path: Path, recorded: Mapping[str, Any]) -> None:
-    """Check the types of recorded settings, and that this version knows all of them.
-
-    Args:
-        path: the file that they are from.
+    """Check the types of settings that were read from a file, and that this version knows all of them.
 
     Raises:
         UserError: a setting is unknown, because a newer version wrote the file; or a value is damaged.

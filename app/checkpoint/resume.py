@@ -1,8 +1,12 @@
-"""Where a run resumes, whether the checkpoint fits the requested training, and why the results would differ."""
+"""Where a run resumes, whether the checkpoint fits the requested training, and why the results would differ.
+
+`find_resume`, `restore_settings` and `check_compatible` are called in this order, the last one when the data and the
+model are known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,39 +32,32 @@ from .find import (
     find_checkpoint,
     folder_of_this_job,
     read_run_state,
-    recorded_settings,
+    read_settings,
 )
 from .manager import problem_of
 
-FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
-# `changes_since` announces another value of `setting_effects.ROUNDING`.
+LOG_FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
+# A checkpoint is rejected if one of these settings has another value. The settings of `setting_effects.ROUNDING` may
+# have one, which `changes_since` announces.
 MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
-# With --load_best_model_at_end. The batch size affects the rounding of the scores, and with it the choice between two
-# that are nearly equal.
+# With --load_best_model_at_end, these too. The batch size affects the rounding of the scores, and with it the choice
+# between two that are nearly equal.
 BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run continues. With nothing set, it starts from the beginning in a new folder.
+    """Where a run continues. With nothing set, it starts from the beginning in a new folder."""
 
-    Attributes:
-        folder: the run's own folder, if it exists already.
-        checkpoint: a complete checkpoint, in `folder` or in another run's folder.
-        state: the content of the checkpoint's run_state.json.
-        recorded: the settings of the run so far, from the checkpoint or, without one, from `folder`.
-        lock: on rank 0, the descriptor that keeps other jobs out of `folder`.
-        launchers: identify the torchrun processes of this job, so that it recognizes its folder after a restart.
-        changes: the differences from the processes that wrote the checkpoint which affect the results. If there are
-            none, the resumed run is bitwise identical to an uninterrupted one.
-    """
-
-    folder: Path | None = None
-    checkpoint: Path | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None  # the run's own folder, if it exists already
+    checkpoint: Path | None = None  # a complete checkpoint, in `folder` or in another run's folder
+    state: dict[str, Any] = field(default_factory=dict)  # the content of the checkpoint's run_state.json
+    # The settings of the run so far, from the checkpoint or, without one, from the settings.json in `folder`.
     recorded: dict[str, Any] = field(default_factory=dict)
-    lock: int | None = None
-    launchers: Collection[str] = ()
+    lock: int | None = None  # on rank 0, the descriptor that keeps other jobs out of `folder`
+    launchers: Collection[str] = ()  # the torchrun processes of this job, by which it recognizes its folder later
+    # The differences from the processes that wrote the checkpoint which affect the results. If there are none, the
+    # resumed run is bitwise identical to an uninterrupted one.
     changes: tuple[str, ...] = ()
 
     @property
@@ -90,9 +87,8 @@ class Resume:
         kept: list[str] = []
         steps: list[int] = []
         for line in text.splitlines(keepends=True):
-            location = f"{path}, line {len(kept) + 1}"
             try:
-                step = parse_object(line, location, FORMATS[log])["step"]
+                step = parse_object(line, f"{path}, line {len(kept) + 1}", LOG_FORMATS[log])["step"]
             except UserError as problem:
                 if not line.endswith("\n"):
                     break  # the last line, which a killed run had not completed
@@ -103,9 +99,10 @@ class Resume:
             steps.append(step)
         if log == STEPS.name and steps != list(range(1, self.step + 1)):
             raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run cannot be resumed from it")
-        # A checkpoint is written before the evaluation of its own step. Those of older versions record no number.
-        earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations")
-        if log == EVALUATIONS.name and earlier < (recorded or 0):
+        # A checkpoint is written before the evaluation of its own step, so it counts only the earlier ones. Older
+        # versions did not record the number.
+        earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations") or 0
+        if log == EVALUATIONS.name and earlier < recorded:
             raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run cannot be resumed from it")
         return kept
 
@@ -124,24 +121,27 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     launchers = sorted({launcher for launcher in all_gather_object(launcher_id(), world) if launcher is not None})
     point = ResumePoint()
     recorded: dict[str, Any] = {}
+    # Rank 0 looks for all: another node may see an older state of a network file system.
     with raise_on_all_ranks(world):
         if world.is_main_process:
             # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
             # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
             point = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
-            recorded = recorded_settings(point.folder) if point.folder else {}
+            recorded = read_settings(point.folder) if point.folder else {}
     folder, checkpoint, finished, recorded = broadcast_object(
         (point.folder, point.checkpoint, point.finished, recorded), world
     )
     if finished:
         raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
     state: dict[str, Any] = {}
+    # Every rank reads the checkpoint, so that one that some node does not see is reported now.
     with raise_on_all_ranks(world):
         if checkpoint is not None:
             state = read_run_state(checkpoint)
+            # Not from settings.json, which a later start in the same folder may have written.
             recorded = state["settings"] | {"threads": state.get("threads")}
-        elif folder is not None:
+        elif folder is not None:  # the run was stopped before its first checkpoint
             known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
             check_recorded_settings(folder / SETTINGS.name, known)
     changes = changes_since(state, settings, world, arithmetic=gather_arithmetic(world))
@@ -179,10 +179,10 @@ def changes_since(
 ) -> tuple[str, ...]:
     """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
     recorded = state.get("settings", {})
-    # Trainer's engines add gradients in an order that depends on the number of ranks.
     engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
     offload = {"cuda": settings.cpu_offload}.get(world.device.type)
     before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
+    # (name, value before, value now). A value before of None was not recorded, or does not matter.
     pairs = [
         *(changes_of_arithmetic(before, arithmetic) if before else []),
         *([] if before else [("device", state.get("device"), device_name(world.device))]),
@@ -192,6 +192,7 @@ def changes_since(
         ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
         ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),
+        # Trainer's engines add gradients in an order that depends on the number of ranks.
         ("ranks", state.get("world_size") if any(engines) else None, world.size),
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
@@ -221,27 +222,21 @@ def check_compatible(
     """
     if resume.checkpoint is None:
         return
+    state = resume.state
     # A checkpoint that is older than a setting was trained with the setting's present default.
-    before = Settings().as_dict() | resume.state["settings"]
+    recorded = Settings().as_dict() | state["settings"]
     names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
     pairs = [
-        *((name, before.get(name), getattr(settings, name)) for name in names),
-        ("total steps", resume.state["total_steps"], total_steps),
-        ("split fingerprint", resume.state["fingerprint"][:16], fingerprint[:16]),
-        ("path", resume.state["path"], path_name),
+        *((name, recorded.get(name), getattr(settings, name)) for name in names),
+        ("total steps", state["total_steps"], total_steps),
+        ("split fingerprint", state["fingerprint"][:16], fingerprint[:16]),
+        ("path", state["path"], path_name),
     ]
-    has_content = resume.state.get("model_config") is not None  # checkpoints of older versions do not
-    commits = (resume.state.get("model_commit"), model.commit)
-    if not has_content or not _are_folders((before["model"], settings.model), commits):
-        pairs += [("model", _model_name(before["model"]), _model_name(settings.model))]
     differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
-    # Checkpoints of older versions do not record the commit, so there is nothing to compare.
-    commit = resume.state.get("model_commit", model.commit)
-    if commit != model.commit:
-        differences.append(f"the model's commit was {commit} and is {model.commit} (add --revision {commit})")
+    differences += _differences_in_name(state, recorded["model"], settings.model, commit=model.commit)
     # The settings, classes and rows that are compared above also affect config and tokens.
-    if has_content and not differences:
-        differences = _differences_in_content(resume.state, settings.model, model)
+    if not differences and state.get("model_config") is not None:
+        differences = _differences_in_content(state, settings.model, model)
     if differences:
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
     for log in LOGS:
@@ -250,9 +245,21 @@ def check_compatible(
         raise UserError(f"cannot resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
 
 
-def _are_folders(names: Sequence[str], commits: Sequence[str | None]) -> bool:
-    """Tell whether both models are local folders, of which only the content counts. The first may have been moved."""
-    return TINY not in names and set(commits) == {None}
+def _differences_in_name(state: Mapping[str, Any], before: str, now: str, *, commit: str | None) -> list[str]:
+    """Compare names and commits of two models. Of two local folders, only the content counts if it was recorded."""
+    differences = []
+    recorded_commit = state.get("model_commit")
+    are_folders = TINY not in (before, now) and recorded_commit is None and commit is None  # no commit: not on the Hub
+    # Older versions did not record the content. The folder may have been moved since.
+    if not are_folders or state.get("model_config") is None:
+        names = [str(Path(model).resolve()) if Path(model).is_dir() else model for model in (before, now)]
+        if names[0] != names[1]:
+            differences.append(f"model was {names[0]} and is {names[1]}")
+    if "model_commit" in state and recorded_commit != commit:
+        differences.append(
+            f"the model's commit was {recorded_commit} and is {commit} (add --revision {recorded_commit})"
+        )
+    return differences
 
 
 def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
@@ -266,7 +273,3 @@ def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIde
             f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"
         )
     return differences
-
-
-def _model_name(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).is_dir() else model

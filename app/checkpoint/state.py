@@ -1,8 +1,15 @@
 """Save and load the training state in files that cannot contain code: safetensors and JSON.
 
 A checkpoint holds everything that the next step depends on: weights, optimizer, schedule and loss scale. Each rank
-writes the part that only it holds into a file of its own, so sharded state is never gathered. A run can resume under
-another strategy and world size, where each rank reads the rows that it needs from these files.
+writes the part that only it holds into a shard file of its own, so sharded state is never gathered. A run can resume
+under another strategy and world size, where each rank reads the rows that it needs from these files.
+
+The tensors in a shard file are named after the parameter or buffer that they belong to:
+
+    model.<name>                            the weight or buffer
+    exp_avg.<name>, exp_avg_sq.<name>       AdamW's moments of a parameter that has had a gradient
+    step.<name>                             the number of its updates
+    power_sgd.<rank>.<name>                 that rank's state of `--ddp_comm_hook power_sgd`
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +31,13 @@ from ..common.files import flush
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..runs.schema import MODEL, SCHEDULE, SHARDS
-from ..strategies.base import Strategy, Tensors
+from ..strategies.base import Strategy
 from ..strategies.optimization import Optimization
 from ..strategies.shards import local_part, rows_of
 from ..strategies.vector_tails import MOMENTS
 from .manager import COMPLETION_MARKER, MANIFEST
 
-POWER_SGD = "power_sgd.{rank}."  # followed by the name of a tensor of the rank's `PowerSGD.state_dict()`
+POWER_SGD = "power_sgd.{rank}."
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
 
@@ -45,7 +52,13 @@ class TrainingState:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of the state into a folder that all ranks share. Collective."""
-        write_shards(folder / SHARDS.format(rank=self.world.rank, size=self.world.size), self._tensors())
+        tensors = self._tensors()
+        # The row at which this rank's part of each sharded tensor begins.
+        first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
+        parts = {name: _for_file(local_part(tensor)) for name, tensor in tensors.items()}
+        file = folder / SHARDS.format(rank=self.world.rank, size=self.world.size)
+        save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
+        flush(file)
         if self.world.is_main_process:
             # lr_lambdas are functions, which follow from the settings.
             state = self.optimization.scheduler.state_dict()
@@ -60,15 +73,13 @@ class TrainingState:
         Raises:
             AgreedError: the checkpoint has been removed, or it is not one of this model.
         """
-        with ShardReader(folder) as shards:
-            with raise_on_all_ranks(self.world):
-                content = shards.open(self.model)
+        with open_checkpoint(folder, self.model, self.world) as shards:
             self._restore(shards)
         optimizer, scheduler = self.optimization.optimizer, self.optimization.scheduler
         optimizer.zero_grad()
         lambdas = scheduler.state_dict().get("lr_lambdas")
-        scheduler.load_state_dict(content["schedule"] | {"lr_lambdas": lambdas})
-        self.optimization.loss_scale.load_state_dict(content["loss_scale"])
+        scheduler.load_state_dict(shards.schedule["schedule"] | {"lr_lambdas": lambdas})
+        self.optimization.loss_scale.load_state_dict(shards.schedule["loss_scale"])
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = learning_rate
 
@@ -88,39 +99,49 @@ class TrainingState:
         return tensors
 
     def _restore(self, shards: ShardReader) -> None:
+        """Copy the tensors of a checkpoint into the model, the optimizer and PowerSGD."""
         _copy_weights(shards, self.model)
         optimizer = self.strategy.local_optimizer(self.optimization.optimizer)
         optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}  # by this rank
         optimizer.state.clear()
         for name, parameter in self.model.named_parameters():
             if parameter in optimized and f"step.{name}" in shards:  # a parameter that has had a gradient
-                optimizer.state[parameter] = self._read_moments(name, parameter, shards)
+                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+                for key, moment in moments.items():
+                    shards.copy_into(moment, f"{key}.{name}")
+                steps = shards.read_replicated(f"step.{name}").to(local_part(parameter).device)
+                optimizer.state[parameter] = {"step": steps} | moments
         if self.strategy.power_sgd is not None:
-            self.strategy.power_sgd.load_state_dict(shards.read_prefix(POWER_SGD.format(rank=self.world.rank)))
-
-    def _read_moments(self, name: str, parameter: torch.Tensor, shards: ShardReader) -> dict[str, Any]:
-        moments: dict[str, Any] = {key: torch.zeros_like(parameter) for key in MOMENTS}
-        for key, moment in moments.items():
-            local_part(moment).copy_(shards.read(f"{key}.{name}", moment))
-        steps = shards.read_replicated(f"step.{name}").to(local_part(parameter).device)
-        return {"step": steps} | moments
+            prefix = POWER_SGD.format(rank=self.world.rank)
+            names = [name for name in shards.parts if name.startswith(prefix)]
+            state = {name.removeprefix(prefix): shards.read_replicated(name) for name in names}
+            self.strategy.power_sgd.load_state_dict(state)
 
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, folder: Path, world: World) -> None:
     """Restore only the weights of a checkpoint, with the same errors as `TrainingState.load`. Collective."""
-    with ShardReader(folder) as shards:
-        with raise_on_all_ranks(world):
-            shards.open(model)
+    with open_checkpoint(folder, model, world) as shards:
         _copy_weights(shards, model)
 
 
-def write_shards(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's shards, with the row at which each begins."""
-    first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
-    parts = {name: _for_file(local_part(tensor)) for name, tensor in tensors.items()}
-    save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
-    flush(file)
+@contextmanager
+def open_checkpoint(folder: Path, model: torch.nn.Module, world: World) -> Iterator[ShardReader]:
+    """Open all files of a checkpoint, and check that they hold the model's tensors. Collective.
+
+    The folder may be another run's, which removes old checkpoints. Once the files are open, that does no harm.
+
+    Raises:
+        AgreedError: a file is missing or damaged, or the checkpoint is not one of this model.
+    """
+    with ExitStack() as open_files:
+        with raise_on_all_ranks(world):
+            shards = ShardReader()
+            shards.open(folder, open_files)
+            if differences := shards.differences(model):
+                more = f" (and {len(differences) - 1} more differences)" if differences[1:] else ""
+                raise UserError(f"{folder}: is not a checkpoint of this model: {differences[0]}{more}")
+        yield shards
 
 
 def unreadable(checkpoint: Path, problem: Exception) -> UserError:
@@ -131,44 +152,28 @@ def unreadable(checkpoint: Path, problem: Exception) -> UserError:
 
 
 class ShardReader:
-    """Read tensors whose rows are distributed over the files of several ranks. A context manager; call `open` first."""
+    """The tensors of a checkpoint, whose rows are distributed over the files of several ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.open_files = folder, ExitStack()
+    def __init__(self) -> None:
         self.parts: dict[str, list[tuple[int, Any]]] = {}  # of each tensor: the first row in a file, and the file
+        self.schedule: dict[str, Any] = {}  # the content of schedule.json
 
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def open(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Open the files of a checkpoint, check that they hold the model's tensors, and return schedule.json's content.
-
-        The folder may be another run's, which removes old checkpoints. After this, that does no harm.
-
-        Raises:
-            UserError: a file is missing or damaged, or the checkpoint is not one of this model.
-        """
+    def open(self, folder: Path, open_files: ExitStack) -> None:
+        """Open the files that the manifest lists; others do not belong to the checkpoint."""
         try:
-            names = json.loads((self.folder / MANIFEST).read_bytes())  # other files do not belong to the checkpoint
+            names = json.loads((folder / MANIFEST).read_bytes())
             for name in sorted(fnmatch.filter(names, SHARDS.format(rank="*", size="*"))):
-                self._open_file(self.folder / name)
-            content: dict[str, Any] = json.loads((self.folder / SCHEDULE).read_bytes())
+                file = open_files.enter_context(safe_open(folder / name, framework="pt"))
+                first_rows = json.loads(file.metadata()[FIRST_ROWS])
+                for tensor in file.keys():  # noqa: SIM118  # a file is not a dictionary
+                    self.parts.setdefault(tensor, []).append((first_rows.get(tensor, 0), file))
+            self.schedule = json.loads((folder / SCHEDULE).read_bytes())
         except (OSError, ValueError, SafetensorError) as problem:
-            raise unreadable(self.folder, problem) from None
+            raise unreadable(folder, problem) from None
         for parts in self.parts.values():
             parts.sort(key=lambda part: part[0])
-        if differences := self._differences(model):
-            more = f" (and {len(differences) - 1} more differences)" if differences[1:] else ""
-            raise UserError(f"{self.folder}: is not a checkpoint of this model: {differences[0]}{more}")
-        return content
 
-    def _open_file(self, path: Path) -> None:
-        file = self.open_files.enter_context(safe_open(path, framework="pt"))
-        first_rows = json.loads(file.metadata()[FIRST_ROWS])
-        for name in file.keys():  # noqa: SIM118  # a file is not a dictionary
-            self.parts.setdefault(name, []).append((first_rows.get(name, 0), file))
-
-    def _differences(self, model: torch.nn.Module) -> list[str]:
+    def differences(self, model: torch.nn.Module) -> list[str]:
         """List the tensors that are missing, do not belong to the model, or have another shape."""
         # DeepSpeed's stage 3 leaves parameters empty; `ds_shape` is their shape.
         shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in _weights(model)}
@@ -190,11 +195,12 @@ class ShardReader:
         shapes = [file.get_slice(name).get_shape() for _, file in self.parts[name]]
         return tuple(shapes[0]) if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def __exit__(self, *_: object) -> None:
-        self.open_files.close()
-
     def __contains__(self, name: str) -> bool:
         return name in self.parts
+
+    def copy_into(self, tensor: torch.Tensor, name: str) -> None:
+        """Copy a tensor of the checkpoint, or this rank's shard of it."""
+        local_part(tensor).copy_(self.read(name, tensor))
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor that is sharded as `like` is, on the CPU."""
@@ -215,11 +221,6 @@ class ShardReader:
         _, file = self.parts[name][0]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
-
-    def read_prefix(self, prefix: str) -> Tensors:
-        """Return the tensors whose names begin with a prefix, which are not sharded, by the rest of their names."""
-        names = [name for name in self.parts if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.read_replicated(name) for name in names}
 
 
 def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -246,7 +247,7 @@ def load_complete_weights(folder: Path, model: torch.nn.Module) -> None:
 
 def _copy_weights(shards: ShardReader, model: torch.nn.Module) -> None:
     for name, tensor in _weights(model):
-        local_part(tensor).copy_(shards.read(f"model.{name}", tensor))
+        shards.copy_into(tensor, f"model.{name}")
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
