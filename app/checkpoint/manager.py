@@ -126,11 +126,8 @@ class CheckpointManager:
         known = None
         with suppress(OSError):  # it must not replace the failure that is reported
             known = self.latest_valid if self.latest_valid is not None and self.latest_valid.is_dir() else None
-            for checkpoint in latest_first(self.folder):
-                if known is not None and step_of(checkpoint) <= step_of(known):
-                    break
-                if problem_of(checkpoint) is None:
-                    return checkpoint
+            later = (p for p in latest_first(self.folder) if known is None or step_of(p) > step_of(known))
+            return next((checkpoint for checkpoint in later if problem_of(checkpoint) is None), known)
         return known
 
     def save(self, name: str, write: Callable[[Path], None], required: Collection[str]) -> bool:

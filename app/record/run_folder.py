@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.manager import latest_first, remove, step_of
 from ..checkpoint.resume import Resume
-from ..common.errors import UserError
+from ..common.errors import AgreedError, UserError
 from ..common.files import commit, write_json, write_text
 from ..common.machine import device_name, git_commit, kernels, peak_flops
 from ..data.csv_table import ReviewTable
@@ -49,7 +49,6 @@ class RunInfo:
     model: ModelIdentity
     deepspeed_config: dict[str, Any] | None = None  # completed from the settings; None without DeepSpeed
     devices: Sequence[str] = ()  # the name of each rank's device
-    launchers: Collection[str] = ()  # the torchrun processes of this job
     peak_flops: float | None = None  # of all ranks' devices together, in FLOP/s; None if it is unknown
     arithmetic: Arithmetic = field(default_factory=dict)  # as returned by `gather_arithmetic`
 
@@ -78,7 +77,6 @@ def open_run(info: RunInfo, resume: Resume, *, measured_peak_flops: float | None
     info = replace(
         info,
         devices=devices,
-        launchers=resume.launchers,
         peak_flops=None if None in peaks else sum(peaks),
         arithmetic=gather_arithmetic(world),
     )
@@ -95,18 +93,17 @@ def _reject_unshared_folder(folder: Path, is_new: bool, world: World) -> None:
             except OSError as problem:
                 raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
     ranks_that_see_it = all_gather_object(probe.exists(), world)
-    with raise_on_all_ranks(world):
-        if world.is_main_process:
-            with suppress(OSError):
-                probe.unlink()
-        if not all(ranks_that_see_it):
-            if world.is_main_process and is_new:
-                remove_claimed(folder)
-            ranks = ", ".join(str(rank) for rank, sees_it in enumerate(ranks_that_see_it) if not sees_it)
-            raise UserError(
-                f"--output_dir {folder}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes "
-                "share, or turn checkpoints off with --save_strategy no, and do not use --profile"
-            )
+    if world.is_main_process:
+        with suppress(OSError):
+            probe.unlink()
+    if not all(ranks_that_see_it):
+        if world.is_main_process and is_new:
+            remove_claimed(folder)
+        ranks = ", ".join(str(rank) for rank, sees_it in enumerate(ranks_that_see_it) if not sees_it)
+        raise AgreedError(
+            f"--output_dir {folder}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes "
+            "share, or turn checkpoints off with --save_strategy no, and do not use --profile"
+        )
 
 
 class RunFolder:
@@ -181,12 +178,12 @@ class RunFolder:
                 (path / name).unlink(missing_ok=True)
             # A restarted job recognizes its folder by settings.json and resumes from the latest checkpoint in it. So
             # write settings.json after later checkpoints are removed, and before anything else in a new folder.
-            write_json(path / SETTINGS.name, settings_content(self.info) | {"wrapper": self.wrapper})
+            write_json(path / SETTINGS.name, settings_content(self.info, resume.launchers) | {"wrapper": self.wrapper})
             write_json(path / SPLIT.name, split_content(self.info))
             if self.info.settings.output_dir is None and resume.folder is None:
                 point_latest(path)  # only now: `auto` looks there for settings.json
             shutil.rmtree(path / PROFILE_STAGING, ignore_errors=True)  # of a process that was killed
-            copy_best(resume.best, path, path / CHECKPOINTS)
+            copy_best(resume.best, path)
             for name, lines in logs.items():
                 if lines:
                     write_text(path / name, "".join(lines))
@@ -196,17 +193,16 @@ class RunFolder:
             raise UserError(f"{problem.filename or path}: cannot be written: {problem.strerror or problem}") from None
 
 
-def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
-    """Copy the best weights next to the checkpoint from which a new run resumes. Call it on rank 0.
+def copy_best(source: Path | None, run: Path) -> None:
+    """Copy the best weights of another run, if there are any, to the new run that resumes from it. Call it on rank 0.
 
     Args:
-        source: their folder, which may be this run's own; None without one.
-        run: the folder of the new run.
-        checkpoints: the folder of its checkpoints.
+        source: their folder, which may be in this run already.
 
     Raises:
         UserError: another job has removed the folder.
     """
+    checkpoints = run / CHECKPOINTS
     if source is None or source.resolve() == (checkpoints / source.name).resolve():
         return
     staging = run / ".best.tmp"
@@ -221,7 +217,7 @@ def copy_best(source: Path | None, run: Path, checkpoints: Path) -> None:
     commit(staging, checkpoints / source.name)
 
 
-def settings_content(info: RunInfo) -> dict[str, Any]:
+def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any]:
     """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
     packages = PACKAGES if info.deepspeed_config is None else (*PACKAGES, "deepspeed")
     return info.settings.as_dict() | {
@@ -230,7 +226,7 @@ def settings_content(info: RunInfo) -> dict[str, Any]:
         "csv": str(info.table.path),
         "world_size": info.world.size,
         "devices": list(info.devices),
-        "launchers": list(info.launchers),
+        "launchers": list(launchers),
         "threads": torch.get_num_threads(),
         "kernels": kernels(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},

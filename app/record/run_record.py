@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ class RunRecord:
     """The files of one run. Most methods are collective: every rank calls them in the same order."""
 
     def __init__(self, run_folder: RunFolder, rows_of_step: RowsOfStep) -> None:
-        """`run_folder`: as returned by `open_run`."""
         self.run_folder, self.folder = run_folder, run_folder.path
         self.info, self.resume = run_folder.info, run_folder.resume
         self.settings, self.world = self.info.settings, self.info.world
@@ -135,8 +133,13 @@ class RunRecord:
             log.flush()  # a run is finished only if its logs are complete
         totals, used = self.steps.totals, mfu(model, self.steps.totals, self.info.peak_flops)
         metrics = metrics_content(scores, totals, peak_memory, mfu=used)
-        stage = partial(stage_model, self.folder, model, state, tokenizer=tokenizer)
-        self.results_hash = write_results(self.folder, self.info, metrics=metrics, logits=logits, stage=stage)
+        self.results_hash = write_results(
+            self.folder,
+            self.info,
+            metrics=metrics,
+            logits=logits,
+            stage=lambda: stage_model(self.folder, model, state, tokenizer=tokenizer),
+        )
         self.run_folder.unlock()
 
     @contextmanager
@@ -160,12 +163,9 @@ class RunRecord:
         learning_rate: float,
         batches: Sequence[Mapping[str, torch.Tensor]],
     ) -> bool:
-        """Record an optimizer step; log, save a checkpoint and stop if that is due. Collective.
+        """Record an optimizer step, as in `Step`; log, save a checkpoint and stop if that is due. Collective.
 
         Args:
-            step: the optimizer step, counted from 1.
-            losses: the mean loss of each of this rank's micro-batches, shape (micro-batches,).
-            grad_norm: the global gradient norm before clipping, scalar.
             batches: this rank's micro-batches of the step, on the CPU.
 
         Returns:

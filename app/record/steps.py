@@ -31,7 +31,7 @@ START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/pro
 class Step:
     """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced."""
 
-    step: int
+    step: int  # counted from 1
     epoch: float
     losses: torch.Tensor  # the mean loss of each of this rank's micro-batches, shape (micro-batches,)
     grad_norm: torch.Tensor  # of the averaged gradients before clipping, scalar, equal on every rank
@@ -130,12 +130,29 @@ class StepLog:
         pending, self.pending = self.pending, []
         if failed is None:
             return lines, None
-        step = pending[failed]
-        self.last_step = step.step - 1
-        rows, skipped = self.rows_of_step(step.step), self.totals.skipped_in_a_row
-        return lines[:failed], nonfinite_error(
-            step, rows, skipped_in_a_row=skipped, world=self.world, comm_hook=self.comm_hook
-        )
+        self.last_step = pending[failed].step - 1
+        return lines[:failed], self.nonfinite_error(pending[failed])
+
+    def nonfinite_error(self, step: Step) -> RunError:
+        """Return the error for a step whose gradient norm is not finite; `totals` hold the steps before it. Collective.
+
+        It names the ranks whose loss is not finite, and their rows.
+        """
+        rows = ", ".join(map(str, self.rows_of_step(step.step)))
+        reports = all_gather_object((bool(torch.isfinite(step.losses).all()), rows), self.world)
+        ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
+        cause = f"the gradient norm is {float(step.grad_norm)}"
+        if ranks:
+            cause = f"the loss is not finite on {' and '.join(ranks)}"
+        elif self.totals.skipped_in_a_row:
+            return RunError(
+                f"step {step.step}: the gradients overflowed in fp16 in {self.totals.skipped_in_a_row + 1} steps in a "
+                "row, although each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or "
+                "fp32"
+            )
+        elif self.comm_hook == "fp16":
+            cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
+        return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
@@ -204,32 +221,6 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
         f"grad norm {norm}, learning rate {last['learning_rate']:.3g}, "
         f"{examples_per_second:.0f} reviews/s"
     )
-
-
-def nonfinite_error(
-    step: Step, rows: Sequence[int], *, skipped_in_a_row: int, world: World, comm_hook: str = "no"
-) -> RunError:
-    """Describe a step whose gradient norm is not finite. Collective.
-
-    Args:
-        rows: this rank's data rows of that step.
-        skipped_in_a_row: how many steps right before it were skipped because of an overflow in fp16.
-
-    Returns:
-        The error to raise; it names the ranks whose loss is not finite, and their rows.
-    """
-    reports = all_gather_object((bool(torch.isfinite(step.losses).all()), ", ".join(map(str, rows))), world)
-    ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
-    norm = float(step.grad_norm)
-    cause = f"the loss is not finite on {' and '.join(ranks)}" if ranks else f"the gradient norm is {norm}"
-    if comm_hook == "fp16" and not ranks:
-        cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
-    if skipped_in_a_row and not ranks:
-        return RunError(
-            f"step {step.step}: the gradients overflowed in fp16 in {skipped_in_a_row + 1} steps in a row, although "
-            "each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or fp32"
-        )
-    return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")
 
 
 class MetricsLog:

@@ -71,7 +71,7 @@ def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):
     commit_checkpoint(staging, source)
     run = tmp_path / "new"
     run.mkdir()
-    copy_best(source, run, run / CHECKPOINTS)
+    copy_best(source, run)
     assert problem_of(run / CHECKPOINTS / "best-3") is None
     assert problem_of(source) is None
     assert [path.name for path in run.iterdir()] == [CHECKPOINTS]
@@ -79,13 +79,13 @@ def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):
 
 def test_best_weights_that_another_job_has_removed_are_named(tmp_path):
     with pytest.raises(UserError, match="best-3: has been removed since this run was started"):
-        copy_best(tmp_path / "old" / CHECKPOINTS / "best-3", tmp_path, tmp_path / CHECKPOINTS)
+        copy_best(tmp_path / "old" / CHECKPOINTS / "best-3", tmp_path)
 
 
 def test_best_weights_are_not_copied_onto_themselves(tmp_path):
     folder = tmp_path / CHECKPOINTS / "best-3"
     folder.mkdir(parents=True)
     (folder / "weights").write_text("1")
-    copy_best(folder, tmp_path, tmp_path / CHECKPOINTS)
-    copy_best(None, tmp_path, tmp_path / CHECKPOINTS)
+    copy_best(folder, tmp_path)
+    copy_best(None, tmp_path)
     assert (folder / "weights").read_text() == "1"

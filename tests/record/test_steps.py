@@ -22,7 +22,7 @@ from app.common.errors import RunError
 from app.distributed.world import World
 from app.record import steps as steps_module
 from app.record.run_record import RunRecord
-from app.record.steps import MAX_SKIPPED, MetricsLog, Step, Totals, count_tokens, mean, nonfinite_error, reduce_steps
+from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, Totals, count_tokens, mean, reduce_steps
 from app.runs.schema import STEPS
 
 
@@ -173,21 +173,24 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
     assert steps_on_disk(record) == [1]
 
 
-def test_the_error_names_ranks_and_rows(monkeypatch):
-    reports = [(True, "1, 2"), (False, "7, 9")]
-    monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [reports[0], mine])
-    error = nonfinite_error(step(4, [0.5, float("nan")], float("nan")), [7, 9], skipped_in_a_row=3, world=fake_world())
-    assert str(error) == "step 4: the loss is not finite on rank 1, rows 7, 9; the optimizer skipped this step"
-    error = nonfinite_error(step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world())
-    assert str(error) == "step 4: the gradient norm is inf; the optimizer skipped this step"
-    error = nonfinite_error(
-        step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world(), comm_hook="fp16"
-    )
-    assert "(--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity" in str(error)
-    error = nonfinite_error(
-        step(4, [1.0, 0.5], float("inf")), [7, 9], skipped_in_a_row=0, world=fake_world(), comm_hook="bf16"
-    )
-    assert "hook" not in str(error)
+@pytest.mark.parametrize(
+    ("losses", "grad_norm", "hook", "skipped", "message"),
+    [
+        ([0.5, math.nan], math.nan, "no", 3, "the loss is not finite on rank 1, rows 7, 9"),
+        ([1.0, 0.5], math.inf, "no", 0, "the gradient norm is inf"),
+        (
+            *([1.0, 0.5], math.inf, "fp16", 0),
+            "the gradient norm is inf (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)",
+        ),
+        ([1.0, 0.5], math.inf, "bf16", 0, "the gradient norm is inf"),
+    ],
+)
+def test_the_error_names_ranks_and_rows(monkeypatch, losses, grad_norm, hook, skipped, message):
+    monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [(True, "1, 2"), mine])
+    totals = Totals(skipped_in_a_row=skipped)
+    log = StepLog("fp16", hook, fake_world(), rows_of_step=lambda number: [7, 9], totals=totals, step=3)
+    error = log.nonfinite_error(step(4, losses, grad_norm))
+    assert str(error) == f"step 4: {message}; the optimizer skipped this step"
 
 
 # ---- the log on a full disk ------------------------------------------------------------------------------------------
