@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .cli import OneLineParser, as_flags, settings_parser
+from .cli import OneLineParser, as_flags, parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
@@ -46,9 +46,6 @@ from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
 from .settings import Settings
-
-# The options of this program, which are not settings of a training run.
-OPTIONS = ("runs", "nproc_per_node", "seeds", "assert_equal", "no_baselines", "ablate")
 
 
 def main() -> int:
@@ -128,10 +125,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     Raises:
         UserError: an unknown flag, an invalid value, or a single run folder.
     """
-    parser = settings_parser(__doc__, add_arguments)
-    values = parser.values(sys.argv[1:])
-    options = argparse.Namespace(**{name: values.pop(name) for name in OPTIONS})
-    settings = Settings(**values)
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
     unused = as_flags(replace(settings, output_dir=None))

@@ -94,10 +94,14 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
     """
     check_environment()
     _, split, _ = read_and_split(settings, ranks)
-    check_batches(settings, len(split.train), ranks)
+    for name, variant in build_variants(ranks, settings.gradient_accumulation_steps).items():
+        try:
+            plan_batches(variant_settings(settings, variant, ranks), len(split.train), world_size=1)
+        except UserError as problem:
+            raise UserError(f"{name}: {problem}") from None
     folder = create_folder(settings.output_dir, RUNS / "ablations")
     ablation = ablate(settings, ranks, seeds)
-    markdown = as_markdown(ablation)
+    markdown = render_template("ablation.md.j2", ablation=ablation)
     write_json(folder / "ablation.json", ablation)
     write_text(folder / "ablation.md", markdown)
     print(f"\n{markdown}")
@@ -111,19 +115,15 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
     Args:
         settings: the settings of the baseline; `seed` is the first seed.
         ranks: number of simulated ranks, a power of two.
-        seeds: number of seeds.
 
     Returns:
         The content of ablation.json.
-
-    Raises:
-        UserError: a mistake in the file, the split, the batch or the model.
     """
     settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     variants = build_variants(ranks, settings.gradient_accumulation_steps)
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {name: [] for name in variants}
-    bar = partial(tqdm, unit=" trainings", disable=hides_progress(settings.disable_tqdm))
-    with join(settings) as world, bar(total=seeds * (len(variants) + 1)) as progress:
+    total, is_hidden = seeds * (len(variants) + 1), hides_progress(settings.disable_tqdm)
+    with join(settings) as world, tqdm(total=total, unit=" trainings", disable=is_hidden) as progress:
         quiet_libraries(world)
         for seed in range(settings.seed, settings.seed + seeds):
             seeded = replace(settings, seed=seed)
@@ -155,7 +155,6 @@ def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> di
 
     Args:
         pairs: for each seed, the baseline's outcome and the variant's.
-        variant: the change.
 
     Returns:
         An entry of `differences` in ablation.json. Its accuracies are computed as in typical scripts: the number of
@@ -180,11 +179,6 @@ def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> di
         "changed_rows": float(np.mean([(a.correct != b.correct).sum() for a, b in pairs])) if same_rows else None,
         "counted_rows": len(pairs[0][1].correct),
     }
-
-
-def as_markdown(ablation: dict[str, Any]) -> str:
-    """Render the content of ablation.json as a Markdown table."""
-    return render_template("ablation.md.j2", ablation=ablation)
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------
@@ -216,19 +210,6 @@ def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settin
         train_batch_size=resolve_train_batch_size(settings, ranks) * variant.batch_factor,
         per_device_train_batch_size=None,
     )
-
-
-def check_batches(settings: Settings, n_train: int, ranks: int) -> None:
-    """Check that every variant can be trained, before any of them is.
-
-    Raises:
-        UserError: names the variant that cannot be trained.
-    """
-    for name, variant in build_variants(ranks, settings.gradient_accumulation_steps).items():
-        try:
-            plan_batches(variant_settings(settings, variant, ranks), n_train, world_size=1)
-        except UserError as problem:
-            raise UserError(f"{name}: {problem}") from None
 
 
 def build_variant_data(settings: Settings, variant: Variant, world: World) -> ReviewData:

@@ -11,6 +11,7 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import asdict
 
@@ -18,7 +19,7 @@ import pandas as pd
 import psutil
 from matplotlib.figure import Figure
 
-from ..cli import OneLineParser, settings_parser
+from ..cli import OneLineParser, parse_flags
 from ..common.charts import draw_bars
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
@@ -31,7 +32,7 @@ from ..jobs import run_job
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from ..settings import STRATEGIES, Settings
+from ..settings import STRATEGIES
 from .step import Plan, build_plan
 from .tables import describe_plan
 
@@ -47,19 +48,17 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def main() -> int:
-    parser = settings_parser(__doc__, add_arguments)
-    values = parser.values(sys.argv[1:])
-    names = ("ranks", "ranks_per_node", "device_memory", "measure")
-    ranks, ranks_per_node, device_memory, measure = (values.pop(name) for name in names)
-    budget = None if device_memory is None else parse_size("device_memory", device_memory)
-    settings = Settings(**values)
-    ranks = default_nproc_per_node(settings) if ranks is None else ranks
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    options = argparse.Namespace(**own_flags)
+    budget = None if options.device_memory is None else parse_size("device_memory", options.device_memory)
+    ranks = default_nproc_per_node(settings) if options.ranks is None else options.ranks
+    ranks_per_node = ranks if options.ranks_per_node is None else options.ranks_per_node
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be 1 or more")
-    if ranks_per_node is not None and (ranks_per_node < 1 or ranks % min(ranks_per_node, ranks)):
+    if ranks_per_node < 1 or ranks % min(ranks_per_node, ranks):
         raise UserError(f"--ranks_per_node {ranks_per_node}: must be 1 or more, and divide --ranks {ranks}")
-    plan = build_plan(settings, Topology(ranks, min(ranks_per_node or ranks, ranks)))
-    if measure:
+    plan = build_plan(settings, Topology(ranks, min(ranks_per_node, ranks)))
+    if options.measure:
         check_machine(plan)
     text = describe_plan(plan, budget)
     folder = create_folder(settings.output_dir, RUNS / "plans")
@@ -67,7 +66,7 @@ def main() -> int:
     draw_traffic(plan).savefig(folder / "traffic.png", dpi=150)
     write_text(folder / "plan.md", f"{text}\n![Memory](memory.png)\n![Traffic](traffic.png)\n")
     print(f"{text}\nwritten to {folder}/: plan.md, memory.png, traffic.png", flush=True)
-    for benchmark in BENCHMARKS if measure else ():
+    for benchmark in BENCHMARKS if options.measure else ():
         print(f"\n# Measured: {benchmark}\n", flush=True)
         status = run_job(benchmark, settings, ranks)
         if status != 0:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
+from app.common.formats import render_template
 from app.data.sampler import plan_batches
 from app.experiments.ablation import (
     Outcome,
     Variant,
-    as_markdown,
     build_variant_data,
     build_variants,
     measure_effect,
@@ -83,7 +83,9 @@ def test_a_nan_loss_is_left_blank_in_the_table():
         "baseline": {"accuracies": [0.5]},
         "differences": [{"name": "Adam"} | found],
     }
-    (row,) = (line for line in as_markdown(ablation).splitlines() if line.startswith("| Adam"))
+    (row,) = (
+        line for line in render_template("ablation.md.j2", ablation=ablation).splitlines() if line.startswith("| Adam")
+    )
     assert [cell.strip() for cell in row.split("|")[1:-1]] == ["Adam", "2", "–", "–", "0.00%", "−50.00", "1.0"]
 
 
