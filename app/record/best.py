@@ -58,25 +58,20 @@ class BestWeights:
         state = strategy.gather_model_state(model)
         if not self.run_folder.is_reset:  # the next step changes the weights before they are written
             state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+        self.run_folder.write_after_reset(lambda: self._save(state, before))
 
-        def save() -> None:
-            if not self._save(state):
-                self.best = before
-
-        self.run_folder.write_after_reset(save)
-
-    def _save(self, state: Tensors) -> bool:
-        """Write the weights, and remove those that they replace. Return whether they could be written."""
+    def _save(self, state: Tensors, before: Best) -> None:
+        """Write the weights, and remove those that they replace. If that fails, `before` stays the best. Collective."""
         is_main = self.checkpoints.world.is_main_process
 
         def fill(folder: Path) -> None:
             if is_main:
                 write_weights(folder, state)
 
-        saved = self.checkpoints.save(self.best.name, fill, (MODEL,))
-        if saved and is_main:
+        if not self.checkpoints.save(self.best.name, fill, (MODEL,)):
+            self.best = before
+        elif is_main:
             remove_unused_best(self.checkpoints.folder, self.best)
-        return saved
 
     def load(self, model: torch.nn.Module, last_step: int) -> None:
         """Load the best weights into the model, or the rank's shards, if requested and there are any. Collective.
