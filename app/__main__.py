@@ -61,11 +61,7 @@ def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def run_ranks(module: str, arguments: Sequence[str]) -> int:
-    """Run a program under torchrun's agent in this process, and return the status of the rank that ended first.
-
-    Raises:
-        UserError: an invalid flag.
-    """
+    """Run a program under torchrun's agent in this process, and return the status of the rank that ended first."""
     from .cli import OneLineParser, parse_settings
     from .distributed.processes import resolve_nproc_per_node
     from .settings import Settings

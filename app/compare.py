@@ -74,11 +74,7 @@ def main() -> int:
 
 
 def assert_equal(a: Run, b: Run) -> int:
-    """Print whether two runs are bitwise identical, without a report; return the exit status.
-
-    Raises:
-        UserError: the runs have different splits, or a file is damaged.
-    """
+    """Print whether two runs are bitwise identical, without a report; return the exit status."""
     check_same_rows(a, b)
     difference = first_difference(a, b)
     return _print_conclusion(conclude(difference, difference and explain(a, b, difference)), True)
@@ -120,11 +116,7 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    """Return the options of this program and the settings of the training runs.
-
-    Raises:
-        UserError: an unknown flag, an invalid value, or a single run folder.
-    """
+    """Return the options of this program and the settings of the training runs."""
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
     options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):
@@ -161,21 +153,17 @@ def parse() -> tuple[argparse.Namespace, Settings]:
 
 
 def train_pairs(settings: Settings, nproc_per_node: int, seeds: int) -> tuple[Path, list[tuple[Run, Run]]]:
-    """Train both paths with each of several seeds, one run after the other.
+    """Train both paths with each of several seeds, starting at `settings.seed`, one run after the other.
 
     Returns:
-        The folder that holds all runs, and a pair of runs for each seed, starting at `settings.seed`.
-
-    Raises:
-        UserError: a mistake in the data, the batch size or the model. It is found before any job starts.
-        RunError: a path failed.
+        The folder that holds all runs, and a pair of runs for each seed.
     """
     # Imported late: comparing two finished runs needs none of these.
     from .model.hub import resolve_commit
     from .model.load import load_config
     from .training.build import read_and_split
 
-    read_and_split(settings, nproc_per_node)
+    read_and_split(settings, nproc_per_node)  # reports a mistake before any job starts
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
     load_config(settings, settings.revision)
     folder = create_folder(settings.output_dir, RUNS / "comparisons")

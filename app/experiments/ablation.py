@@ -49,25 +49,15 @@ PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the nu
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained. The defaults are this project's; each variant of the ablation changes one of them.
-
-    Attributes:
-        split: the function that splits the rows.
-        inflation: factor on loss and gradients.
-        optimizer: AdamW with decay and schedule, or Adam with neither.
-        padding: of a batch, to its longest review or to `--max_length`.
-        batch_factor: factor on the number of ranks, each with as many rows as before.
-        counted_ranks: number of ranks among which `DistributedSampler` divides the test rows, repeating some of them.
-        dropout_seed: added to the seed of the dropout masks.
-    """
+    """How a model is trained. The defaults are this project's; each variant of the ablation changes one of them."""
 
     split: Literal["scikit-learn, stratified", "datasets, not stratified"] = "scikit-learn, stratified"
-    inflation: int = 1
-    optimizer: Literal["AdamW", "Adam"] = "AdamW"
+    inflation: int = 1  # factor on loss and gradients
+    optimizer: Literal["AdamW", "Adam"] = "AdamW"  # with decay and schedule, or with neither
     padding: Literal["longest", "max_length"] = "longest"
-    batch_factor: int = 1
-    counted_ranks: int = 1
-    dropout_seed: int = 0
+    batch_factor: int = 1  # factor on the number of ranks, each with as many rows as before
+    counted_ranks: int = 1  # ranks among which `DistributedSampler` divides the test rows, repeating some of them
+    dropout_seed: int = 0  # added to the seed of the dropout masks
 
 
 BASELINE = Variant()
@@ -75,23 +65,14 @@ BASELINE = Variant()
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one training.
+    """The result of one training."""
 
-    Attributes:
-        losses: the loss of each step, as the script would log it.
-        correct: bool (n_test,), whether each test row was classified correctly, in file order.
-    """
-
-    losses: list[float]
-    correct: NDArray[np.bool_]
+    losses: list[float]  # of each step, as the script would log it
+    correct: NDArray[np.bool_]  # (n_test,), whether each test row was classified correctly, in file order
 
 
 def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
-    """Train every variant, and print and write the table; return the exit status.
-
-    Raises:
-        UserError: a mistake in the data, the batch size, the model or the folder.
-    """
+    """Train every variant, and print and write the table; return the exit status."""
     check_environment()
     _, split, _ = read_and_split(settings, ranks)
     for name, variant in build_variants(ranks, settings.gradient_accumulation_steps).items():

@@ -73,26 +73,18 @@ def main() -> int:
 
 @dataclass
 class Subject:
-    """A training path with an architecture, on which jobs are run.
-
-    Attributes:
-        flags: of the training run, without the strategy and the folder.
-        seconds: the duration of an uninterrupted job.
-        hashes: of the results of an uninterrupted job.
-        identical: for each job with kills, whether it has these results.
-    """
+    """A training path with an architecture, on which jobs are run."""
 
     path_name: str
     model_name: str
-    flags: Sequence[str]
+    flags: Sequence[str]  # of the training run, without the strategy and the folder
     ranks: int
-    seconds: float = 0.0
-    hashes: dict[str, str] = field(default_factory=dict)
-    identical: list[bool] = field(default_factory=list)
+    seconds: float = 0.0  # the duration of an uninterrupted job
+    hashes: dict[str, str] = field(default_factory=dict)  # of the results of an uninterrupted job
+    identical: list[bool] = field(default_factory=list)  # for each job with kills, whether it has these results
 
     @property
     def name(self) -> str:
-        """The path and the architecture."""
         return f"{self.path_name} {self.model_name}"
 
     def job(self, folder: Path, strategy: str) -> TorchrunJob:
@@ -106,11 +98,7 @@ class Subject:
 
 
 def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, *, folder: Path) -> list[Subject]:
-    """Return every path with every architecture. The token cache and the models are written into `folder`.
-
-    Raises:
-        UserError: a mistake in the CSV.
-    """
+    """Return every path with every architecture. The token cache and the models are written into `folder`."""
     settings = Settings(csv=str(csv.resolve()) if csv else None)
     texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
     models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}
@@ -149,31 +137,17 @@ def write_untrained(name: str, texts: Any, folder: Path) -> str:
 
 @dataclass
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        log: the job's standard output and standard error.
-        problem: the reason why the result is not correct, or None.
-        kills: the moment and rank of each kill.
-        restart_seconds: for each kill, the seconds until the new rank 0 exists.
-        seconds: the duration of the job.
-    """
-
-    log: str = ""
-    problem: str | None = None
-    kills: list[str] = field(default_factory=list)
-    restart_seconds: list[float] = field(default_factory=list)
-    seconds: float = 0.0
+    log: str = ""  # standard output and standard error
+    problem: str | None = None  # the reason why the result is not correct
+    kills: list[str] = field(default_factory=list)  # the moment and rank of each kill
+    restart_seconds: list[float] = field(default_factory=list)  # for each kill, until the new rank 0 exists
+    seconds: float = 0.0  # the duration of the job
 
 
 def inject_faults(subjects: Sequence[Subject], kills: int, folder: Path, *, rng: random.Random) -> int:
-    """Run jobs of all subjects in turn until enough ranks have been killed; return the exit status.
-
-    Args:
-        kills: the total number of ranks to kill.
-        folder: for runs and logs.
-        rng: draws strategies, moments and ranks.
-    """
+    """Run jobs of all subjects in turn until enough ranks have been killed; return the exit status."""
     for subject in subjects:
         run_folder = folder / f"uninterrupted-{subject.path_name}-{subject.model_name}"
         outcome = run_job(subject, "ddp", run_folder, kills=0, rng=rng)

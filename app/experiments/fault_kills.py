@@ -71,12 +71,7 @@ class Moment(NamedTuple):
 
 
 def draw_moment(kind: str, rng: random.Random, seconds: float) -> Moment:
-    """Draw a moment.
-
-    Args:
-        kind: one of `MOMENTS`.
-        seconds: the duration of an uninterrupted job.
-    """
+    """Draw a moment of a kind in `MOMENTS`; `seconds` is the duration of an uninterrupted job."""
     match kind:
         case "at start up":
             return Moment(lambda files: True, rng.uniform(0, 0.6 * seconds))

@@ -71,18 +71,13 @@ TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train the same model.
-
-    Attributes:
-        training: names of `VARIED` and their values. The cells with the same values must have one hash.
-        resumed: the number of ranks and the strategy after the interruption; None without one.
-    """
+    """One way to train the same model."""
 
     path_name: str
     ranks: int
     strategy: str
-    resumed: tuple[int, str] | None = None
-    training: tuple[tuple[str, Any], ...] = ()
+    resumed: tuple[int, str] | None = None  # the number of ranks and the strategy after the interruption
+    training: tuple[tuple[str, Any], ...] = ()  # names of `VARIED` and their values: equal ones, equal hashes
 
     @property
     def values(self) -> list[str]:
@@ -97,7 +92,6 @@ class Cell:
 
     @property
     def folder_name(self) -> str:
-        """The name of the run's folder."""
         killed = ["killed"] if self.resumed else []
         return "-".join([self.path_name, str(self.ranks), self.strategy, *self.values, *killed])
 
@@ -127,7 +121,6 @@ def main() -> int:
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    """Add the flags of this program."""
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
     for name, choices, help_text in (
         ("paths", PATHS, "training paths"),
@@ -139,11 +132,7 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def parse() -> tuple[Any, Settings]:
-    """Return the options of this program and the settings that all cells share.
-
-    Raises:
-        UserError: an invalid flag, or more ranks than GPUs.
-    """
+    """Return the options of this program and the settings that all cells share."""
     parser = settings_parser(__doc__, add_arguments)
     parser.set_defaults(**DEFAULTS)
     values = parser.values(sys.argv[1:])
@@ -189,10 +178,7 @@ def build_cells(options: Any, rng: random.Random) -> list[Cell]:
 
 
 def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Random) -> None:
-    """Train one cell into its folder.
-
-    Args:
-        settings: with the values of this cell.
+    """Train one cell into its folder. The settings have the values of this cell.
 
     Raises:
         RunError: a job failed, took too long, or ended before it could be killed.

@@ -75,11 +75,7 @@ def main() -> int:
 
 
 def check_machine(plan: Plan) -> None:
-    """Check that this machine can train the plan's steps, before anything is written.
-
-    Raises:
-        UserError: it is one node only, there are fewer GPUs or cores than ranks, or too little main memory.
-    """
+    """Check that this machine can train the plan's steps, before anything is written."""
     if plan.topology.nodes > 1:
         raise UserError("--measure: trains on this machine, which is one node: leave out --ranks_per_node")
     ranks, cores = plan.batches.ranks, len(usable_cores())

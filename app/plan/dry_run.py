@@ -38,11 +38,7 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
 
 
 def check_sources(path_name: str, settings: Settings, sources: Sources, *, resume: Resume) -> None:
-    """Check the reviews' tokens, and that the checkpoint to resume from fits, as the run would.
-
-    Raises:
-        UserError: a check fails.
-    """
+    """Check the reviews' tokens, and that the checkpoint to resume from fits, as the run would."""
     rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
     check_rows(settings, sources.config, table=sources.table, rows=rows, lengths=lengths_of(rows))
     identity = ModelIdentity(

@@ -133,30 +133,17 @@ def gradient_order(
 
 @dataclass(frozen=True)
 class Activations:
-    """The memory of one micro-batch, in bytes, without parameters and their gradients.
+    """The memory of one micro-batch, in bytes, without parameters and their gradients."""
 
-    Attributes:
-        saved: kept by the forward pass for the backward pass.
-        peak: the most that exists at one time in the forward and backward passes.
-        weights: the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies.
-    """
-
-    saved: int
-    peak: int
-    weights: int = 0
+    saved: int  # kept by the forward pass for the backward pass
+    peak: int  # the most that exists at one time in the forward and backward passes
+    weights: int = 0  # the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies
 
 
 def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int, device: torch.device) -> Activations:
     """Count the activations of a micro-batch from the model's own forward and backward passes.
 
-    Tensors have shapes, dtypes and a device, but no data, so this takes a second for a model of any size. The device
-    decides which kernels attention uses.
-
-    Args:
-        rows: the rows of the micro-batch, each padded to `--max_length`.
-
-    Raises:
-        UserError: as for `empty_model` and `without_data`.
+    The rows are padded to `--max_length`. The device decides which kernels attention uses.
     """
     with without_data(device):
         model = empty_model(settings, config)
@@ -188,17 +175,12 @@ def _free_gradient(parameter: torch.Tensor) -> None:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Add up the memory of the tensors that operations create, as long as they exist.
-
-    Attributes:
-        peak: the most bytes that existed at one time.
-        ignored: `_cdata` of the storages that are counted elsewhere.
-        copies: `_cdata` of the storages that are ignored ones in another dtype.
-    """
+    """Add up the memory of the tensors that operations create, as long as they exist."""
 
     def __init__(self, ignored: Collection[int]) -> None:
         super().__init__()
-        self.peak = self.size = 0
+        self.peak = self.size = 0  # bytes: the most that existed at one time, and those that exist now
+        # `_cdata` of the storages that are counted elsewhere, of all that exist, and of copies in another dtype.
         self.ignored, self.known = frozenset(ignored), set(ignored)
         self.copies: set[int] = set()
 

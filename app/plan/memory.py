@@ -22,25 +22,15 @@ BUCKET_CAP = 25 * 2**20  # DDP's default, in bytes
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory that one rank needs in a training step besides activations, in bytes.
+    """The memory that one rank needs in a training step besides activations, in bytes."""
 
-    Attributes:
-        parameters: all of them, or the rank's shard.
-        gradients: all of them, or the rank's shard.
-        optimizer: AdamW's moments of the parameters that the rank updates.
-        gathered: complete parameters of which the rank holds a shard only.
-        exchange: complete gradients of a sharded block, gradients of other ranks, and compressed gradients.
-        accumulated: complete gradients of the logical rank in progress, beside those that are exchanged.
-        partial_sums: gradients of logical ranks that are done, complete or this rank's shard.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int = 0
-    exchange: int = 0
-    accumulated: int = 0
-    partial_sums: int = 0
+    parameters: int  # all of them, or the rank's shard
+    gradients: int  # all of them, or the rank's shard
+    optimizer: int  # AdamW's moments of the parameters that the rank updates
+    gathered: int = 0  # complete parameters of which the rank holds a shard only
+    exchange: int = 0  # complete gradients of a sharded block, gradients of other ranks, and compressed gradients
+    accumulated: int = 0  # complete gradients of the logical rank in progress, beside those that are exchanged
+    partial_sums: int = 0  # gradients of logical ranks that are done, complete or this rank's shard
 
     @property
     def state(self) -> int:
@@ -60,21 +50,14 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Further inputs of the formulas for memory and traffic, besides the model, the strategy and the ranks.
-
-    Attributes:
-        bucket_cap: DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller.
-        comm_hook: `--ddp_comm_hook`, for `ddp` and `zero1`.
-        find_unused_parameters: `--ddp_find_unused_parameters`.
-        on_gpus: whether NCCL connects the ranks, and not gloo.
-    """
+    """Further inputs of the formulas for memory and traffic, besides the model, the strategy and the ranks."""
 
     logical_ranks_per_rank: int = 1
     accumulation_steps: int = 1
-    bucket_cap: int | None = None
-    comm_hook: str = "no"
+    bucket_cap: int | None = None  # DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller
+    comm_hook: str = "no"  # for `ddp` and `zero1`
     find_unused_parameters: bool = False
-    on_gpus: bool = False
+    on_gpus: bool = False  # whether NCCL connects the ranks, and not gloo
 
     def sent_bytes(self, gradient: torch.Tensor) -> int:
         """Return the bytes of an element of a gradient that is exchanged."""

@@ -27,27 +27,20 @@ from .traffic import Collective, by_purpose, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """A training step before it is computed.
-
-    Attributes:
-        model: has shapes, but no data.
-        order: the parameters that get a gradient, in the order in which backward() computes them.
-        device: where the ranks train.
-        count: returns the activations of a number of rows of `--max_length` tokens, with the run's `precision` and
-            `activation_checkpointing` or with others.
-    """
+    """A training step before it is computed."""
 
     settings: Settings
-    model: PreTrainedModel
-    order: list[torch.nn.Parameter]
+    model: PreTrainedModel  # has shapes, but no data
+    order: list[torch.nn.Parameter]  # those that get a gradient, in the order in which backward() computes them
     batches: BatchPlan
-    device: torch.device
+    device: torch.device  # where the ranks train
     topology: Topology
+    # Returns the activations of a number of rows of `--max_length` tokens, with the run's `precision` and
+    # `activation_checkpointing` or with others.
     count: Callable[..., Activations]
 
     @property
     def activations(self) -> Activations:
-        """The activations of a micro-batch."""
         return self.count(self.batches.micro_size)
 
     @property
@@ -114,22 +107,17 @@ def device_of(use_cpu: bool) -> torch.device:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files that a run reads before it loads weights. The commit is None for a model that is not on the Hub."""
+    """The files that a run reads before it loads weights."""
 
     table: ReviewTable
     split: Split
     batches: BatchPlan
-    commit: str | None
+    commit: str | None  # None for a model that is not on the Hub
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
 
 
 def read_sources(settings: Settings, ranks: int) -> Sources:
-    """Read the data, the tokenizer and the model's config.
-
-    Raises:
-        UserError: the data, the batch size or the model is invalid.
-    """
     table, split, batches = read_and_split(settings, ranks)
     commit = resolve_commit(settings)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)

@@ -23,22 +23,16 @@ ALL, INSIDE, BETWEEN = "all ranks", "the ranks of a node", "equal local ranks"
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that every rank calls, with all other ranks or with some of them.
+    """A collective that every rank calls, with all other ranks or with some of them."""
 
-    Attributes:
-        purpose: `gradients`, `parameters`, `buffers` or `norm`.
-        what: the part of them, such as `bucket 1`.
-        operation: `all-reduce`, `all-gather`, `all-to-all` or `broadcast`.
-        size: bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result.
-        among: `ALL`; or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients.
-    """
-
-    purpose: str
-    what: str
-    operation: str
-    size: int
+    purpose: str  # `gradients`, `parameters`, `buffers` or `norm`
+    what: str  # the part of them, such as `bucket 1`
+    operation: str  # `all-reduce`, `all-gather`, `all-to-all` or `broadcast`
+    size: (
+        int  # in bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result
+    )
     times: int = 1
-    among: str = ALL
+    among: str = ALL  # or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients
 
     def sent(self, topology: Topology) -> float:
         """Return the bytes that a rank sends in a training step, averaged over the ranks.

@@ -29,37 +29,25 @@ NOT_OPERATORS = ("c10d", "autograd", "torch")  # namespaces of events that conta
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the profiler has recorded.
-
-    Attributes:
-        thread: an id of the thread on the host; it means nothing for a kernel.
-        is_annotation: whether it is a range of `record_function` and not an operator.
-        launched: the time at which the host launched it, for a kernel or a copy on a GPU; otherwise None.
-    """
+    """Something that the profiler has recorded."""
 
     name: str
     start: int
     end: int
-    thread: int = 0
-    is_annotation: bool = False
-    launched: int | None = None
+    thread: int = 0  # an id of the thread on the host; it means nothing for a kernel
+    is_annotation: bool = False  # whether it is a range of `record_function` and not an operator
+    launched: int | None = None  # for a kernel or a copy on a GPU, the time at which the host launched it
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The time of one training step on one rank, in milliseconds.
+    """The time of one training step on one rank, in milliseconds."""
 
-    Attributes:
-        parts: the time of each of `CATEGORIES`.
-        communication: how long at least one collective of the step was in flight.
-    """
-
-    parts: dict[str, float]
-    communication: float
+    parts: dict[str, float]  # the time of each of `CATEGORIES`
+    communication: float  # how long at least one collective of the step was in flight
 
     @property
     def total(self) -> float:
-        """The duration of the step."""
         return sum(self.parts.values())
 
     @property
@@ -135,10 +123,9 @@ def divide_steps(events: Sequence[Event]) -> list[StepTimes]:
 
 
 def host_parts(annotations: Sequence[Event], timeline: Timeline) -> dict[str, Mask]:
-    """Return when the host is in each part of a step. The parts are disjoint and cover the step.
+    """Return when the host is in each part of a step, from the annotations of the main thread.
 
-    Args:
-        annotations: the ranges of the main thread.
+    The parts are disjoint and cover the step.
     """
     forward, backward = [], []
     for batch in annotations:

@@ -142,11 +142,7 @@ def warn_without_kernels(events: Sequence[Event], world: World) -> None:
 
 
 def write_trace(finished: profile, path: Path) -> None:
-    """Write the trace for Perfetto, compressed.
-
-    Raises:
-        OSError: it cannot be written completely.
-    """
+    """Write the trace for Perfetto, compressed. Raise `OSError` if it cannot be written completely."""
     plain = path.with_suffix("")
     finished.export_chrome_trace(str(plain))
     with plain.open("rb") as file:

@@ -92,9 +92,6 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
         The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
         seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's paired t test and interval) and
         `verdict`.
-
-    Raises:
-        UserError: as for `compare_runs`.
     """
     first = compare_runs(*pairs[0], baselines)
     entries = [_compare_seed(a, b, first if i == 0 else _difference(a, b)) for i, (a, b) in enumerate(pairs)]

@@ -36,11 +36,9 @@ COSTS = [
 
 
 def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
-    """Write the three files and return Markdown for the terminal, which lists fewer reviews than comparison.md.
+    """Write the result of `compare_runs` or `compare_seeds` in three formats into an existing folder.
 
-    Args:
-        comparison: from `compare_runs` or `compare_seeds`.
-        folder: where to write; it must exist.
+    Return Markdown for the terminal, which lists fewer reviews than comparison.md.
     """
     markdown, page = as_markdown(comparison), as_html(comparison)
     write_json(folder / "comparison.json", comparison)

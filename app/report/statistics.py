@@ -123,9 +123,7 @@ def _tango_upper_limit(a_only: int, b_only: int, n: int) -> float:
 def paired_rows(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> PairedRows:
     """Compare two runs row by row: Wilson's interval of each, Tango's of the difference, McNemar's exact p-value.
 
-    Args:
-        a: bool (n,), whether A classifies each row correctly.
-        b: the same for B, with the rows in the same order.
+    `a` and `b` (n,) tell whether A and B classify each row correctly, with the rows in the same order.
     """
     n, a_only, b_only = len(a), int((a & ~b).sum()), int((b & ~a).sum())
     accuracy_a, accuracy_b = (wilson_interval(int(x.sum()), n) for x in (a, b))
@@ -139,9 +137,7 @@ def paired_seeds(a: ArrayLike, b: ArrayLike) -> PairedSeeds:
     With one seed, standard deviations, interval and p-value are None. If the difference is the same for all seeds, its
     variance cannot be estimated: there is no interval, and a p-value (1) only if the difference is zero.
 
-    Args:
-        a: float (seeds,), a metric of A with each seed.
-        b: the same for B; a[i] and b[i] have the same seed.
+    `a` and `b` (seeds,) are a metric of A and of B, with the seeds in the same order.
     """
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     n, difference, interval, p_value = len(a), a - b, None, None
@@ -191,12 +187,8 @@ def calibration_bins(
 ) -> list[CalibrationBin]:
     """Return the bins of a reliability diagram, ((m - 1) / bins, m / bins] of the highest probability.
 
-    Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2.
-
-    Args:
-        probabilities: float (n, classes).
-        labels: int (n,), columns of `probabilities`.
-        bins: number of bins, all of the same width.
+    Guo et al. (2017), "On Calibration of Modern Neural Networks", section 2. `labels` (n,) are columns of
+    `probabilities` (n, classes).
 
     Raises:
         ValueError: a probability is negative, or a row does not sum to 1.
@@ -225,12 +217,8 @@ def expected_calibration_error(table: list[CalibrationBin]) -> float:
 def accuracy_by_length(lengths: NDArray[np.integer], correct: NDArray[np.bool_], groups: int = 4) -> list[LengthGroup]:
     """Return the accuracy of short to long rows, with its Wilson interval, in groups of about equal size.
 
-    Rows of the same length are in the same group, so there may be fewer groups.
-
-    Args:
-        lengths: numbers (n,).
-        correct: bool (n,).
-        groups: number of groups, whose edges are quantiles of `lengths`.
+    The edges of the groups are quantiles of `lengths`. Rows of the same length are in the same group, so there may be
+    fewer groups.
     """
     cuts = np.unique(np.quantile(lengths, np.arange(1, groups) / groups))
     group_of_row = np.searchsorted(cuts, lengths, side="left")

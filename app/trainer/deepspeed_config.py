@@ -95,12 +95,7 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
 
 
 def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
-    """List the differences by which a resumed run rounds differently than before the checkpoint.
-
-    Args:
-        state: the content of run_state.json.
-        config: as returned by `complete_config`.
-    """
+    """List the differences from run_state.json by which a resumed run rounds differently than before the checkpoint."""
     recorded = state.get("deepspeed_config")
     if recorded is None:
         return ()
