@@ -110,12 +110,9 @@ class CheckpointManager:
     """The checkpoints of one run. `save` is collective; rank 0 creates, commits and removes folders."""
 
     def __init__(self, folder: Path, limit: int, on_failure: str, *, world: World) -> None:
-        """
-        Args:
-            limit: how many checkpoints to keep.
-            on_failure: whether to `continue` or `stop` the run if a checkpoint cannot be written.
-        """
-        self.folder, self.limit, self.on_failure, self.world = folder, limit, on_failure, world
+        self.folder, self.world = folder, world
+        self.limit = limit  # how many checkpoints to keep
+        self.on_failure = on_failure  # whether to `continue` or `stop` the run if a checkpoint cannot be written
         self.latest_valid: Path | None = None
 
     def find_latest_valid(self) -> Path | None:

@@ -236,13 +236,11 @@ def write_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def load_complete_weights(folder: Path, model: torch.nn.Module) -> None:
     """Load model.safetensors into the model, or into the shards of it that this rank holds."""
-    with safe_open(folder / MODEL, framework="pt") as weights:
+    with safe_open(folder / MODEL, framework="pt") as file:
+        weights = ShardReader()
+        weights.parts = {name: [(0, file)] for name in file.keys()}  # noqa: SIM118  # a file is not a dictionary
         for name, tensor in model.state_dict().items():
-            start, length = rows_of(tensor)
-            if start is None:
-                tensor.copy_(weights.get_tensor(name))
-            elif length:
-                local_part(tensor).copy_(weights.get_slice(name)[start : start + length])
+            weights.copy_into(tensor, name)
 
 
 def _copy_weights(shards: ShardReader, model: torch.nn.Module) -> None:

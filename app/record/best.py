@@ -39,11 +39,7 @@ class Best:
 
 
 class BestWeights:
-    """Keep the weights after the evaluation with the best validation metric so far. Every rank holds one.
-
-    Attributes:
-        best: the step of these weights, and their metric.
-    """
+    """Keep the weights after the evaluation with the best validation metric so far. Every rank holds one."""
 
     def __init__(self, run_folder: RunFolder, checkpoints: CheckpointManager, best: Best) -> None:
         settings = run_folder.info.settings

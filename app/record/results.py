@@ -77,13 +77,7 @@ def write_results(
 
 
 def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], *, mfu: float | None) -> dict[str, Any]:
-    """Return the content of metrics.json, except for the hash.
-
-    Args:
-        scores: the scores of the test rows.
-        peak_memory: of each rank, in bytes.
-        mfu: model FLOPs utilization; None if it is unknown.
-    """
+    """Return the content of metrics.json, except for the hash. `peak_memory` is that of each rank, in bytes."""
     metrics = asdict(scores)
     metrics["n_test"] = metrics.pop("n")
     return metrics | {

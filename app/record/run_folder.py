@@ -112,9 +112,6 @@ class RunFolder:
     In an existing folder, nothing is removed or overwritten before the first step has succeeded on all ranks. If the
     run is rejected or fails before that, the folder is unchanged, and a restarted job resumes from the same checkpoint.
     A new folder is written at once, because a restarted job recognizes it by its settings.json.
-
-    Attributes:
-        is_reset: whether the folder has been reset.
     """
 
     def __init__(self, path: Path, info: RunInfo, resume: Resume, *, lock: int | None) -> None:
@@ -166,9 +163,8 @@ class RunFolder:
     def _reset(self) -> None:
         """Remove the files that a run wrote after its checkpoint, and write the first ones."""
         path, resume = self.path, self.resume
-        logs = {
-            name: resume.lines_of(name, self.step_to_evaluate if name == EVALUATIONS.name else None) for name in LOGS
-        }
+        before = {EVALUATIONS.name: self.step_to_evaluate}
+        logs = {name: resume.lines_of(name, before.get(name)) for name in LOGS}
         try:
             # First, because it fails if the checkpoints are on a disk that is mounted read-only: then nothing is lost.
             for checkpoint in latest_first(path / CHECKPOINTS):
