@@ -21,35 +21,19 @@ ROUNDING = 16  # of fitted / measured in units of the machine's epsilon, after t
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A fitted line, seconds = alpha + beta * bytes.
+    """A fitted line, seconds = alpha + beta * bytes."""
 
-    Attributes:
-        alpha: latency in seconds.
-        beta: seconds per byte.
-        alpha_error: standard error of alpha.
-        beta_error: standard error of beta.
-        covariance: of the estimates of alpha and beta.
-        scatter: standard deviation of fitted / measured - 1.
-        relative_error: median of |fitted / measured - 1| over the points.
-        points: the number of points that were fitted.
-    """
-
-    alpha: float
-    beta: float
-    alpha_error: float
+    alpha: float  # latency in seconds
+    beta: float  # seconds per byte
+    alpha_error: float  # standard errors
     beta_error: float
-    covariance: float
-    scatter: float
-    relative_error: float
-    points: int
+    covariance: float  # of the estimates of alpha and beta
+    scatter: float  # standard deviation of fitted / measured - 1
+    relative_error: float  # median of |fitted / measured - 1| over the points
+    points: int  # that were fitted
 
     def seconds(self, size: float, messages: float = 1) -> float:
-        """Return the predicted time.
-
-        Args:
-            size: bytes, of all messages together.
-            messages: how many latencies to count, for an algorithm that sends several messages one after another.
-        """
+        """Return the predicted time of messages that are sent one after another, and have `size` bytes together."""
         return messages * self.alpha + size * self.beta
 
     def scaled(self, factor: float) -> AlphaBeta:
@@ -79,13 +63,8 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
     leave α undetermined: the largest message's noise alone is longer than the latency. Errors are relative to the
     measured time, so a point that was delayed by something else has little influence.
 
-    Args:
-        sizes: bytes.
-        seconds: the measured time of each size.
-
-    Returns:
-        The fit. Its standard errors are those of linear regression without bounds, also where α or β is zero. A β
-        below its standard error is zero: the times do not tell whether bytes take any, and 1 / β would be arbitrary.
+    The standard errors are those of linear regression without bounds, also where α or β is zero. A β below its standard
+    error is zero: the times do not tell whether bytes take any, and 1 / β would be arbitrary.
 
     Raises:
         ValueError: fewer than three different sizes, a negative size, or a time that is not positive.

@@ -51,9 +51,7 @@ class Line:
 def time_by_size(lines: Sequence[Line], limits: tuple[float, float]) -> Markup:
     """Plot measured times over sizes, the fitted lines and their 95% prediction intervals, on logarithmic axes.
 
-    Args:
-        lines: at most one per color.
-        limits: of the y axis, in seconds, so that several charts can be compared.
+    The limits of the y axis, in seconds, are given, so that several charts can be compared.
     """
 
     def draw(figure: Figure) -> None:
@@ -124,7 +122,6 @@ def over_ranks(
 
     Args:
         label: of the y axis.
-        series: those without points are left out.
         seconds: whether the values are times, on a logarithmic axis.
         ideal: the value if ranks neither waited nor shared cores.
     """

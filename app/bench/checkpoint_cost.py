@@ -24,7 +24,6 @@ from ..distributed.world import World
 from ..program import launch
 from ..runs.schema import CHECKPOINTS, checkpoint_files
 from ..settings import Settings
-from ..training.optim import build_optimizer, build_scheduler
 from .harness import set_up, timed
 from .rounds import in_rounds, ratios
 
@@ -39,13 +38,12 @@ def main(settings: Settings) -> None:
 def benchmark(settings: Settings, world: World, folder: Path) -> None:
     """Time rounds with and without a checkpoint and print the ratio."""
     bench = set_up(settings, world)
-    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, strategy=bench.strategy)
-    scheduler = build_scheduler(optimizer, settings, 2 * (ROUNDS + 1) * STEPS)
+    optimization = bench.optimization(2 * (ROUNDS + 1) * STEPS)
     checkpoints = CheckpointManager(folder / CHECKPOINTS, settings.save_total_limit, "stop", world=world)
-    state = TrainingState(bench.model, bench.optimization(optimizer, scheduler), bench.strategy, world)
+    state = TrainingState(bench.model, optimization, bench.strategy, world)
 
     def train_and_save(round_number: int, save: bool) -> None:
-        bench.train_steps(bench.loader, optimizer, scheduler, steps=STEPS)
+        bench.train_steps(bench.loader, optimization, steps=STEPS)
         if save:
             checkpoints.save(f"{PREFIX}{STEPS * (round_number + 1)}", state.save, checkpoint_files(world.size)[:-1])
 

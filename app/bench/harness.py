@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
@@ -29,7 +28,9 @@ from ..strategies.optimization import Optimization
 from ..strategies.select import select_strategy
 from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
+from ..training.optim import build_optimizer, build_scheduler
 
+LEARNING_RATE = 1e-4
 # Layers, hidden size, attention heads, intermediate size.
 SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 
@@ -45,11 +46,7 @@ def with_each_strategy(settings: Settings) -> list[Settings]:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model and its training batches.
-
-    Attributes:
-        loader: this rank's micro-batches, as the training paths get them.
-    """
+    """A model and its training batches."""
 
     settings: Settings
     world: World
@@ -57,17 +54,27 @@ class Bench:
     strategy: Strategy
     model: torch.nn.Module
     wrapped: torch.nn.Module
-    loader: DataLoader[Any]
+    loader: DataLoader[Any]  # this rank's micro-batches, as the training paths get them
+
+    def optimization(
+        self,
+        total_steps: int,
+        learning_rate: float = LEARNING_RATE,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Optimization:
+        """Return what updates the weights: as in training, or another optimizer."""
+        optimizer = optimizer or build_optimizer(self.wrapped, self.settings, learning_rate, strategy=self.strategy)
+        scheduler = build_scheduler(optimizer, self.settings, total_steps)
+        return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
 
     def train_steps(
-        self, micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, *, steps: int
+        self, micro_batches: Iterable[Any], optimization: Optimization, *, steps: int
     ) -> list[torch.Tensor]:
         """Train for a number of optimizer steps, and return the losses of each as `train_step` does.
 
         Raises:
             AgreedError: there are fewer micro-batches.
         """
-        optimization = self.optimization(optimizer, scheduler)
         iterator, losses = iter(micro_batches), []
         for step in range(steps):
             batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
@@ -79,17 +86,12 @@ class Bench:
                 )
             inputs = [to_device(batch, self.model, self.world) for batch in batches]
             of_step, _ = train_step(
-                self.wrapped,
-                inputs,
-                step,
-                optimization=optimization,
-                strategy=self.strategy,
-                settings=self.settings,
+                self.wrapped, inputs, step, optimization=optimization, strategy=self.strategy, settings=self.settings
             )
             losses.append(of_step)
         return losses
 
-    def train_without_record(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> list[torch.Tensor]:
+    def train_without_record(self, learning_rate: float) -> list[torch.Tensor]:
         """Train for all steps as `app.ddp_loop` does, without a run folder. Returns what `train_steps` returns."""
 
         def micro_batches() -> Iterator[Any]:
@@ -97,27 +99,20 @@ class Bench:
                 self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
                 yield from self.loader
 
-        return self.train_steps(micro_batches(), optimizer, scheduler, steps=self.data.plan.total_steps)
-
-    def optimization(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> Optimization:
-        """Return what updates the weights, with a loss scale for fp16."""
-        return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
+        steps = self.data.plan.total_steps
+        return self.train_steps(micro_batches(), self.optimization(steps, learning_rate), steps=steps)
 
 
 def build_named(name: str, settings: Settings, data: ReviewData, *, world: World) -> PreTrainedModel:
     """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
     if name not in SIZES:
         return build_model(settings, data, world).model
-    return build_bert(SIZES[name], settings.seed)
+    return build_bert(name, settings.seed)
 
 
-def build_bert(size: tuple[int, int, int, int], seed: int) -> PreTrainedModel:
-    """Build an untrained BERT with the same weights on every rank, on the CPU.
-
-    Args:
-        size: layers, hidden size, attention heads, intermediate size.
-    """
-    layers, hidden, heads, intermediate = size
+def build_bert(name: str, seed: int) -> PreTrainedModel:
+    """Build an untrained BERT of `SIZES` with the same weights on every rank, on the CPU."""
+    layers, hidden, heads, intermediate = SIZES[name]
     set_seed(seed)
     config = BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from ..settings import Settings
 from ..strategies.shards import local_part
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
-from ..training.optim import build_optimizer, build_scheduler
 from .harness import SIZES, Bench, build_named, distribute, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
@@ -64,9 +63,8 @@ def measure(name: str, settings: Settings, *, data: ReviewData, world: World) ->
     bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
         plan = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology)
-    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, strategy=bench.strategy)
-    local = bench.strategy.local_optimizer(optimizer)
-    scheduler = build_scheduler(optimizer, settings, 3)
+    optimization = bench.optimization(3)
+    local = bench.strategy.local_optimizer(optimization.optimizer)
     gradients = 0
 
     def measure_gradients(*_: Any) -> None:
@@ -76,7 +74,7 @@ def measure(name: str, settings: Settings, *, data: ReviewData, world: World) ->
     local.register_step_pre_hook(measure_gradients)
     batches = cycle(bench.loader)  # the data may have fewer steps
     # DDP replaces its buckets at the beginning of the second step.
-    bench.train_steps(islice(batches, 2 * bench.data.plan.micro_batches_per_step), optimizer, scheduler, steps=2)
+    bench.train_steps(batches, optimization, steps=2)
     activations = measure_forward(bench, next(batches))
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
     state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))

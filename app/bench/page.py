@@ -20,16 +20,12 @@ WIDTH = 100  # of the text, in characters
 
 @dataclass(frozen=True)
 class Table:
-    """A table. The first column is left-aligned, the others are numbers.
-
-    Attributes:
-        note: a sentence about it, or "".
-    """
+    """A table. The first column is left-aligned, the others are numbers."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    note: str = ""
+    note: str = ""  # a sentence about it
 
 
 @dataclass(frozen=True)
@@ -43,28 +39,19 @@ class Figure:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One cell of a picture.
+    """One cell of a picture."""
 
-    Attributes:
-        text: the value that the rank holds.
-        ranks: the ranks whose data is in it. The page colors the cell accordingly.
-    """
-
-    text: str
-    ranks: Sequence[int]
+    text: str  # the value that the rank holds
+    ranks: Sequence[int]  # whose data is in it; the page colors the cell accordingly
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What each rank holds before and after a collective.
-
-    Attributes:
-        before: one row per rank, with one cell per chunk; None where the rank has no memory for the chunk.
-        after: the same after the collective.
-    """
+    """What each rank holds before and after a collective."""
 
     title: str
     note: str
+    # One row per rank, with one cell per chunk; None where the rank has no memory for the chunk.
     before: Sequence[Sequence[Chunk | None]]
     after: Sequence[Sequence[Chunk | None]]
 
@@ -74,20 +61,13 @@ Part = Table | Figure | Picture
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report.
+    """A part of the report."""
 
-    Attributes:
-        name: its key in the JSON file, and in the laboratory its name for `--sections`.
-        paragraphs: plain text that explains what is measured and how to read it.
-        parts: what it shows, in order.
-        data: all numbers, for JSON.
-    """
-
-    name: str
+    name: str  # its key in the JSON file, and in the laboratory its name for `--sections`
     title: str
-    paragraphs: Sequence[str]
+    paragraphs: Sequence[str]  # plain text that explains what is measured and how to read it
     parts: Sequence[Part]
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)  # all numbers, for JSON
 
 
 # ---- a page ----------------------------------------------------------------------------------------------------------
@@ -99,7 +79,7 @@ def as_html(
     """Render a self-contained page, without scripts and without requests. All text is escaped.
 
     Args:
-        facts: what to say about the machine, by name.
+        facts: about the machine, by name.
         json_name: the file that contains all numbers.
     """
     variables = {"title": title, "facts": facts, "sections": sections, "json_name": json_name}

@@ -14,19 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..program import launch
 from ..settings import Settings
-from ..training.optim import build_optimizer, build_scheduler
-from .harness import Bench, set_up, timed
+from .harness import LEARNING_RATE, Bench, set_up, timed
 from .rounds import in_rounds, ratios
 
 ROUNDS, STEPS = 7, 30
-LEARNING_RATE = 1e-4
 
 
 def main(settings: Settings) -> None:
@@ -37,19 +34,18 @@ def main(settings: Settings) -> None:
 def benchmark(settings: Settings, world: World) -> None:
     """Time both recipes in alternating rounds and print the ratio."""
     bench = set_up(settings, world)
-    ours = build_optimizer(bench.wrapped, settings, LEARNING_RATE, strategy=bench.strategy)
     # With the fused kernel: the check for non-finite gradients in train_step requires it.
     adam = torch.optim.Adam(bench.wrapped.parameters(), lr=LEARNING_RATE, fused=True)
     total = (ROUNDS + 1) * STEPS
-    recipes: dict[str, tuple[DataLoader[Any], torch.optim.Optimizer, LRScheduler]] = {
-        "samebits": (bench.loader, ours, build_scheduler(ours, settings, total)),
-        "tutorial": (tutorial_loader(bench), adam, build_scheduler(adam, settings, total)),
+    recipes = {
+        "samebits": (bench.loader, bench.optimization(total)),
+        "tutorial": (tutorial_loader(bench), bench.optimization(total, optimizer=adam)),
     }
 
     def train(name: str, round_number: int) -> float:
-        loader, optimizer, scheduler = recipes[name]
+        loader, optimization = recipes[name]
         loader.sampler.set_epoch(round_number)  # type: ignore[attr-defined]
-        return timed(partial(bench.train_steps, loader, optimizer, scheduler, steps=STEPS), world)
+        return timed(partial(bench.train_steps, loader, optimization, steps=STEPS), world)
 
     seconds = in_rounds({name: partial(train, name) for name in recipes}, ROUNDS, warm_up=True)
     examples = STEPS * bench.data.plan.global_size

@@ -37,9 +37,6 @@ def in_rounds(
     Args:
         measurements: called with the number of the round, from 0 up.
         warm_up: make one more round at the beginning, whose results do not count.
-
-    Returns:
-        For each measurement, its results in the order of the rounds.
     """
     results: dict[Key, list[Result]] = {key: [] for key in measurements}
     for number in range(rounds + warm_up):
@@ -65,18 +62,17 @@ MOST_CALLS = 100  # per round
 def time_calls(
     calls: Mapping[Key, Callable[[], object]], seconds_per_call: float, world: World, *, disable_tqdm: bool = False
 ) -> dict[Key, list[float]]:
-    """Time calls in rounds. Collective.
+    """Time calls, such as a collective or a training step, in rounds. Collective.
 
-    Each round times every call once, so that all are affected if the machine slows down. A short call is repeated
-    within a round, and the repetitions start one after another without a barrier, as in nccl-tests. If the time is not
-    enough for `ROUNDS`, a call is timed in `FEWEST_ROUNDS` at least.
+    A short call is repeated within a round, and the repetitions start one after another without a barrier, as in
+    nccl-tests. If the time is not enough for `ROUNDS`, a call is timed in `FEWEST_ROUNDS` at least.
 
     Args:
         calls: in the same order on every rank.
         seconds_per_call: about how long to time each of them, all rounds together.
 
     Returns:
-        For each call, the seconds that it takes on the slowest rank, in each round.
+        The seconds that each call takes on the slowest rank, in each round.
     """
     hide_bar = hides_progress(disable_tqdm, world.is_main_process)
     with tqdm(desc="timing", unit=" calls", disable=hide_bar, leave=False) as bar:

@@ -13,7 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from ..program import launch
 from ..settings import Settings
 from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
-from ..training.optim import build_optimizer, build_scheduler
 from .harness import Bench, distribute, with_each_strategy
 
 
@@ -112,13 +111,11 @@ STEPS = 3  # the last one is counted
 
 def count_third_step(bench: Bench) -> Counts:
     """Return the collectives of a training step. Collective."""
-    optimizer = build_optimizer(bench.wrapped, bench.settings, 1e-4, strategy=bench.strategy)
-    scheduler = build_scheduler(optimizer, bench.settings, STEPS)
-    per_step = bench.data.plan.micro_batches_per_step
+    optimization = bench.optimization(STEPS)
     batches = cycle(bench.loader)  # the data may have fewer steps
-    bench.train_steps(islice(batches, (STEPS - 1) * per_step), optimizer, scheduler, steps=STEPS - 1)
+    bench.train_steps(batches, optimization, steps=STEPS - 1)
     with CountCollectives(bench.world.topology) as mode:
-        bench.train_steps(islice(batches, per_step), optimizer, scheduler, steps=1)
+        bench.train_steps(batches, optimization, steps=1)
     counts: Counts = mode.counts
     return counts
 
@@ -133,9 +130,6 @@ class CountCollectives(TorchDispatchMode):
     """Count the collectives in a block, also those that DDP starts in C++: PyTorch dispatches them like operators.
 
     This is how `torch.distributed.tensor.debug.CommDebugMode` finds them; it does not record their sizes.
-
-    Attributes:
-        counts: how often each collective was called.
     """
 
     def __init__(self, topology: Topology) -> None:

@@ -42,7 +42,7 @@ from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
-from ..training.optim import build_optimizer, build_scheduler, default_learning_rate
+from ..training.optim import default_learning_rate
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 
@@ -235,11 +235,9 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     if variant.padding == "max_length":
         bench.loader.collate_fn = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
     learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-    optimizer = build_optimizer(bench.wrapped, settings, learning_rate, strategy=bench.strategy)
-    scheduler = build_scheduler(optimizer, settings, bench.data.plan.total_steps)
     # A training step uses the seed for dropout only.
     reseeded = replace(bench, settings=replace(settings, seed=settings.seed + variant.dropout_seed))
-    losses = reseeded.train_without_record(optimizer, scheduler)
+    losses = reseeded.train_without_record(learning_rate)
     test_set = data.eval_set("test", settings, world)
     _, logits = evaluate(classifier.model, test_set, settings, world=world)
     return Outcome([mean(step.tolist()) for step in losses], logits.argmax(axis=1) == test_set.labels)

@@ -15,7 +15,6 @@ from app.plan.step import Plan
 from app.plan.traffic import Collective
 from app.settings import STRATEGIES, Settings
 from app.training.build import build_data
-from app.training.optim import build_optimizer, build_scheduler
 
 
 @pytest.fixture
@@ -28,13 +27,13 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 
 def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(settings, world):
     bench = set_up(settings, world)
-    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, strategy=bench.strategy)
+    optimization = bench.optimization(10)
     norms: list[float] = []
-    optimizer.register_step_pre_hook(
+    optimization.optimizer.register_step_pre_hook(
         lambda *_: norms.append(sum(float(p.grad.square().sum()) for p in bench.model.parameters()) ** 0.5)
     )
     micro_batches = iter(bench.loader)
-    bench.train_steps(micro_batches, optimizer, build_scheduler(optimizer, settings, 10), steps=3)
+    bench.train_steps(micro_batches, optimization, steps=3)
     assert len(norms) == 3
     assert max(norms) == pytest.approx(1e-9, rel=1e-2), "the gradients are clipped"
     assert len(list(micro_batches)) == len(bench.loader) - 6, "each step takes two micro-batches"

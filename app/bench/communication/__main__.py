@@ -107,10 +107,6 @@ def main(
 def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int, world: World) -> None:
     """Check, before anything is measured, that every section can be.
 
-    Args:
-        names: of the sections.
-        n_train: number of training rows.
-
     Raises:
         UserError: a setting or a flag that a section cannot be measured with.
     """
@@ -137,7 +133,6 @@ def write(folder: Path, facts: Mapping[str, str], settings: Settings, *, measure
 
 
 def headline(facts: Mapping[str, str]) -> str:
-    """Return what the printed report begins with."""
     return (
         escape_control_characters(f"# {TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
     )

@@ -29,17 +29,11 @@ Content = list[tuple[int, int] | None]  # of one rank: the value and the origin 
 
 @dataclass(frozen=True)
 class PicturedCollective:
-    """A collective operation.
-
-    Attributes:
-        before: what a rank passes.
-        after: what a rank has at the end.
-        note: what it does. docs/communication.md#collectives says where it is used.
-    """
+    """A collective operation. docs/communication.md#collectives says where each is used."""
 
     name: str
-    before: Extent
-    after: Extent
+    before: Extent  # what a rank passes
+    after: Extent  # what a rank has at the end
     note: str
 
 
@@ -61,10 +55,9 @@ VARIANTS = ("reduce-scatter, pairwise", "all-gather, in place")
 def prepare(
     name: str, complete: torch.Tensor, other: torch.Tensor, *, world: World, group: dist.ProcessGroup | None = None
 ) -> Callable[[], object]:
-    """Return a function that runs a collective. Every rank has to call it.
+    """Return a function that runs one of `COLLECTIVES` or `VARIANTS`. Every rank has to call it.
 
     Args:
-        name: of a member of `COLLECTIVES`, or one of `VARIANTS`.
         complete: shape (number of ranks, n): the tensor of all chunks. An all-to-all reads it, and writes into `other`.
         other: the same shape. Its first row is this rank's chunk, if the collective reads or writes a single one.
         group: the ranks that take part, with the same numbers; None: all.
@@ -148,7 +141,6 @@ def _content(extent: Extent, complete: torch.Tensor, other: torch.Tensor, *, wor
 
 
 def as_chunk(cell: tuple[int, int] | None) -> Chunk | None:
-    """Return the picture of a chunk from its value and the bits of the ranks that it comes from."""
     if cell is None:
         return None
     value, origin = cell

@@ -37,14 +37,10 @@ Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seco
 
 
 def measure_collectives(settings: Settings, world: World, largest: int, *, seconds_per_point: float) -> Section:
-    """Show and time all collectives. Collective.
-
-    Args:
-        largest: the largest tensor in bytes.
-        seconds_per_point: about how long to time each collective with each size.
+    """Show all collectives, and time them with tensors of up to `largest` bytes. Collective.
 
     Raises:
-        AgreedError: there are too few sizes for a fit.
+        AgreedError: the free memory is not enough for a fit.
     """
     sizes = sizes_up_to(largest, world.size)
     limit = largest_that_fits(world)
@@ -84,7 +80,6 @@ def measure_collectives(settings: Settings, world: World, largest: int, *, secon
 def as_data(
     pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], *, world: World
 ) -> dict[str, dict[str, object]]:
-    """Return all numbers for JSON."""
     return {
         "pictures": {
             picture.title: {"before": values(picture.before), "after": values(picture.after)} for picture in pictures
@@ -158,7 +153,6 @@ def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: S
 
 
 def fit_line(name: str, points: Sequence[tuple[int, list[float]]]) -> Line:
-    """Fit the medians over the rounds."""
     sizes = [float(size) for size, _ in points]
     medians = [statistics.median(seconds) for _, seconds in points]
     return Line(name, sizes, medians, fit_alpha_beta(sizes, medians))
@@ -189,7 +183,6 @@ def describe_fits(lines: Sequence[Line]) -> str:
 
 
 def values(rows: Sequence[Sequence[Chunk | None]]) -> list[list[int | None]]:
-    """Return the numbers in a picture."""
     return [[None if cell is None else int(cell.text) for cell in row] for row in rows]
 
 

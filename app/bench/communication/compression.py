@@ -23,7 +23,7 @@ from ...distributed.world import World
 from ...report.statistics import PairedSeeds, paired_seeds
 from ...settings import Settings
 from ...training.build import ReviewData, build_data, build_model
-from ...training.optim import build_optimizer, build_scheduler, default_learning_rate
+from ...training.optim import default_learning_rate
 from ..harness import distribute
 from ..page import Figure, Part, Section, Table
 from ..rounds import ratios
@@ -36,27 +36,17 @@ MOST_STEPS = 150  # of a training, unless --max_steps is set
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements with one hook.
+    """The measurements with one hook."""
 
-    Attributes:
-        seconds: per training step, in each round, on the slowest rank.
-        sent: bytes that a rank sends per step.
-        accuracies: of the test rows, with each seed.
-    """
-
-    seconds: Sequence[float]
-    sent: float
-    accuracies: list[float]
+    seconds: Sequence[float]  # per training step, in each round, on the slowest rank
+    sent: float  # bytes that a rank sends per step
+    accuracies: list[float]  # of the test rows, with each seed
 
 
 def settings_by_hook(settings: Settings, seeds: int, *, n_train: int, ranks: int) -> tuple[dict[str, Settings], str]:
     """Return the settings of a training with each hook, and why PowerSGD is left out, or "" if it is not.
 
     The strategy is `ddp`, unless it is `zero1`, which has these hooks as well.
-
-    Args:
-        seeds: how many there will be, from `settings.seed` up.
-        n_train: number of training rows.
 
     Raises:
         UserError: a seed is too large, or the batch cannot be divided.
@@ -84,7 +74,6 @@ def measure_hooks(
     Args:
         by_hook: the settings of the trainings, which differ in the hook only; `seed` is the first seed.
         data: of the first seed, also for the timed steps.
-        seeds: how many.
         seconds: about how long to time the step with each hook.
 
     Returns:
@@ -114,7 +103,6 @@ def measure_hooks(
 
 
 def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
-    """Return the bytes that a rank sends in the third training step, on average over the ranks. Collective."""
     bench = distribute(settings, data, build_model(settings, data, world).model, world=world)
     return sent_bytes(count_third_step(bench), world.topology)
 
@@ -126,15 +114,9 @@ def training_steps(settings: Settings, data: ReviewData) -> int:
 def train(settings: Settings, data: ReviewData, world: World) -> float:
     """Train as `app.ddp_loop` does, and return the accuracy of the test rows. Collective."""
     classifier = build_model(settings, data, world)
-    settings = replace(
-        settings,
-        max_steps=training_steps(settings, data),
-        learning_rate=settings.learning_rate or default_learning_rate(classifier.pretrained),
-    )
-    assert settings.learning_rate is not None
+    settings = replace(settings, max_steps=training_steps(settings, data))
     bench = distribute(settings, data, classifier.model, world=world)
-    optimizer = build_optimizer(bench.wrapped, settings, settings.learning_rate, strategy=bench.strategy)
-    bench.train_without_record(optimizer, build_scheduler(optimizer, settings, bench.data.plan.total_steps))
+    bench.train_without_record(settings.learning_rate or default_learning_rate(classifier.pretrained))
     scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world=world)
     return scores.accuracy
 
@@ -160,11 +142,6 @@ def measure_compression(settings: Settings, data: ReviewData, seeds: int, *, sec
 
 
 def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, refusal: str = "") -> Section:
-    """Return the section of the page.
-
-    Args:
-        refusal: why PowerSGD is left out, or "" if it is not.
-    """
     effects = {hook: paired_seeds(result.accuracies, measured[PLAIN].accuracies) for hook, result in measured.items()}
     seeds = len(measured[PLAIN].accuracies)
     parts: list[Part] = [result_table(measured, effects)]
@@ -246,8 +223,6 @@ def break_even(result: Measured, plain: Measured) -> str:
 
 
 def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
-    """Plot the bytes of each hook as bars, each with its number."""
-
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot(xlabel="MiB")
         sent = [result.sent / MIB for result in measured.values()]

@@ -20,24 +20,17 @@ from ...strategies.base import Strategy
 from ...strategies.ddp import DDPStrategy
 from ...strategies.select import select_strategy
 from ...training.build import ReviewData
-from ...training.optim import build_optimizer, build_scheduler
-from ..harness import Bench, build_named, distribute
+from ..harness import build_named, distribute
 from ..rounds import Interval, ratios, time_calls
 
 MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2
-LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule never ends
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of training step.
-
-    Attributes:
-        settings: what differs from the other variants.
-        make_strategy: or its strategy.
-    """
+    """A kind of training step, which differs from the other variants in its settings or its strategy."""
 
     settings: Settings
     make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy
@@ -45,14 +38,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The times of variants.
-
-    Attributes:
-        seconds: for each variant, the seconds per step in each round, on the slowest rank.
-    """
+    """The times of variants."""
 
     model: str
-    seconds: Mapping[str, Sequence[float]]
+    seconds: Mapping[str, Sequence[float]]  # per step of each variant, in each round, on the slowest rank
 
     def median(self, name: str) -> float:
         """Return the median time of a variant, in seconds per step."""
@@ -114,8 +103,6 @@ def compare(
     Variants whose micro-batches have the same number of rows train on the same ones.
 
     Args:
-        model: as for `build_named`.
-        data: the same for all variants.
         seconds: about how long to time each variant.
         micro_batches: of each logical rank, that a call trains on.
     """
@@ -130,17 +117,11 @@ def compare(
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
-        calls[name] = training_call(bench, batches[plan.micro_size], steps[name])
+        optimization = bench.optimization(TOTAL_STEPS)
+        calls[name] = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
     disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
     times = time_calls(calls, seconds, world, disable_tqdm=disable_tqdm)
     return Comparison(model, {name: [seconds / steps[name] for seconds in rounds] for name, rounds in times.items()})
-
-
-def training_call(bench: Bench, batches: Sequence[Any], steps: int) -> Callable[[], object]:
-    """Return a function that trains on the same micro-batches each time."""
-    optimizer = build_optimizer(bench.wrapped, bench.settings, LEARNING_RATE, strategy=bench.strategy)
-    scheduler = build_scheduler(optimizer, bench.settings, TOTAL_STEPS)
-    return partial(bench.train_steps, batches, optimizer, scheduler, steps=steps)
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:

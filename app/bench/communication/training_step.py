@@ -27,12 +27,10 @@ from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings
 from ...training.build import ReviewData
-from ...training.optim import build_optimizer, build_scheduler
 from ..charts import format_seconds
 from ..harness import Bench, build_named, distribute, timed
 from ..page import Figure, Part, Section, Table
 from .step_variants import (
-    LEARNING_RATE,
     TOTAL_STEPS,
     Comparison,
     Variant,
@@ -64,11 +62,7 @@ ABOUT = {
 
 
 def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
-    """Measure one of `SECTIONS`. Collective.
-
-    Args:
-        seconds: about how long to time each variant of a step.
-    """
+    """Measure one of `SECTIONS`, and time each variant of a step for about some seconds. Collective."""
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):
@@ -80,10 +74,7 @@ def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: fl
 
 
 def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topology) -> dict[str, Variant]:
-    """Return the variants that a section compares. All of them can be trained.
-
-    Args:
-        n_train: number of training rows.
+    """Return the variants that a section compares.
 
     Raises:
         UserError: the batch cannot be divided for one of them.
@@ -116,11 +107,7 @@ def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str,
 
 
 def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:
-    """Return steps of 1, 2, 4 and 8 micro-batches, as far as there are enough training rows.
-
-    Args:
-        rows: the rows of a micro-batch on all ranks.
-    """
+    """Return steps of several micro-batches with some rows on all ranks, as far as there are enough training rows."""
     settings = replace(settings, per_device_train_batch_size=None)
     return {
         f"every {k}" if k > 1 else "every one": Variant(
@@ -172,17 +159,13 @@ def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world
 
 
 def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Section:
-    """Profile training steps with the strategy of the settings. Collective."""
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
     names = models(settings)
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
         bench = distribute(settings, data, build_named(model, settings, data, world=world), world=world)
-        optimizer = build_optimizer(bench.wrapped, settings, LEARNING_RATE, strategy=bench.strategy)
-        train = partial(
-            bench.train_steps, optimizer=optimizer, scheduler=build_scheduler(optimizer, settings, TOTAL_STEPS)
-        )
+        train = partial(bench.train_steps, optimization=bench.optimization(TOTAL_STEPS))
         by_model[model] = mean([mean(steps) for steps in profile_steps(train, bench)])
         unprofiled[model] = time_unprofiled(train, bench)
     title = f"Where the time of a step goes: {settings.strategy}"
@@ -198,11 +181,7 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
 
 
 def profile_steps(train: Callable[..., object], bench: Bench) -> list[list[StepTimes]]:
-    """Return the times of some training steps on each rank. Collective.
-
-    Args:
-        train: `train(micro_batches, steps=n)` trains.
-    """
+    """Return the times of some training steps on each rank. `train(micro_batches, steps=n)` trains. Collective."""
     batches = endless(bench.loader)
     profiler = start_profiler(PROFILED_STEPS, bench.world)
     last = FIRST + PROFILED_STEPS - 1

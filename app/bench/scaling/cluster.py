@@ -42,13 +42,7 @@ class Cluster:
     between: Hop  # between two nodes; the ranks of a node share this link
 
     def all_reduce(self, algorithm: str, ranks: int, size: int) -> float:
-        """Return the seconds of an all-reduce.
-
-        Args:
-            algorithm: one of `ALGORITHMS`.
-            ranks: in total. More than `ranks_per_node` fill complete nodes.
-            size: of the tensor in bytes.
-        """
+        """Return the seconds of an all-reduce. More than `ranks_per_node` ranks fill complete nodes."""
         within, between = self.within, self.between
         inside = min(ranks, self.ranks_per_node)
         nodes = math.ceil(ranks / self.ranks_per_node)
@@ -74,15 +68,11 @@ def predict_cluster_step(computation: Computation, cluster: Cluster, algorithm: 
     return predict_step(computation, network, Cores(ranks, ranks))
 
 
-def computation_of_rows(rows: float, measured: dict[int, Computation]) -> Computation:
+def computation_of_rows(rows: float, measured: Mapping[int, Computation]) -> Computation:
     """Return the computation for any number of rows: a straight line through the measured ones.
 
     A step consists of work that is proportional to its rows, and of the update of the weights, which is not. Neither
     takes a negative time, whatever the noise of the measurements.
-
-    Args:
-        rows: more than 0.
-        measured: by the number of rows, for two numbers or more.
     """
     counts = sorted(measured)
     # The errors are relative, as in `fit_alpha_beta`.

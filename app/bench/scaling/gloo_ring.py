@@ -22,11 +22,9 @@ WAKE_UP = 20e-6  # seconds until a waiting thread continues; it decides what is 
 
 
 def simulate_ring(ready: Sequence[float], sizes: Sequence[int], link: Link, *, software: float) -> list[float]:
-    """Return when the all-reduces of several buckets have finished, in seconds.
+    """Return when the all-reduces of several buckets have finished, from when each is ready, in seconds.
 
     Args:
-        ready: when each bucket is ready, in seconds.
-        sizes: of the buckets in bytes.
         software: seconds per byte that TCP and gloo take. Half of it, the sender's, passes while a segment is being
             transmitted; the other half, the receiver's, after it has arrived.
     """

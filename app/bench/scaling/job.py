@@ -53,7 +53,7 @@ class Replica:
         self.ready: list[tuple[int, float]] = []
         plan = plan_batches(settings, n_train=settings.train_batch_size, world_size=world.size)
         self.strategy = select_strategy(settings, plan, world)
-        self.model = build_bert(SIZES[size], settings.seed)
+        self.model = build_bert(size, settings.seed)
         self.wrapped = self.strategy.wrap(self.model)
         if not exchange:
             # DDP accepts a single hook, and with more than two ranks the strategy has registered its own. A lambda,
@@ -94,7 +94,6 @@ def record_bucket(ready: list[tuple[int, float]], bucket: GradBucket) -> torch.f
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    """Add the flags of this program."""
     parser.add_argument("--size", choices=list(SIZES), required=True, help="the model")
     parser.add_argument("--socket", required=True, metavar="PATH", help="Unix socket that rank 0 connects to")
 

@@ -142,7 +142,6 @@ class Link:
 
     @property
     def delay(self) -> float:
-        """In seconds."""
         return self.delay_ms / 1000
 
     def __str__(self) -> str:
@@ -158,7 +157,6 @@ class ShapedLink:
 
     @property
     def method(self) -> str:
-        """How the link is shaped."""
         return "packets forwarded by a process (this kernel has no netem)" if self.forwarder else "tc netem"
 
     def shape(self, link: Link) -> None:

@@ -25,10 +25,7 @@ LONGEST_TMPDIR = 75  # bytes; the path of a Unix socket may have about 100
 
 
 class TaskJob:
-    """A running job, with a number of ranks on all nodes together.
-
-    Methods raise `RunError` if the job has ended, or takes too long.
-    """
+    """A running job. Methods raise `RunError` if it has ended, or takes too long."""
 
     def __init__(self, ranks: int, nodes: Sequence[TorchrunJob], listener: socket.socket) -> None:
         self.ranks, self._nodes, self._listener = ranks, nodes, listener
@@ -68,7 +65,7 @@ class TaskJob:
         return seconds
 
     def close(self) -> None:
-        """Let the ranks leave. Does not wait for them."""
+        """Let the ranks leave, without waiting for them."""
         if self._connection is not None:
             self._connection.close()
 
@@ -108,7 +105,6 @@ def task_job(size: str, ranks: int, threads: int, *, log: Path, namespaces: Sequ
     Args:
         size: the model, a key of `harness.SIZES`.
         ranks: on each node.
-        threads: of each rank.
         log: file for what the job prints; with two nodes, the first one's.
         namespaces: of two nodes; none: one node, in this namespace.
     """

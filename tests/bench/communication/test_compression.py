@@ -25,7 +25,6 @@ from app.distributed.topology import Topology
 from app.setting_groups import TINY
 from app.settings import Settings
 from app.training.build import build_data, build_model
-from app.training.optim import build_optimizer, build_scheduler
 
 HOOKS = ("no", "fp16", "bf16", "power_sgd")
 
@@ -60,9 +59,9 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
     settings.ddp_comm_hook = hook
     data = build_data(settings, world)
     bench = distribute(settings, data, build_model(settings, data, world).model, world=world)
-    optimizer = build_optimizer(bench.wrapped, settings, 1e-4, strategy=bench.strategy)
+    optimization = bench.optimization(1)
     with CountCollectives(Topology(1)) as counter:
-        bench.train_steps(bench.loader, optimizer, build_scheduler(optimizer, settings, 1), steps=1)
+        bench.train_steps(bench.loader, optimization, steps=1)
     buffers = sum(buffer.nbytes for buffer in bench.model.buffers()) / 2  # DDP broadcasts them before a forward pass
     assert (
         sent_bytes(counter.counts, Topology(2))
