@@ -56,9 +56,8 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     config = copy.deepcopy(model.config)
     bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
-        predicted = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology).traffic(
-            settings.strategy
-        )
+        plan = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology)
+        predicted = plan.traffic(settings.strategy)
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)
     header = ["operation", "among", "what", "bytes", "predicted", "counted"]

@@ -91,7 +91,9 @@ def main(
         for name in names:
             seconds = STEP_SECONDS * seconds_per_point
             if data is None or name == "collectives":
-                section = measure_collectives(settings, world, largest, seconds_per_point=seconds_per_point)
+                section = measure_collectives(
+                    world, largest, seconds_per_point=seconds_per_point, disable_tqdm=settings.disable_tqdm
+                )
             elif name == "compression":
                 section = measure_compression(settings, data, seeds, seconds=seconds, world=world)
             else:

@@ -14,7 +14,6 @@ from ...common.errors import AgreedError, UserError
 from ...common.formats import format_bandwidth, format_size, gigabytes
 from ...distributed.collectives import all_gather_object
 from ...distributed.world import World
-from ...settings import Settings
 from ..alpha_beta import FEWEST_POINTS, bus_bandwidth_factor, fit_alpha_beta
 from ..charts import Line, bandwidth_by_size, format_seconds, limits_of, time_by_size
 from ..page import Chunk, Figure, Part, Picture, Section, Table
@@ -36,7 +35,7 @@ FIRST_RANKS = f"The pictures show the first {MOST_PICTURED} ranks; the other ran
 Points = dict[str, list[tuple[int, list[float]]]]  # by collective: (bytes, seconds in each round)
 
 
-def measure_collectives(settings: Settings, world: World, largest: int, *, seconds_per_point: float) -> Section:
+def measure_collectives(world: World, largest: int, *, seconds_per_point: float, disable_tqdm: bool) -> Section:
     """Show all collectives, and time them with tensors of up to `largest` bytes. Collective.
 
     Raises:
@@ -48,7 +47,7 @@ def measure_collectives(settings: Settings, world: World, largest: int, *, secon
     if len(fitting) < FEWEST_POINTS:
         raise AgreedError(f"the free memory is enough for {len(fitting)} sizes of tensors; a fit needs {FEWEST_POINTS}")
     pictures = take_pictures(world)
-    points = time_collectives(fitting, seconds_per_point, settings, world=world)
+    points = time_collectives(fitting, seconds_per_point, world, disable_tqdm=disable_tqdm)
     lines = {name: fit_line(name, measured) for name, measured in points.items()}
     limits = limits_of([seconds for line in lines.values() for seconds in line.seconds])
     parts: list[Part] = []
@@ -60,9 +59,9 @@ def measure_collectives(settings: Settings, world: World, largest: int, *, secon
             parts.append(Figure(f"{picture.title}: time", time_by_size(shown, limits), describe_fits(shown)))
     if world.is_main_process and world.size > 1:
         parts.append(
-            Figure("Bus bandwidth", bandwidth_by_size({n: bus_bandwidths(x, world) for n, x in lines.items()}))
+            Figure("Bus bandwidth", bandwidth_by_size({n: bus_bandwidths(x, world.size) for n, x in lines.items()}))
         )
-    parts += [fit_table(lines, world), time_table(lines)]
+    parts += [fit_table(lines, world.size), time_table(lines)]
     paragraphs = [ABOUT]
     if world.size > MOST_PICTURED:
         paragraphs.append(FIRST_RANKS)
@@ -74,11 +73,11 @@ def measure_collectives(settings: Settings, world: World, largest: int, *, secon
         )
     if world.size == 1:
         paragraphs.append("With one rank nothing is sent: the times are those of the calls and of local copies.")
-    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, world=world))
+    return Section("collectives", "Collectives", paragraphs, parts, as_data(pictures, points, lines, ranks=world.size))
 
 
 def as_data(
-    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], *, world: World
+    pictures: Sequence[Picture], points: Points, lines: Mapping[str, Line], *, ranks: int
 ) -> dict[str, dict[str, object]]:
     return {
         "pictures": {
@@ -87,7 +86,7 @@ def as_data(
         "times": {
             name: {
                 "fit": asdict(lines[name].fit),
-                "bus_bandwidth_factor": bus_factor(name, world),
+                "bus_bandwidth_factor": bus_factor(name, ranks),
                 "points": [{"bytes": size, "seconds": seconds} for size, seconds in measured],
             }
             for name, measured in points.items()
@@ -132,7 +131,7 @@ def sizes_up_to(largest: int, ranks: int) -> list[int]:
     return sorted({math.ceil(size / one_each) * one_each for size in sizes})
 
 
-def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: Settings, *, world: World) -> Points:
+def time_collectives(sizes: Sequence[int], seconds_per_point: float, world: World, *, disable_tqdm: bool) -> Points:
     """Time every collective with every size. Collective."""
     # Written to, because the system would map all pages of memory that has only been read to a single one. Zeros stay
     # zeros however often they are summed.
@@ -142,7 +141,7 @@ def time_collectives(sizes: Sequence[int], seconds_per_point: float, settings: S
         rows, received = (tensor[: size // ELEMENT].view(world.size, -1) for tensor in (complete, other))
         for name in (*(collective.name for collective in COLLECTIVES), *VARIANTS):
             calls[name, size] = prepare(name, rows, received, world=world)
-    times = time_calls(calls, seconds_per_point, world, disable_tqdm=settings.disable_tqdm)
+    times = time_calls(calls, seconds_per_point, world, disable_tqdm=disable_tqdm)
     points: Points = {}
     for (name, size), seconds in times.items():
         points.setdefault(name, []).append((size, seconds))
@@ -158,14 +157,14 @@ def fit_line(name: str, points: Sequence[tuple[int, list[float]]]) -> Line:
     return Line(name, sizes, medians, fit_alpha_beta(sizes, medians))
 
 
-def bus_factor(name: str, world: World) -> float:
+def bus_factor(name: str, ranks: int) -> float:
     """Return the factor of a collective, or of a variant, which is called like it up to a comma."""
-    return bus_bandwidth_factor(name.partition(",")[0], world.size)
+    return bus_bandwidth_factor(name.partition(",")[0], ranks)
 
 
-def bus_bandwidths(line: Line, world: World) -> list[tuple[float, float]]:
+def bus_bandwidths(line: Line, ranks: int) -> list[tuple[float, float]]:
     """Return (size, bytes per second) of each measured point."""
-    factor = bus_factor(line.name, world)
+    factor = bus_factor(line.name, ranks)
     return [(size, factor * size / seconds) for size, seconds in zip(line.sizes, line.seconds, strict=True)]
 
 
@@ -186,7 +185,7 @@ def values(rows: Sequence[Sequence[Chunk | None]]) -> list[list[int | None]]:
     return [[None if cell is None else int(cell.text) for cell in row] for row in rows]
 
 
-def fit_table(lines: Mapping[str, Line], world: World) -> Table:
+def fit_table(lines: Mapping[str, Line], ranks: int) -> Table:
     """Return a table with the line that fits each collective, and its bandwidths with the largest tensor."""
     rows = []
     for name, line in lines.items():
@@ -194,7 +193,7 @@ def fit_table(lines: Mapping[str, Line], world: World) -> Table:
         # The error of 1/β to first order.
         inverse = f"{gigabytes(1 / fit.beta)} ± {gigabytes(fit.beta_error / fit.beta**2)}" if fit.beta else "–"
         alpha = f"{1e6 * fit.alpha:.1f} ± {1e6 * fit.alpha_error:.1f}"
-        bus = gigabytes(bus_bandwidths(line, world)[-1][1])
+        bus = gigabytes(bus_bandwidths(line, ranks)[-1][1])
         rows.append((name, alpha, inverse, f"{fit.relative_error:.0%}", gigabytes(size / seconds), bus))
     largest = format_size(next(iter(lines.values())).sizes[-1])
     note = (

@@ -84,7 +84,7 @@ def measure_hooks(
     # is timed is preceded by two others.
     short = {hook: replace(hooked, max_steps=STEPS) for hook, hooked in by_hook.items()}
     variants = {hook: Variant(hooked) for hook, hooked in short.items()}
-    comparison = compare(models(settings)[0], variants, data, seconds=seconds, world=world)
+    comparison = compare(models(settings.model)[0], variants, data, seconds=seconds, world=world)
     gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     sent = {hook: count_sent(hooked, data, world) for hook, hooked in short.items()}
     gc.collect()
@@ -99,7 +99,7 @@ def measure_hooks(
                 gc.collect()
                 bar.update()
     measured = {hook: Measured(comparison.seconds[hook], sent[hook], accuracies[hook]) for hook in by_hook}
-    return measured, training_steps(settings, data)
+    return measured, training_steps(settings.max_steps, data.plan.total_steps)
 
 
 def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
@@ -107,14 +107,14 @@ def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
     return sent_bytes(count_third_step(bench), world.topology)
 
 
-def training_steps(settings: Settings, data: ReviewData) -> int:
-    return settings.max_steps if settings.max_steps > 0 else min(MOST_STEPS, data.plan.total_steps)
+def training_steps(max_steps: int, total_steps: int) -> int:
+    return max_steps if max_steps > 0 else min(MOST_STEPS, total_steps)
 
 
 def train(settings: Settings, data: ReviewData, world: World) -> float:
     """Train as `app.ddp_loop` does, and return the accuracy of the test rows. Collective."""
     classifier = build_model(settings, data, world)
-    settings = replace(settings, max_steps=training_steps(settings, data))
+    settings = replace(settings, max_steps=training_steps(settings.max_steps, data.plan.total_steps))
     bench = distribute(settings, data, classifier.model, world=world)
     bench.train_without_record(settings.learning_rate or default_learning_rate(classifier.pretrained))
     scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world=world)

@@ -59,9 +59,9 @@ class PlainDDP(DDPStrategy):
         """Keep DDP's all-reduce."""
 
 
-def models(settings: Settings) -> list[str]:
+def models(name: str) -> list[str]:
     """Return the names of the models to measure: the one that `--model` names, or two sizes."""
-    return [TINY, "BERT 4 x 312"] if settings.model == TINY else [settings.model]
+    return [TINY, "BERT 4 x 312"] if name == TINY else [name]
 
 
 def plain_ddp(settings: Settings) -> Settings:

@@ -62,15 +62,15 @@ ABOUT = {
 
 
 def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
-    """Measure one of `SECTIONS`, and time each variant of a step for about some seconds. Collective."""
+    """Measure one of `SECTIONS`. Each variant of a step is timed for about `seconds`. Collective."""
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):
         variants = variants_of(name, settings, len(data.split.train), topology=world.topology)
     if name == "no_sync":
         return measure_no_sync(variants, data, seconds, world=world)
-    comparisons = [compare(model, variants, data, seconds=seconds, world=world) for model in models(settings)]
-    return section_of(name, comparisons, "step", world=world)
+    comparisons = [compare(model, variants, data, seconds=seconds, world=world) for model in models(settings.model)]
+    return section_of(name, comparisons, "step", draw=world.is_main_process)
 
 
 def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topology) -> dict[str, Variant]:
@@ -107,7 +107,7 @@ def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str,
 
 
 def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, Variant]:
-    """Return steps of several micro-batches with some rows on all ranks, as far as there are enough training rows."""
+    """Return steps of several micro-batches of `rows` on all ranks, as far as there are enough training rows."""
     settings = replace(settings, per_device_train_batch_size=None)
     return {
         f"every {k}" if k > 1 else "every one": Variant(
@@ -121,21 +121,21 @@ def no_sync_variants(settings: Settings, rows: int, n_train: int) -> dict[str, V
 def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: float, *, world: World) -> Section:
     """Time micro-batches of which only every k-th exchanges gradients. Collective."""
     comparisons = []
-    for model in models(next(iter(variants.values())).settings):
+    for model in models(next(iter(variants.values())).settings.model):
         compared = compare(model, variants, data, seconds=seconds, world=world, micro_batches=max(SYNC_EVERY))
         per_micro_batch = {
             name: [seconds / variants[name].settings.gradient_accumulation_steps for seconds in rounds]
             for name, rounds in compared.seconds.items()
         }
         comparisons.append(Comparison(model, per_micro_batch))
-    return section_of("no_sync", comparisons, "micro-batch", world=world)
+    return section_of("no_sync", comparisons, "micro-batch", draw=world.is_main_process)
 
 
-def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world: World) -> Section:
+def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, draw: bool) -> Section:
     """Return the section that shows how variants compare: a chart, and a table for each model."""
     title, about = ABOUT[name]
     parts: list[Part] = []
-    if world.is_main_process:
+    if draw:
         baseline = next(iter(comparisons[0].seconds))
         note = f"The median over rounds, and the range. Each line is compared with {baseline}."
         label = f"time per {unit}, relative to {baseline}"
@@ -161,7 +161,7 @@ def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, world
 def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Section:
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
-    names = models(settings)
+    names = models(settings.model)
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
         bench = distribute(settings, data, build_named(model, settings, data, world=world), world=world)
@@ -199,7 +199,7 @@ def time_unprofiled(train: Callable[..., object], bench: Bench) -> float:
     for _ in range(ROUNDS):
         batches = endless(bench.loader)
         train(batches, steps=FIRST - 1)
-        times.append(timed(lambda batches=batches: train(batches, steps=PROFILED_STEPS), bench.world))  # type: ignore[misc]
+        times.append(timed(partial(train, batches, steps=PROFILED_STEPS), bench.world))
     return statistics.median(times) / PROFILED_STEPS
 
 

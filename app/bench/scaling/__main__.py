@@ -58,7 +58,7 @@ def main() -> int:
     folder = create_folder(arguments.output_dir, RUNS / "scaling")
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
-        method = jobs.link.method if jobs.link else None
+        method = jobs.nodes[1].method if jobs.nodes else None
     n_cores = len(usable_cores())
     fits = fit(rounds, n_cores, plan.threads)
     facts = describe(plan, method)

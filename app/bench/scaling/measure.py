@@ -85,16 +85,16 @@ class Jobs:
     """The open jobs: by the number of ranks on this machine, and one on two nodes with a rank each if they exist."""
 
     local: dict[int, TaskJob]
-    nodes: TaskJob | None = None
-    link: ShapedLink | None = None
+    nodes: tuple[TaskJob, ShapedLink] | None = None
 
     @property
     def everything(self) -> list[TaskJob]:
-        return [*self.local.values(), *([self.nodes] if self.nodes else [])]
+        return [*self.local.values(), *(self.nodes[:1] if self.nodes else [])]
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that all jobs and the link have used so far."""
-        return sum(job.cpu_seconds() for job in self.everything) + (self.link.cpu_seconds() if self.link else 0.0)
+        of_link = self.nodes[1].cpu_seconds() if self.nodes else 0.0
+        return sum(job.cpu_seconds() for job in self.everything) + of_link
 
 
 @contextmanager
@@ -104,21 +104,20 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
     If this machine cannot have two nodes, this is printed and they are left out. The jobs' logs are in `folder`.
     """
     with ExitStack() as stack:
-        link = None
+        nodes = None
         if plan.links:
             try:
                 link = stack.enter_context(shaped_link())
             except NamespacesUnavailable as problem:
                 print(f"not measured: two nodes: {problem}")
+            else:
+                start = task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
+                nodes = stack.enter_context(start), link
         local = {
             n: stack.enter_context(task_job(plan.size, n, plan.threads, log=folder / f"ranks-{n}.log"))
             for n in sorted({*plan.ranks, FIT_RANKS})
         }
-        nodes = None
-        if link is not None:
-            start = task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
-            nodes = stack.enter_context(start)
-        jobs = Jobs(local, nodes, link)
+        jobs = Jobs(local, nodes)
         for job in tqdm(jobs.everything, desc="starting", unit=" jobs", leave=False, disable=hides_progress()):
             job.connect()
         yield jobs
@@ -164,22 +163,20 @@ def busy_seconds() -> float:
 def _perform(key: Key, plan: ScalingPlan, jobs: Jobs) -> Any:
     """Let a job measure something: see `Key`."""
     if isinstance(key, Configuration):
-        job = jobs.local[key.ranks] if key.link is None else _shape(key.link, jobs)
+        job = jobs.local[key.ranks] if key.link is None else _shape(key.link, jobs)[0]
         return job.perform(rows=key.rows, exchange=True, length=plan.length, steps=plan.steps)
     if isinstance(key, int):
         return jobs.local[FIT_RANKS].perform(rows=key, exchange=False, length=plan.length, steps=plan.steps)
     if key == "local":
         return jobs.local[FIT_RANKS].perform(sizes=ALL_REDUCE_SIZES, repeat=ALL_REDUCE_REPETITIONS)
-    nodes = _shape(Link(), jobs)
-    assert jobs.link is not None
-    return [_measure_link(size, nodes, jobs.link) for size in ALL_REDUCE_SIZES]
+    nodes, link = _shape(Link(), jobs)
+    return [_measure_link(size, nodes, link) for size in ALL_REDUCE_SIZES]
 
 
-def _shape(link: Link, jobs: Jobs) -> TaskJob:
-    """Shape the link between the nodes, and return their job."""
+def _shape(shape: Link, jobs: Jobs) -> tuple[TaskJob, ShapedLink]:
+    """Shape the link between the nodes, and return their job and the link."""
     assert jobs.nodes is not None
-    assert jobs.link is not None
-    jobs.link.shape(link)
+    jobs.nodes[1].shape(shape)
     return jobs.nodes
 
 

@@ -64,7 +64,7 @@ def test_sizes_grow_to_the_largest_and_divide_among_the_ranks(largest, ranks):
 
 
 def test_the_section_shows_pictures_times_and_fits(world):
-    section = measure_collectives(Settings(disable_tqdm=True), world, 2**14, seconds_per_point=1e-4)
+    section = measure_collectives(world, 2**14, seconds_per_point=1e-4, disable_tqdm=True)
     times = section.data["times"]
     assert list(times) == [*(collective.name for collective in COLLECTIVES), *VARIANTS]
     for curve in times.values():
@@ -80,7 +80,7 @@ def test_the_section_shows_pictures_times_and_fits(world):
 
 def test_sizes_that_do_not_fit_into_memory_are_skipped(world, monkeypatch):
     monkeypatch.setattr(collectives_section, "largest_that_fits", lambda world: 2**15)
-    section = measure_collectives(Settings(disable_tqdm=True), world, 2**18, seconds_per_point=1e-4)
+    section = measure_collectives(world, 2**18, seconds_per_point=1e-4, disable_tqdm=True)
     assert any(paragraph.startswith("Skipped: 64 KiB, 256 KiB.") for paragraph in section.paragraphs)
     assert {point["bytes"] for curve in section.data["times"].values() for point in curve["points"]} == {
         2**10,
@@ -95,7 +95,7 @@ def test_too_few_sizes_for_a_fit_are_one_line(world, monkeypatch):
     check_largest(2**14, 256)
     monkeypatch.setattr(collectives_section, "largest_that_fits", lambda world: 2**13)
     with pytest.raises(AgreedError, match=r"^the free memory is enough for 2 sizes"):
-        measure_collectives(Settings(disable_tqdm=True), world, 2**18, seconds_per_point=1e-4)
+        measure_collectives(world, 2**18, seconds_per_point=1e-4, disable_tqdm=True)
 
 
 @given(st.integers(1, 10**6))

@@ -37,7 +37,7 @@ NAMES = {
 @pytest.fixture
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_step, "models", lambda settings: [TINY])
+    monkeypatch.setattr(training_step, "models", lambda name: [TINY])
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
     monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
@@ -163,8 +163,8 @@ def test_ratios_are_those_of_the_same_round():
 
 
 def test_a_model_that_is_named_is_the_only_one():
-    assert models(Settings(model="bert-base-chinese")) == ["bert-base-chinese"]
-    assert models(Settings()) == [TINY, "BERT 4 x 312"]
+    assert models("bert-base-chinese") == ["bert-base-chinese"]
+    assert models(TINY) == [TINY, "BERT 4 x 312"]
 
 
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
