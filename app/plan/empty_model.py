@@ -111,16 +111,16 @@ def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, tor
 
 
 def gradient_order(
-    model: PreTrainedModel, settings: Settings, rows: int, *, device: torch.device
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], precision: str, *, device: torch.device
 ) -> list[torch.nn.Parameter]:
     """Return the parameters that take part in a training step, in the order in which backward() computes gradients.
 
-    Call it inside `without_data`, with a model from `empty_model`.
+    Call it inside `without_data`, with a model from `empty_model` and a batch from `empty_batch`.
     """
     order: list[torch.nn.Parameter] = []
     hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters() if p.requires_grad]
-    with mixed_precision(settings.precision, device):
-        loss = model(**empty_batch(model, rows, settings.max_length)).loss
+    with mixed_precision(precision, device):
+        loss = model(**batch).loss
     loss.backward()
     model.zero_grad()
     for hook in hooks:

@@ -20,7 +20,7 @@ from ..model.load import classifier_config, load_tokenizer
 from ..settings import Settings
 from ..strategies.blocks import add_gradients_per_block
 from ..training.build import read_and_split
-from .empty_model import Activations, count_activations, empty_model, gradient_order, without_data
+from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
 from .memory import RankMemory, StepOptions, plan_memory, total_bytes
 from .traffic import Collective, by_purpose, plan_traffic
 
@@ -136,7 +136,8 @@ def plan_step(
     with without_data(device):
         model = empty_model(settings, config)
         add_gradients_per_block(model)
-        order = gradient_order(model, settings, batches.micro_size, device=device)
+        batch = empty_batch(model, batches.micro_size, settings.max_length)
+        order = gradient_order(model, batch, settings.precision, device=device)
 
     @cache
     def count(rows: int, **changes: Any) -> Activations:

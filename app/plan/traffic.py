@@ -28,9 +28,7 @@ class Collective:
     purpose: str  # `gradients`, `parameters`, `buffers` or `norm`
     what: str  # the part of them, such as `bucket 1`
     operation: str  # `all-reduce`, `all-gather`, `all-to-all` or `broadcast`
-    size: (
-        int  # in bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result
-    )
+    size: int  # bytes: of the tensor that is reduced, broadcast or divided among the ranks, or of the gathered result
     times: int = 1
     among: str = ALL  # or `INSIDE` or `BETWEEN`, the two levels in which the ranks of several nodes exchange gradients
 

@@ -44,7 +44,7 @@ class StepProfiler:
 
     def __enter__(self) -> StepProfiler:
         if self.first <= self.last:
-            self.profile = start_profiler(self.last - self.first + 1, self.world)
+            self.profile = start_profiler(self.last - self.first + 1, self.world.device)
         elif self.requested:
             self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.first}")
         return self
@@ -107,10 +107,10 @@ def hide_profiler_messages() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of every message
 
 
-def start_profiler(steps: int, world: World) -> profile:
+def start_profiler(steps: int, device: torch.device) -> profile:
     """Start a profiler that records a number of steps after the first ones; call its `step()` after each step."""
     activities = [ProfilerActivity.CPU]
-    if world.device.type == "cuda":
+    if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     hide_profiler_messages()
     profiler = profile(

@@ -25,18 +25,14 @@ PRINTING: Mapping[str, type] = {
     "steps_per_print": int,
 }
 CHECKED_BY_DEEPSPEED = ("zero_optimization", "comms_logger")
-# Keys of `zero_optimization` that DeepSpeed accepts and that change results, or are not supported here.
-UNSUPPORTED_ZERO_KEYS = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "zero_hpz_partition_size",
-    "compute_grad_norm",
-    "zenflow",
-    "legacy_stage1",
-    "cpu_offload",
-    "cpu_offload_param",
-)
+# Keys of `zero_optimization` with which DeepSpeed would compute other results, or which are not supported here, and the
+# only value of each that is accepted. A section has no value itself if it is an object, as it must be.
+FIXED_ZERO_VALUES: Config = {
+    **dict.fromkeys((f"zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")), False),
+    **{"zero_hpz_partition_size": 1, "compute_grad_norm": True, "zenflow": None, "legacy_stage1": False},
+    **dict.fromkeys(("cpu_offload", "cpu_offload_param", "offload_optimizer", "offload_param")),
+    **{"offload_optimizer.ratio": 1.0, "offload_optimizer.super_offload": False},
+}
 
 
 def parse(path: Path) -> Config:
@@ -142,7 +138,6 @@ def check_sections(file: str, config: Config) -> None:
     """Let DeepSpeed check its sections, and reject valid values that are not supported here."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
     from pydantic import ValidationError
 
     for name, model in zip(CHECKED_BY_DEEPSPEED, (DeepSpeedZeroConfig, CommsLoggerConfig), strict=True):
@@ -156,15 +151,11 @@ def check_sections(file: str, config: Config) -> None:
     stage, values = zero.get("stage"), flatten(zero)
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise UserError(f"{file}: zero_optimization.stage is {as_json(stage)}: must be 1, 2 or 3")
-    supported = {key: DeepSpeedZeroConfig.model_fields[key].default for key in UNSUPPORTED_ZERO_KEYS} | {
-        f"offload_optimizer.{key}": DeepSpeedZeroOffloadOptimizerConfig.model_fields[key].default
-        for key in ("ratio", "super_offload")
-    }
+    fixed = dict(FIXED_ZERO_VALUES)
     for section, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
-        supported[section] = None  # as an object, it is among the values with its keys only
         if values.get(f"{section}.device") != "cpu" or stage not in stages:
-            supported[f"{section}.device"] = "none"
-    for key, value in supported.items():
+            fixed[f"{section}.device"] = "none"
+    for key, value in fixed.items():
         if values.get(key, value) != value:
             raise UserError(f"{file}: zero_optimization.{key}: {as_json(values[key])} is not supported: remove it")
 

@@ -183,7 +183,7 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Sec
 def profile_steps(train: Callable[..., object], bench: Bench) -> list[list[StepTimes]]:
     """Return the times of some training steps on each rank. `train(micro_batches, steps=n)` trains. Collective."""
     batches = endless(bench.loader)
-    profiler = start_profiler(PROFILED_STEPS, bench.world)
+    profiler = start_profiler(PROFILED_STEPS, bench.world.device)
     last = FIRST + PROFILED_STEPS - 1
     for step in range(1, last + 1):
         train(batches, steps=1)
