@@ -116,7 +116,6 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    """Return the options of this program and the settings of the training runs."""
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
     options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):

@@ -91,14 +91,9 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
 
 
 def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
-    """Measure the effect of each variant on the step losses and on the accuracy, over seeds.
+    """Return the content of ablation.json: the effect of each variant on the step losses and on the accuracy.
 
-    Args:
-        settings: the settings of the baseline; `seed` is the first seed.
-        ranks: number of simulated ranks, a power of two.
-
-    Returns:
-        The content of ablation.json.
+    The settings are the baseline's, with the first seed. The ranks, a power of two, are simulated.
     """
     settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     variants = build_variants(ranks, settings.gradient_accumulation_steps)
@@ -132,14 +127,10 @@ def ablate(settings: Settings, ranks: int, seeds: int) -> dict[str, Any]:
 
 
 def measure_effect(pairs: list[tuple[Outcome, Outcome]], variant: Variant) -> dict[str, Any]:
-    """Compare a variant with the baseline, seed by seed.
+    """Return an entry of `differences` in ablation.json, from the baseline's and the variant's outcome for each seed.
 
-    Args:
-        pairs: for each seed, the baseline's outcome and the variant's.
-
-    Returns:
-        An entry of `differences` in ablation.json. Its accuracies are computed as in typical scripts: the number of
-        correct predictions, in which some rows may count twice, divided by the number of test rows.
+    The accuracies are computed as in typical scripts: the number of correct predictions, in which some rows may count
+    twice, divided by the number of test rows.
     """
     n_test = len(pairs[0][0].correct)
     changed = [float(b.correct.sum() / n_test) for _, b in pairs]

@@ -132,7 +132,6 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def parse() -> tuple[Any, Settings]:
-    """Return the options of this program and the settings that all cells share."""
     parser = settings_parser(__doc__, add_arguments)
     parser.set_defaults(**DEFAULTS)
     values = parser.values(sys.argv[1:])

@@ -21,9 +21,6 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
 
     The run's mistakes are reported, except for those that only its weights show. No weights are loaded, and nothing is
     written.
-
-    Raises:
-        AgreedError: a user's mistake on any rank.
     """
     settings, resume = resolve_settings(path_name, given, world)
     with raise_on_all_ranks(world):

@@ -28,11 +28,7 @@ NODES_NOTE = (
 
 
 def describe_plan(plan: Plan, budget: int | None = None) -> str:
-    """Return the plan of every strategy.
-
-    Args:
-        budget: the memory of a device in bytes; None: that of this machine's GPU, if the ranks train on GPUs.
-    """
+    """Return the plan of every strategy, for a memory of the device in bytes, by default this machine's GPU's."""
     by_ranks = table_of_traffic_by_ranks(plan, plan.sent)
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",

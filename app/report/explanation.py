@@ -91,10 +91,8 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
     """Return the recorded differences that may explain different results.
 
     Every key of settings.json counts unless it is known to have no effect, so that a new setting is never left out.
-    Keys that only one of the runs recorded, because the other one is older, are unknown and do not count.
-
-    Args:
-        steps_differ: whether a loss or gradient norm differs, which no setting of the evaluation explains.
+    Keys that only one of the runs recorded, because the other one is older, are unknown and do not count. If a loss or
+    gradient norm differs, no setting of the evaluation explains it.
     """
     flat_a, flat_b = (_comparable(run) for run in (a, b))
     best_weights = flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")
@@ -128,8 +126,7 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
 def remedy(a: Run, b: Run, differences: Sequence[Difference], *, gpus: bool) -> str:
     """Return how to start both runs so that they are equal, to be read after "start both".
 
-    Args:
-        gpus: whether they used GPUs without `--deterministic`.
+    `gpus` tells whether they used GPUs without `--deterministic`.
     """
     values = {difference.key: difference.values for difference in differences}
     exact = []

@@ -68,7 +68,6 @@ def as_html(comparison: dict[str, Any]) -> str:
 
 
 def _context(comparison: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables that both templates use."""
     explanation, warning = comparison["explanation"] or "", comparison["gpu_warning"]
     return {
         "comparison": comparison,

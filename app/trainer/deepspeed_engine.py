@@ -50,10 +50,7 @@ class DeepSpeed(PlainAdamW):
         """Place the model on the device, or with stage 3 only this rank's shards of its parameters. Collective.
 
         The engine would place all of it there before it shards it with stage 3, too. Call this right before the engine
-        is created: a complete model is needed to load weights and to group parameters by shape.
-
-        Args:
-            config: the configuration with which the engine will be created.
+        is created, with its configuration: a complete model is needed to load weights and to group parameters by shape.
         """
         import deepspeed.ops
 
@@ -118,8 +115,7 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 def gather_parameters(tensors: Iterable[torch.Tensor], write: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which parameters that ZeRO-3 has sharded are complete on every rank. Collective.
 
-    Args:
-        write: whether to keep rank 0's changes to them.
+    With `write`, rank 0's changes to them are kept.
     """
     sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not sharded:

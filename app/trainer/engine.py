@@ -118,7 +118,6 @@ class TrainingArgumentsWithoutPlacement(TrainingArguments):
 
 
 def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
-    """Convert the settings to Trainer's arguments."""
     settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
     return TrainingArgumentsWithoutPlacement(
         output_dir=str(prepared.record.folder),
