@@ -39,7 +39,7 @@ from .metrics.score import Scores, score
 from .program import launch
 from .settings import Settings
 from .trainer.deepspeed_engine import gather_parameters
-from .trainer.engine import select_engine, training_arguments, unset_engine
+from .trainer.engine import TrainerEngine, training_arguments, unset_engine
 from .trainer.review_trainer import RecordCallback, ReviewTrainer
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
@@ -61,7 +61,8 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     Args:
         exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
     """
-    prepared = prepare("trainer_run", settings, world, engine=select_engine(settings))
+    engine = TrainerEngine() if settings.trainer_engine else None
+    prepared = prepare("trainer_run", settings, world, engine=engine)
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
         world.print_main(describe_result(scores, prepared.record))

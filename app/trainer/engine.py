@@ -65,11 +65,6 @@ class TrainerEngine:
         return (DeepSpeed if settings.deepspeed is not None else TrainerFSDP)(settings, plan, world)
 
 
-def select_engine(settings: Settings) -> TrainerEngine | None:
-    """Return the engine that the flags select; None if `--strategy` selects a strategy."""
-    return TrainerEngine() if settings.trainer_engine else None
-
-
 class TrainerFSDP(FullyShardStrategy):
     """A model that accelerate shards when training begins. Implements `Strategy`.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -30,11 +29,6 @@ from ..training.dropout import seed_micro_batch
 from ..training.optim import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from ..training.prepare import Preparation
 from .deepspeed_engine import DeepSpeed, DeepSpeedState
-
-
-def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    scores = score(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
-    return {name: getattr(scores, name) for name in ("accuracy", "f1", "precision", "recall", "loss")}
 
 
 class ReviewTrainer(Trainer):
@@ -176,11 +170,12 @@ class ReviewTrainer(Trainer):
             if not is_filler:
                 shard.append(class_logits)
         gathered = gather_rows(eval_set.positions, shard, len(eval_set), world=self.world)
-        metrics = compute_metrics(EvalPrediction(gathered, eval_set.labels))
+        scores = score(gathered, eval_set.labels)
+        names = ("accuracy", "f1", "precision", "recall", "loss")
         return EvalLoopOutput(
             predictions=gathered,
             label_ids=eval_set.labels,
-            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            metrics={f"{metric_key_prefix}_{name}": getattr(scores, name) for name in names},
             num_samples=len(eval_set),
         )
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from app.settings import Settings
 from app.trainer.deepspeed_engine import DeepSpeed
-from app.trainer.engine import TrainerFSDP, TrainingArgumentsWithoutPlacement, fsdp_config, select_engine
+from app.trainer.engine import TrainerEngine, TrainerFSDP, TrainingArgumentsWithoutPlacement, fsdp_config
 
 ALBERT = AlbertConfig(
     embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
@@ -62,11 +62,10 @@ def test_the_model_is_never_placed_on_the_device_as_a_whole(monkeypatch):
 def test_the_flags_of_trainers_engines_select_them(flags, kind):
     plan = batch_plan(2, 4)
     settings = Settings(**flags)
-    engine = select_engine(settings)
-    assert engine is not None
-    strategy = engine.select_strategy(settings, plan, fake_world(1, 2))
+    assert settings.trainer_engine
+    strategy = TrainerEngine().select_strategy(settings, plan, fake_world(1, 2))
     assert type(strategy) is kind
-    assert select_engine(Settings()) is None
+    assert not Settings().trainer_engine
     assert sorted(strategy.logical_ranks) == ([2, 3] if kind is DeepSpeed else [1, 3])
 
 
