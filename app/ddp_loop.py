@@ -42,12 +42,10 @@ from .model.precision import mixed_precision
 from .program import launch
 from .settings import Settings
 from .strategies.base import Strategy
-from .strategies.loss_scale import LossScale
-from .strategies.optimization import Optimization
+from .strategies.optimization import LossScale, Optimization
 from .training.console import describe_result
-from .training.dropout import seed_micro_batch
-from .training.optim import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from .training.prepare import Preparation, prepare
+from .training.step import build_optimizer, build_scheduler, seed_micro_batch, skip_step_if_nonfinite
 
 Batch = dict[str, torch.Tensor]
 

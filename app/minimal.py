@@ -24,11 +24,10 @@ from .program import run_rank
 from .runs.hashes import hash_weights
 from .settings import Settings
 from .strategies.base import sum_of_squares
+from .strategies.optimization import VectorTails
 from .strategies.reduction import sum_pairwise
-from .strategies.vector_tails import VectorTails
 from .training.build import read_and_split
-from .training.dropout import seed_micro_batch
-from .training.optim import build_scheduler, parameter_groups
+from .training.step import build_scheduler, parameter_groups, seed_micro_batch
 
 
 def main() -> None:

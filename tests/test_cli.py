@@ -21,7 +21,7 @@ from app.data.sampler import plan_batches, resolve_train_batch_size
 from app.setting_groups import GROUPS
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.training.optim import build_optimizer, build_scheduler
+from app.training.step import build_optimizer, build_scheduler
 
 
 def error_message(arguments: list[str]) -> str:

@@ -19,10 +19,9 @@ from app.distributed.world import World
 from app.model.inputs import to_device
 from app.plan.empty_model import count_activations
 from app.settings import STRATEGIES, Settings
-from app.strategies.loss_scale import LossScale
-from app.strategies.optimization import Optimization
-from app.strategies.select import select_strategy
-from app.training.optim import build_optimizer, build_scheduler
+from app.strategies.optimization import LossScale, Optimization
+from app.training.build import select_strategy
+from app.training.step import build_optimizer, build_scheduler
 
 pytestmark = pytest.mark.gpu
 

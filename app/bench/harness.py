@@ -23,12 +23,10 @@ from ..distributed.world import World
 from ..model.inputs import to_device
 from ..settings import STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
-from ..strategies.loss_scale import LossScale
-from ..strategies.optimization import Optimization
-from ..strategies.select import select_strategy
-from ..training.build import ReviewData, build_data, build_model
+from ..strategies.optimization import LossScale, Optimization
+from ..training.build import ReviewData, build_data, build_model, select_strategy
 from ..training.console import quiet_libraries
-from ..training.optim import build_optimizer, build_scheduler
+from ..training.step import build_optimizer, build_scheduler
 
 LEARNING_RATE = 1e-4
 # Layers, hidden size, attention heads, intermediate size.

@@ -33,7 +33,7 @@ from ..plan.step import plan_step
 from ..profiling.profiler import hide_profiler_messages
 from ..program import launch
 from ..settings import Settings
-from ..strategies.shards import local_part
+from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
 from .harness import SIZES, Bench, build_named, distribute, with_each_strategy

@@ -25,8 +25,7 @@ from ..common.errors import RunError
 from ..common.formats import markdown_table
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
-from ..distributed.topology import Topology
-from ..distributed.world import World
+from ..distributed.world import Topology, World
 from ..plan.memory import bytes_of
 from ..plan.step import plan_step
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ..common.files import flush
 from ..common.files import remove as remove_path
+from ..distributed.collectives import WRITE_ERRORS, stop_or_warn, write_on_ranks
 from ..distributed.world import World
-from ..distributed.writing import WRITE_ERRORS, stop_or_warn, write_on_ranks
 
 PREFIX = "checkpoint-"
 STAGING = ".writing"

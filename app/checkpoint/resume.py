@@ -15,9 +15,8 @@ import torch
 import transformers
 
 from ..common.errors import AlreadyFinished, UserError
-from ..common.machine import device_name
-from ..distributed.arithmetic import Arithmetic, changes_of_arithmetic, gather_arithmetic
-from ..distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from ..common.machine import Arithmetic, changes_of_arithmetic, device_name
+from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
 from ..model.identity import ModelIdentity, differences_of_configs

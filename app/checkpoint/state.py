@@ -31,10 +31,8 @@ from ..common.files import flush
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..runs.schema import MODEL, SCHEDULE, SHARDS
-from ..strategies.base import Strategy
-from ..strategies.optimization import Optimization
-from ..strategies.shards import local_part, rows_of
-from ..strategies.vector_tails import MOMENTS
+from ..strategies.base import Strategy, local_part, rows_of
+from ..strategies.optimization import MOMENTS, Optimization
 from .manager import COMPLETION_MARKER, MANIFEST
 
 POWER_SGD = "power_sgd.{rank}."

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -164,12 +165,30 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()})"
 
 
+Arithmetic = Mapping[str, Sequence[str]]  # the distinct values of each fact over all ranks of a job, sorted
+
+
 def arithmetic(device: torch.device) -> dict[str, str]:
     """Return the facts, by name, that decide how a device rounds, besides library versions and threads."""
     facts = {name: value or UNSET for name, value in kernels().items()}
     if device.type == "cuda":
         del facts["cpu"], facts["instructions"]
     return {"device": device_name(device)} | facts
+
+
+def describe_mixed(facts: Arithmetic) -> str | None:
+    """Name the facts in which the ranks of a job differ; None if they agree."""
+    mixed = [f"{name} ({', '.join(values)})" for name, values in facts.items() if len(values) > 1]
+    if not mixed:
+        return None
+    return f"the ranks differ in {', '.join(mixed)}: results depend on which rank computes which rows"
+
+
+def changes_of_arithmetic(before: Arithmetic, now: Arithmetic) -> list[tuple[str, str, str]]:
+    """Return (name, value before, value now) of each fact that both jobs recorded."""
+    # An unset variable is recorded as such. A fact is missing only if it was not recorded at all: the version that
+    # wrote the checkpoint did not know it, or another kind of device does not have it. The device itself is a fact.
+    return [(name, ", ".join(before[name]), ", ".join(values)) for name, values in now.items() if name in before]
 
 
 def usable_cores(process: int = 0) -> set[int]:

@@ -1,20 +1,23 @@
-"""The collectives that the rest of the code needs. Every rank must call each of them, never under `if rank == 0`."""
+"""Collectives, also to write files. Every rank must call each of them, never under `if rank == 0`."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
-from ..common.errors import AgreedError, UserError
-from .topology import RankGroup
-from .world import World
+from ..common.errors import AgreedError, RunError, UserError, escape_control_characters
+from ..common.machine import UNSET, arithmetic
+from .world import RankGroup, World
 
 T = TypeVar("T")
 # PyTorch 2.13 has renamed them.
@@ -178,3 +181,59 @@ def gather_rows(
     assert np.array_equal(np.sort(order), np.arange(n)), "a row was evaluated twice or not at all"
     in_order: NDArray[np.float64] = np.concatenate([rows for _, rows in gathered])[np.argsort(order)]
     return in_order
+
+
+WRITE_ERRORS = (OSError, SafetensorError)
+
+
+def gather_arithmetic(world: World) -> dict[str, list[str]]:
+    """Return the distinct values of each fact of `arithmetic` over all ranks. Collective."""
+    by_rank = all_gather_object(arithmetic(world.device), world)
+    names = {name: None for facts in by_rank for name in facts}  # a set would not keep the order
+    return {name: sorted({facts.get(name, UNSET) for facts in by_rank}) for name in names}
+
+
+@contextmanager
+def stop_or_warn(
+    path: Path,
+    *,
+    on_failure: str,
+    warn: Callable[[str], None],
+    clean_up: Callable[[], None] | None = None,
+    note: str = "",
+    consequence: str = "training continues",
+) -> Iterator[None]:
+    """Turn an `OSError` inside the block, which writes `path`, into a warning, or into a `RunError` on `stop`.
+
+    Args:
+        clean_up: called after a failure, before it is reported; it may raise the failure instead.
+        note: the end of both messages.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if clean_up:
+            clean_up()
+        message = f"{path} could not be written: {problem.strerror or problem}{note}"
+        if on_failure == "stop":
+            raise RunError(message) from None
+        warn(f"warning: {escape_control_characters(message)}; {consequence} (--on_save_failure continue)")
+
+
+def write_on_ranks(work: Callable[[], None], folder: Path, world: World, *, main_only: bool = False) -> None:
+    """Do the work on every rank, or only on rank 0. Collective.
+
+    Raises:
+        OSError: on every rank, with the problem of the lowest rank that has one.
+    """
+    problem = None
+    if world.is_main_process or not main_only:
+        try:
+            work()
+        except WRITE_ERRORS as error:
+            problem = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, OSError):  # a library's message, which does not mention a full disk
+                with suppress(OSError):  # the folder may be gone
+                    problem += f" ({shutil.disk_usage(folder).free >> 20} MiB are free there)"
+    if (reported := first_failure(problem, world)) is not None:
+        raise OSError(reported)

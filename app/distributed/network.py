@@ -24,12 +24,9 @@ ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 ANY_PORT = 9
 
 
-def use_reachable_interface(size: int, local_size: int) -> None:
-    """Make gloo use an interface that other nodes can reach, unless the user has chosen one or the host name has one.
-
-    `size` ranks run on all nodes, `local_size` of them on this one.
-    """
-    if size == local_size or os.environ.get("GLOO_SOCKET_IFNAME"):
+def use_reachable_interface() -> None:
+    """Let gloo use an interface that other nodes can reach, unless the user or the host name names one."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     route = find_route(os.environ["MASTER_ADDR"]) if _is_loopback(_own_address(socket.gethostname())) else None
     if route is not None:

@@ -24,10 +24,8 @@ from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import cores_of_node, rank_and_sizes
 from .failure import ON_ALL_RANKS, ShortErrorHandler, exit_line, exit_now, report_failure, report_failure_to_connect
-from .network import use_reachable_interface
 from .rendezvous import open_store, wait_for_keys
-from .topology import Topology, common_ranks_per_node, create_node_groups
-from .world import World
+from .world import Topology, World, common_ranks_per_node, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
 
@@ -66,7 +64,10 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # if it is unset, accelerate chooses another number
     torch.set_num_threads(threads)
 
-    use_reachable_interface(size, local_size)
+    if size > local_size:
+        from .network import use_reachable_interface  # here, because jobs on one node do not need it
+
+        use_reachable_interface()
     timeout = timedelta(seconds=settings.ddp_timeout)
     store = open_store(timeout)
     device_type, problem = _device_type(settings.use_cpu, local_size, problem)

@@ -1,7 +1,8 @@
-"""The place of this process among the ranks of a job, and the store and groups through which they communicate."""
+"""The place of this process among the ranks and nodes of a job, and the groups through which they communicate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,7 +10,78 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from .topology import RankGroup, Topology
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks there are, and on how many nodes."""
+
+    ranks: int
+    ranks_per_node: int | None = None  # None: unknown, unequal, or not consecutive; all ranks then count as one node's
+
+    @property
+    def inside(self) -> int:
+        """The number of ranks on each node."""
+        return self.ranks_per_node or self.ranks
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.inside
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether gradients are summed inside the nodes first, and then between them."""
+        # That is the same binary tree only if the number of ranks on a node is a power of two. Otherwise the tree adds
+        # a rank to a rank of another node before it has added all ranks of its own.
+        return self.nodes > 1 and self.inside > 1 and self.inside & (self.inside - 1) == 0
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A group of ranks that call collectives together."""
+
+    group: dist.ProcessGroup | None  # None: the default group, of all ranks
+    size: int
+    rank: int  # of this process in the group
+
+
+def common_ranks_per_node(places: Sequence[tuple[str, int, int]]) -> int | None:
+    """Return the number of ranks on each node, or None if it differs or the ranks of a node are not consecutive.
+
+    Args:
+        places: host, LOCAL_RANK and LOCAL_WORLD_SIZE of each rank, in rank order.
+    """
+    _, _, inside = places[0]
+    for rank, place in enumerate(places):
+        host, _, _ = places[rank - rank % inside]  # of the node's first rank
+        if place != (host, rank % inside, inside):
+            return None
+    return inside if len(places) % inside == 0 else None
+
+
+def create_node_groups(rank: int, topology: Topology, timeout: timedelta) -> tuple[RankGroup, ...]:
+    """Create the process groups in which gradients are summed in two levels. Collective.
+
+    Returns:
+        The ranks of this node, and the ranks of all nodes with this local rank; nothing if there is only one level.
+    """
+    if not topology.two_levels:
+        return ()
+    everyone, inside = range(topology.ranks), topology.inside
+    nodes = [everyone[first : first + inside] for first in everyone[::inside]]
+    same_local_rank = [everyone[local::inside] for local in range(inside)]
+    groups = []
+    for ranks in (*nodes, *same_local_rank):  # every rank has to create every group, in the same order
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if rank in ranks:
+            groups.append(RankGroup(group, len(ranks), ranks.index(rank)))
+    return tuple(groups)
+
+
+def powers_of_two(ranks_per_node: int, most: int) -> list[int]:
+    """Return numbers of ranks up to `most`: powers of two on one node, and then on powers of two of complete nodes."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    one_node = [ranks for ranks in powers if ranks < ranks_per_node]
+    return one_node + [ranks_per_node * nodes for nodes in powers if ranks_per_node * nodes <= most]
 
 
 @dataclass(frozen=True)

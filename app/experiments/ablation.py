@@ -42,7 +42,7 @@ from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
-from ..training.optim import default_learning_rate
+from ..training.step import default_learning_rate
 
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 

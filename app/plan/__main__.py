@@ -27,7 +27,7 @@ from ..common.formats import MIB, mib, parse_size
 from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
-from ..distributed.topology import Topology
+from ..distributed.world import Topology
 from ..jobs import run_job
 from ..program import run_program
 from ..runs.folder import create_folder

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..distributed.topology import Topology
+from ..distributed.world import Topology
 from ..settings import WRAPPED_IN_DDP
-from ..strategies.blocks import sharded_groups
+from ..strategies.base import divide_rows, sharded_groups
 from ..strategies.compression import HOOK_DTYPES
+from ..strategies.optimization import MOMENTS
 from ..strategies.reduction import buckets_in_flight
-from ..strategies.shards import divide_rows
-from ..strategies.vector_tails import MOMENTS
 
 N_MOMENTS = len(MOMENTS)  # AdamW's moving averages of the gradient and of its square
 BUCKET_CAP = 25 * 2**20  # DDP's default, in bytes
@@ -125,7 +124,7 @@ def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list
     """
     shares: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     elements = [0] * ranks
-    # The groups of `training.optim.build_optimizer`.
+    # The groups of `training.step.build_optimizer`.
     for group in ([p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]):
         for parameter in sorted(group, key=torch.Tensor.numel, reverse=True):
             rank = elements.index(min(elements))

@@ -14,11 +14,11 @@ from ..common.formats import MIB
 from ..data.csv_table import ReviewTable
 from ..data.sampler import BatchPlan
 from ..data.split import Split
-from ..distributed.topology import Topology
+from ..distributed.world import Topology
 from ..model.hub import resolve_commit
 from ..model.load import classifier_config, load_tokenizer
 from ..settings import Settings
-from ..strategies.blocks import add_gradients_per_block
+from ..strategies.base import add_gradients_per_block
 from ..training.build import read_and_split
 from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
 from .memory import RankMemory, StepOptions, plan_memory, total_bytes

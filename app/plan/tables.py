@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..common.formats import markdown_table, mib
-from ..distributed.topology import powers_of_two
+from ..distributed.world import powers_of_two
 from ..settings import STRATEGIES
 from ..training.console import advise_checkpointing
 from .empty_model import Activations

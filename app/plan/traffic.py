@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..distributed.topology import Topology
-from ..strategies.blocks import sharded_groups
+from ..distributed.world import Topology
+from ..strategies.base import sharded_groups
 from ..strategies.compression import MATRIX_RANK, is_compressed, matrix_shape
 from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, shard_bytes, total_bytes
 

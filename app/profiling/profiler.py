@@ -15,9 +15,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from ..common.files import commit, write_json, write_text
-from ..distributed.collectives import all_gather_object
+from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
 from ..distributed.world import World
-from ..distributed.writing import stop_or_warn, write_on_ranks
 from ..record.run_record import RunRecord
 from ..runs.schema import PROFILE, PROFILE_STAGING, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
 from .breakdown import CATEGORIES, Event, StepTimes, divide_steps, mean

@@ -19,11 +19,10 @@ from ..checkpoint.manager import latest_first, remove, step_of
 from ..checkpoint.resume import Resume
 from ..common.errors import AgreedError, UserError
 from ..common.files import commit, write_json, write_text
-from ..common.machine import device_name, git_commit, kernels, peak_flops
+from ..common.machine import Arithmetic, device_name, git_commit, kernels, peak_flops
 from ..data.csv_table import ReviewTable
 from ..data.split import Split
-from ..distributed.arithmetic import Arithmetic, gather_arithmetic
-from ..distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World
 from ..model.identity import ModelIdentity
 from ..runs.folder import claim_folder, point_latest, remove_claimed

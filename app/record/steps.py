@@ -17,9 +17,8 @@ from torch.profiler import record_function
 from ..common.errors import RunError
 from ..common.files import flush
 from ..data.sampler import BatchPlan
-from ..distributed.collectives import all_gather, all_gather_object
+from ..distributed.collectives import all_gather, all_gather_object, stop_or_warn
 from ..distributed.world import World
-from ..distributed.writing import stop_or_warn
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24

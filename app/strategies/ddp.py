@@ -14,10 +14,18 @@ from transformers import PreTrainedModel
 from ..data.sampler import BatchPlan
 from ..distributed.world import World
 from ..settings import Settings
-from .base import CLIP, MICRO_BATCH, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
-from .blocks import add_gradients_per_block
+from .base import (
+    CLIP,
+    MICRO_BATCH,
+    GradientCheck,
+    PlainAdamW,
+    Tensors,
+    add_gradients_per_block,
+    clip_by_norm,
+    sum_of_squares,
+)
 from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce
-from .loss_scale import loss_factor
+from .optimization import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
 
 

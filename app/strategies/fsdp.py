@@ -16,13 +16,21 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from ..data.sampler import BatchPlan
-from ..distributed.topology import RankGroup
-from ..distributed.world import World
+from ..distributed.world import RankGroup, World
 from ..settings import Settings
-from .base import CLIP, MICRO_BATCH, SHARDED_FORWARD, GradientCheck, PlainAdamW, Tensors, clip_by_norm, sum_of_squares
-from .blocks import transformer_blocks
+from .base import (
+    CLIP,
+    MICRO_BATCH,
+    SHARDED_FORWARD,
+    GradientCheck,
+    PlainAdamW,
+    Tensors,
+    clip_by_norm,
+    local_part,
+    sum_of_squares,
+    transformer_blocks,
+)
 from .reduction import TreeSum, reduce_scatter_pairwise
-from .shards import local_part
 
 
 class ShardedModel(torch.nn.Module):

@@ -16,8 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..distributed.collectives import all_gather_in_place, all_gather_single
-from ..distributed.topology import RankGroup
-from ..distributed.world import World
+from ..distributed.world import RankGroup, World
 
 Gradients = list[torch.Tensor]
 

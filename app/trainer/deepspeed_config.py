@@ -11,7 +11,7 @@ from ..common.errors import UserError, shorten
 from ..common.formats import flatten
 from ..data.sampler import BatchPlan
 from ..settings import Settings
-from ..training.optim import warmup_steps
+from ..training.step import warmup_steps
 
 Config = dict[str, Any]
 

@@ -21,7 +21,7 @@ from ..data.sampler import BatchPlan
 from ..distributed.world import World
 from ..settings import Settings
 from ..strategies.base import GradientCheck, PlainAdamW, Tensors
-from ..strategies.vector_tails import MOMENTS
+from ..strategies.optimization import MOMENTS
 
 
 class DeepSpeed(PlainAdamW):

@@ -22,8 +22,7 @@ from ..distributed.collectives import broadcast_object, raise_on_all_ranks
 from ..distributed.environment import unset_engine_variables
 from ..distributed.world import World
 from ..settings import Settings
-from ..strategies.base import Strategy
-from ..strategies.blocks import transformer_blocks
+from ..strategies.base import Strategy, transformer_blocks
 from ..strategies.fsdp import FullyShardStrategy
 from ..training.prepare import Preparation
 from .deepspeed_config import Config, changes_of_config, complete_config, parse

@@ -23,11 +23,9 @@ from ..distributed.world import World
 from ..metrics.score import score
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
-from ..strategies.loss_scale import LossScale
-from ..strategies.optimization import Optimization
-from ..training.dropout import seed_micro_batch
-from ..training.optim import build_optimizer, build_scheduler, skip_step_if_nonfinite
+from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation
+from ..training.step import build_optimizer, build_scheduler, seed_micro_batch, skip_step_if_nonfinite
 from .deepspeed_engine import DeepSpeed, DeepSpeedState
 
 

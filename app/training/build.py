@@ -34,6 +34,9 @@ from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
 from ..model.load import Classifier, load_classifier, load_tokenizer
 from ..settings import Settings
+from ..strategies.base import Strategy
+from ..strategies.ddp import DDPStrategy, Zero1Strategy
+from ..strategies.fsdp import FullyShardStrategy
 
 SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
@@ -249,3 +252,10 @@ def _check_end_of_sequence(model: str, table: ReviewTable, counts: NDArray[np.in
 def _count(selected: NDArray[np.bool_]) -> str:
     n = int(selected.sum())
     return f"{n:,} review{'s' * (n != 1)}"
+
+
+def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:
+    """Return the strategy of a run."""
+    if settings.strategy in ("zero2", "zero3"):
+        return FullyShardStrategy(settings, plan, world)
+    return Zero1Strategy(settings, plan, world) if settings.strategy == "zero1" else DDPStrategy(settings, plan, world)

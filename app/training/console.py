@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
 from ..common.errors import escape_control_characters
+from ..common.machine import Arithmetic, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..data.csv_table import describe_dropped
 from ..data.split import describe_duplicates
-from ..distributed.arithmetic import Arithmetic, describe_mixed
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..metrics.score import Scores
@@ -28,7 +28,7 @@ from ..runs.hashes import DIGITS
 from ..runs.schema import LATEST, PREDICTIONS, RUNS
 from ..settings import Settings
 from .build import ReviewData
-from .optim import warmup_steps
+from .step import warmup_steps
 
 
 def quiet_libraries(world: World) -> None:

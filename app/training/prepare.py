@@ -26,10 +26,9 @@ from ..record.run_record import RunRecord
 from ..runs.folder import reject_used
 from ..settings import Settings
 from ..strategies.base import Strategy
-from ..strategies.select import select_strategy
-from .build import ReviewData, build_data, build_model
+from .build import ReviewData, build_data, build_model, select_strategy
 from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
-from .optim import default_learning_rate
+from .step import default_learning_rate
 
 if TYPE_CHECKING:
     from ..profiling.profiler import StepProfiler

@@ -26,10 +26,9 @@ from app.distributed.world import World
 from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.strategies.loss_scale import LossScale
-from app.strategies.optimization import Optimization
-from app.strategies.select import select_strategy
-from app.training.dropout import seed_micro_batch
+from app.strategies.optimization import LossScale, Optimization
+from app.training.build import select_strategy
+from app.training.step import seed_micro_batch
 
 Layout = tuple[str, int]  # a strategy and a number of ranks
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from app.data.loaders import EvalSet, build_eval_set, form_eval_batches, loader_options
 from app.data.sampler import FullBatchSampler
 from app.settings import Settings
-from app.strategies.select import select_strategy
+from app.training.build import select_strategy
 
 
 def keep(rows: list[int]) -> list[int]:

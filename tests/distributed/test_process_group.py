@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from app.common import machine
 from app.common.errors import Preempted
-from app.distributed import failure, process_group
+from app.distributed import failure, network, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
 from app.settings import Settings
@@ -148,6 +148,12 @@ def test_waiting_for_the_device_ends_when_it_is_done_or_after_the_timeout(monkey
     with pytest.raises(dist.DistBackendError, match="did not finish"):
         wait_for_device(gpu)
     wait_for_device(fake_world())  # nothing to wait for
+
+
+def test_no_interface_is_chosen_on_one_node(fake_gpu, monkeypatch):
+    monkeypatch.setattr(network, "use_reachable_interface", lambda: pytest.fail("chosen"))
+    with join(Settings()) as world:
+        assert world.size == world.local_size == 1
 
 
 # ---- determinism ------------------------------------------------------------------------------------------------

@@ -20,12 +20,11 @@ from transformers import (
 
 from app.bench.harness import Bench
 from app.bench.traffic import Counts, as_counts, count_third_step
-from app.distributed.topology import Topology
-from app.distributed.world import World
+from app.distributed.world import Topology, World
 from app.model.precision import training_dtype
 from app.plan.step import plan_step
 from app.settings import Settings
-from app.strategies.select import select_strategy
+from app.training.build import select_strategy
 from helpers.architectures import CONFIGS, SMALL
 from helpers.worlds import batch_plan
 

@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.data.sampler import BatchPlan, plan_batches
-from app.distributed.topology import RankGroup, create_node_groups
-from app.distributed.world import World
+from app.distributed.world import RankGroup, World, create_node_groups
 from app.settings import Settings
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from accelerate import DistributedType, PartialState
 
-import app.strategies.loss_scale
+import app.strategies.optimization
 import app.training.build
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
@@ -20,7 +20,7 @@ from app.strategies.base import clip_by_norm
 from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
 from app.trainer.engine import TrainerEngine
-from app.training.dropout import seed_micro_batch
+from app.training.step import seed_micro_batch
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def fp32_norm(world: World) -> Iterator[None]:
 @contextmanager
 def large_loss_scale(world: World) -> Iterator[None]:
     """The first loss scales of fp16 are too large."""
-    with patch.object(app.strategies.loss_scale, "INITIAL", 2.0**22):
+    with patch.object(app.strategies.optimization, "INITIAL", 2.0**22):
         yield
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from app.distributed.topology import Topology
+from app.distributed.world import Topology
 from app.plan.memory import RankMemory, StepOptions, gathered_after_forward, plan_memory
 
 

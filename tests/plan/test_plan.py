@@ -16,7 +16,7 @@ import torch
 from app.cli import parse_settings
 from app.common.errors import UserError
 from app.common.formats import mib, parse_size
-from app.distributed.topology import Topology, powers_of_two
+from app.distributed.world import Topology, powers_of_two
 from app.plan import __main__ as module
 from app.plan.empty_model import Activations
 from app.plan.fits import VARIANTS, label, largest_that_fits, memory_of_device, needed, traffic_of, verdict
@@ -25,7 +25,7 @@ from app.plan.step import Plan, build_plan
 from app.plan.tables import describe_plan, describe_run_plan
 from app.program import run_program
 from app.settings import STRATEGIES, Settings
-from app.strategies.blocks import sharded_groups
+from app.strategies.base import sharded_groups
 from app.training.console import advise_checkpointing
 
 

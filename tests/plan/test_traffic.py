@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from app.distributed.topology import Topology
+from app.distributed.world import Topology
 from app.plan.memory import StepOptions
 from app.plan.traffic import BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
 from app.settings import STRATEGIES, WRAPPED_IN_DDP

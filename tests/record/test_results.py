@@ -46,7 +46,7 @@ from app.runs.schema import (
 )
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.strategies.select import select_strategy
+from app.training.build import select_strategy
 from app.training.console import describe_result
 
 SIZES = {"vocab_size": 60, "num_labels": 3}

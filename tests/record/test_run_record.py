@@ -25,7 +25,7 @@ from torch import nn
 
 from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError
-from app.distributed import writing
+from app.distributed import collectives
 from app.model.identity import ModelIdentity
 from app.record import run_folder as folder_module
 from app.record import run_record as record_module
@@ -92,7 +92,7 @@ def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
         model=ModelIdentity(),
     )
     monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
-    monkeypatch.setattr(writing, "first_failure", lambda problem, world: problem)
+    monkeypatch.setattr(collectives, "first_failure", lambda problem, world: problem)
     return RunRecord(RunFolder(folder, info, Resume(), lock=None), lambda step: [step])
 
 

@@ -20,7 +20,7 @@ from app.settings import Settings
 from app.strategies import compression, reduction
 from app.strategies.compression import HOOK_DTYPES, MATRIX_RANK, PowerSGD, RoundedAllReduce
 from app.strategies.ddp import DDPStrategy
-from app.strategies.loss_scale import loss_factor
+from app.strategies.optimization import loss_factor
 from app.strategies.reduction import TreeSum
 
 SHAPES = [(7,), (2, 3), (), (30,)]

@@ -19,9 +19,8 @@ from app.checkpoint.state import load_complete_weights, write_weights
 from app.common.errors import AgreedError
 from app.settings import Settings
 from app.strategies import reduction
-from app.strategies.blocks import transformer_blocks
+from app.strategies.base import local_part, rows_of, transformer_blocks
 from app.strategies.fsdp import FullyShardStrategy, PairwiseReduceScatter, ShardedModel
-from app.strategies.shards import local_part, rows_of
 
 ALBERT = AlbertConfig(
     embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32

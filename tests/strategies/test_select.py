@@ -18,10 +18,9 @@ from app.settings import Settings
 from app.strategies.base import Strategy
 from app.strategies.ddp import DDPStrategy, Zero1Strategy
 from app.strategies.fsdp import FullyShardStrategy, ShardedModel, wrapper_name
-from app.strategies.loss_scale import LossScale
-from app.strategies.optimization import Optimization
-from app.strategies.select import select_strategy
-from app.training.optim import build_optimizer, build_scheduler
+from app.strategies.optimization import LossScale, Optimization
+from app.training.build import select_strategy
+from app.training.step import build_optimizer, build_scheduler
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS = 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.training.optim import build_optimizer, skip_step_if_nonfinite
+from app.training.step import build_optimizer, skip_step_if_nonfinite
 
 
 def training(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ from ...distributed.world import World
 from ...report.statistics import PairedSeeds, paired_seeds
 from ...settings import Settings
 from ...training.build import ReviewData, build_data, build_model
-from ...training.optim import default_learning_rate
+from ...training.step import default_learning_rate
 from ..harness import distribute
 from ..page import Figure, Part, Section, Table
 from ..rounds import ratios

@@ -12,14 +12,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...data.sampler import BatchPlan
-from ...distributed.topology import Topology
-from ...distributed.world import World
+from ...distributed.world import Topology, World
 from ...setting_groups import TINY
 from ...settings import Settings
 from ...strategies.base import Strategy
 from ...strategies.ddp import DDPStrategy
-from ...strategies.select import select_strategy
-from ...training.build import ReviewData
+from ...training.build import ReviewData, select_strategy
 from ..harness import build_named, distribute
 from ..rounds import Interval, ratios, time_calls
 

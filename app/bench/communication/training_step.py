@@ -21,8 +21,7 @@ from ...common.charts import Series, draw_bars, points_with_ranges, render_svg
 from ...common.progress import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
-from ...distributed.topology import Topology
-from ...distributed.world import World
+from ...distributed.world import Topology, World
 from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from ...common.charts import Series
 from ...common.formats import format_bandwidth
-from ...distributed.topology import powers_of_two
+from ...distributed.world import powers_of_two
 from ..alpha_beta import AlphaBeta, ring_all_gather, ring_all_reduce, tree_all_reduce
 from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table

@@ -28,11 +28,10 @@ from ...distributed.world import World
 from ...model.inputs import to_device
 from ...program import launch
 from ...settings import Settings
-from ...strategies.loss_scale import LossScale
-from ...strategies.optimization import Optimization
-from ...strategies.select import select_strategy
+from ...strategies.optimization import LossScale, Optimization
+from ...training.build import select_strategy
 from ...training.console import quiet_libraries
-from ...training.optim import build_optimizer, build_scheduler
+from ...training.step import build_optimizer, build_scheduler
 from ..harness import SIZES, build_bert
 
 LEARNING_RATE = 1e-5

@@ -21,7 +21,7 @@ from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_markdown
 from app.bench.traffic import CountCollectives, sent_bytes
 from app.common.errors import AgreedError
-from app.distributed.topology import Topology
+from app.distributed.world import Topology
 from app.setting_groups import TINY
 from app.settings import Settings
 from app.training.build import build_data, build_model

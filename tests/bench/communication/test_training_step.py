@@ -20,7 +20,7 @@ from app.bench.communication.training_step import (
 from app.bench.harness import set_up
 from app.bench.page import Table, as_html, as_markdown
 from app.common.errors import AgreedError, UserError
-from app.distributed.topology import RankGroup, Topology
+from app.distributed.world import RankGroup, Topology
 from app.profiling.breakdown import CATEGORIES
 from app.setting_groups import TINY
 from app.settings import Settings

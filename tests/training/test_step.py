@@ -1,4 +1,4 @@
-"""The seeds of dropout follow from the seed, the step, the logical rank and the number of the micro-batch alone."""
+"""Seeds of dropout, parameter groups, warmup and schedule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
+from helpers.worlds import batch_plan, fake_world
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BertConfig, BertForSequenceClassification
 
-from app.training.dropout import seed_micro_batch
+from app.settings import Settings
+from app.strategies.ddp import DDPStrategy
+from app.training.step import build_optimizer, build_scheduler, seed_micro_batch, warmup_steps
 
 PLACES = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 10**9), st.integers(0, 1023), st.integers(0, 1023))
 
@@ -80,3 +84,34 @@ def test_the_masks_of_consecutive_steps_and_neighboring_ranks_are_unrelated():
         masks.append((torch.rand(4_000) < 0.5).double())
     for a, b in pairwise(masks):
         assert abs(float((a == b).double().mean()) - 0.5) < 0.05  # six standard deviations
+
+
+def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
+    model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    settings = Settings(weight_decay=0.1)
+    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
+    decayed, kept = (group["params"] for group in optimizer.param_groups)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in kept} == {n for n in names.values() if n.endswith("bias") or "LayerNorm" in n}
+    assert len(decayed) + len(kept) == len(names)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("requested", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
+def test_warmup_is_a_number_of_steps_or_a_share_of_all_steps(requested, steps):
+    assert warmup_steps(requested, 100) == steps
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_scheduler(optimizer, Settings(warmup_steps=10), 110)
+    rates = []
+    for _ in range(110):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == 0.0
+    assert rates[10] == max(rates) == 1.0
+    assert rates[60] == pytest.approx(0.5)
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.0)

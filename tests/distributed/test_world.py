@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from helpers.worlds import process_group_of
 
-from app.distributed.topology import Topology, common_ranks_per_node, powers_of_two
+from app.distributed.world import Topology, common_ranks_per_node, powers_of_two
 
 
 def places(*nodes: int) -> list[tuple[str, int, int]]:

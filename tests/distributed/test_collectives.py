@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.common.machine import arithmetic
-from app.distributed import arithmetic as arithmetic_module
-from app.distributed.arithmetic import describe_mixed, gather_arithmetic
+from app.common.machine import arithmetic, describe_mixed
+from app.distributed import collectives
+from app.distributed.collectives import gather_arithmetic
 from app.training.console import describe_ranks
 
 
@@ -34,7 +34,7 @@ def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
     equal = gather_arithmetic(world)
     assert describe_mixed(equal) is None
     assert "differ" not in describe_ranks(world, equal)
-    monkeypatch.setattr(arithmetic_module, "all_gather_object", lambda value, world: others)
+    monkeypatch.setattr(collectives, "all_gather_object", lambda value, world: others)
     mixed = gather_arithmetic(world)
     line = describe_mixed(mixed)
     assert "differ in device (NVIDIA A10, NVIDIA H100), NVIDIA_TF32_OVERRIDE (0, unset): results depend" in line
