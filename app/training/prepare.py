@@ -202,9 +202,8 @@ def resolve_settings(
             engine.check(settings, world)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
-        if (
-            world.is_main_process and resume.folder is None
-        ):  # a lookup by others would make NFS cache that it is missing
+        # Only on rank 0: a lookup by others would make NFS cache that the folder is missing.
+        if world.is_main_process and resume.folder is None:
             reject_used(settings.output_dir)
     return restore_settings(settings, resume, world), resume
 
