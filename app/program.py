@@ -11,7 +11,7 @@ from typing import NoReturn
 from . import stop_importing
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
-from .common.interrupts import as_interrupt
+from .common.terminal import as_interrupt
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..checkpoint.manager import PREFIX, CheckpointManager
 from ..checkpoint.state import TrainingState
 from ..common.files import staging_folder
-from ..common.interrupts import as_interrupt
+from ..common.terminal import as_interrupt
 from ..distributed.collectives import barrier, broadcast_object
 from ..distributed.process_group import join
 from ..distributed.world import World

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.progress import hides_progress
+from ..common.terminal import hides_progress
 from ..distributed.collectives import all_gather_object, barrier, wait_for_device
 from ..distributed.world import World
 

@@ -25,7 +25,7 @@ from ..cli import OneLineParser
 from ..common.errors import RunError, UserError, escape_control_characters, shorten
 from ..common.files import commit, staging_folder
 from ..common.paths import DOWNLOADED_CSV
-from ..common.progress import hides_progress
+from ..common.terminal import hides_progress
 from ..program import run_program
 
 URL = (

@@ -16,7 +16,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..common.files import commit, staging_folder
-from ..common.progress import hides_progress
+from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
 from .csv_table import CLEANING_RULES, ReviewTable

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from ..common.interrupts import as_interrupt
 from ..common.paths import CLONE
+from ..common.terminal import as_interrupt
 from .processes import CPU_PROCESSES
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.

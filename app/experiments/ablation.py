@@ -24,7 +24,7 @@ from ..bench.harness import distribute
 from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import render_template
-from ..common.progress import hides_progress
+from ..common.terminal import hides_progress
 from ..data.csv_table import ReviewTable
 from ..data.loaders import Collator
 from ..data.sampler import plan_batches, resolve_train_batch_size

@@ -24,7 +24,7 @@ from ..checkpoint.manager import PREFIX, CheckpointManager, step_of
 from ..common.errors import Preempted, RunError
 from ..common.files import flush, write_json
 from ..common.machine import device_name, peak_memory_bytes
-from ..common.progress import hides_progress
+from ..common.terminal import hides_progress
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest

@@ -29,10 +29,9 @@ from ..distributed.collectives import (
 )
 from ..distributed.world import World
 from ..model.checkpointing import checkpoint_activations
-from ..model.config_checks import end_of_sequence
 from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
-from ..model.load import Classifier, load_classifier, load_tokenizer
+from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy, Zero1Strategy

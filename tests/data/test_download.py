@@ -15,8 +15,8 @@ import pytest
 from helpers.jobs import PROJECT, unavailable
 
 from app.common.files import staging_folder
-from app.common.interrupts import as_interrupt
 from app.common.paths import DOWNLOADED_CSV
+from app.common.terminal import as_interrupt
 from app.data import download
 from app.program import run_program
 

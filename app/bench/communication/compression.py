@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...common.charts import INK, NEUTRAL, SERIES_COLORS, draw_bars, draw_ranges, name_rows, render_svg
 from ...common.errors import UserError
 from ...common.formats import MIB, format_size
-from ...common.progress import hides_progress
+from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...ddp_loop import evaluate
 from ...distributed.collectives import raise_on_all_ranks

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as Canvas
 from tqdm import tqdm
 
 from ...common.charts import Series, draw_bars, points_with_ranges, render_svg
-from ...common.progress import hides_progress
+from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
 from ...distributed.world import Topology, World

@@ -14,7 +14,7 @@ import psutil
 from tqdm import tqdm
 
 from ...common.machine import usable_cores
-from ...common.progress import hides_progress
+from ...common.terminal import hides_progress
 from ..rounds import in_rounds
 from .nodes import Link, NamespacesUnavailable, ShapedLink, shaped_link
 from .task_job import TaskJob, task_job

@@ -1,11 +1,17 @@
-"""Turn terminating signals into an exception, so that cleanup code runs."""
+"""What a program does on a terminal: progress bars, and interruption by the user or the system."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+def hides_progress(disable_tqdm: bool = False, is_main_process: bool = True) -> bool:
+    """Return tqdm's `disable`: only one rank shows a bar, on a terminal. In a file, each update would be a line."""
+    return disable_tqdm or not is_main_process or not sys.stderr.isatty()
 
 
 @contextmanager

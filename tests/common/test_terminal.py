@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers.jobs import PROJECT
 
-from app.common.progress import hides_progress
+from app.common.terminal import hides_progress
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_every_bar_asks_whether_it_is_shown():
         text = path.read_text(encoding="utf-8")
         if re.search(r"\btqdm\((?!\))", text) and "hides_progress(" not in text:
             others.add(path.name)
-        if path.name != "progress.py":
+        if path.name != "terminal.py":
             assert "isatty" not in text, path
         assert "disable=None" not in text, path
         assert not re.search(r"disable=.* or None", text), path
