@@ -37,6 +37,7 @@ from .distributed.preemption import StopRequest
 from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import Scores, score
+from .model.dropout import RowDropout
 from .model.inputs import to_device
 from .model.precision import mixed_precision
 from .program import launch
@@ -45,7 +46,7 @@ from .strategies.base import Strategy
 from .strategies.optimization import LossScale, Optimization
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
-from .training.step import build_optimizer, build_scheduler, seed_micro_batch, skip_step_if_nonfinite
+from .training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 
 Batch = dict[str, torch.Tensor]
 
@@ -112,13 +113,14 @@ def train_step(
     places = product(strategy.logical_ranks, range(settings.gradient_accumulation_steps))
     for number, (batch, (logical_rank, micro_batch)) in enumerate(zip(batches, places, strict=True)):
         # 3. RANDOMNESS. With one seed for all ranks, their rows would share dropout masks. With a stream of random
-        #    numbers per process, the masks would depend on the number of processes. So each micro-batch has a seed.
-        seed_micro_batch(settings.seed, step, logical_rank=logical_rank, number=micro_batch)
+        #    numbers per process, the masks would depend on the number of processes. So each row of the global batch
+        #    has its own masks, whatever rank and micro-batch it is in.
+        masks = RowDropout(settings.seed, step, strategy.plan.rows_of(logical_rank, micro_batch))
         # 4. ACCUMULATION. backward() adds to the gradients of the previous micro-batches. They stay local (DDP's
         #    no_sync) until the last backward() averages the sum over the ranks, so DDP's ranks exchange gradients once
         #    per step.
         with strategy.accumulate(wrapped, number):
-            with mixed_precision(settings.precision, batch["labels"].device):
+            with mixed_precision(settings.precision, batch["labels"].device), masks:
                 loss = wrapped(**batch).loss
             # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
             # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks

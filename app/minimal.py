@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithPadding
 
 from .cli import OneLineParser
+from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
 from .program import run_rank
 from .runs.hashes import hash_weights
@@ -27,7 +28,7 @@ from .strategies.base import sum_of_squares
 from .strategies.optimization import VectorTails
 from .strategies.reduction import sum_pairwise
 from .training.build import read_and_split
-from .training.step import build_scheduler, parameter_groups, seed_micro_batch
+from .training.step import build_scheduler, parameter_groups
 
 
 def main() -> None:
@@ -74,10 +75,10 @@ def main() -> None:
             batches = iter(loader)
         loss_sum = torch.zeros((), dtype=torch.float64)
         for number in range(plan.accumulation_steps):
-            seed_micro_batch(settings.seed, step, logical_rank=rank, number=number)  # other dropout masks per rank
             # backward() adds up gradients, on this rank only (no_sync). The last one averages the sums over the ranks.
             with ddp.no_sync() if number < plan.accumulation_steps - 1 else nullcontext():
-                loss = ddp(**next(batches)).loss  # the mean over a micro-batch; all have the same number of rows
+                with RowDropout(settings.seed, step, plan.rows_of(rank, number)):  # other dropout masks for each row
+                    loss = ddp(**next(batches)).loss  # the mean over a micro-batch; all have the same number of rows
                 (loss / plan.accumulation_steps).backward()
             loss_sum += loss.detach()
         norm = sum_of_squares(p.grad for p in model.parameters() if p.grad is not None).sqrt().float()  # summed in fp64

@@ -75,6 +75,11 @@ class ModelSettings:
         "dropout probability that replaces every dropout probability in the model's config",
         valid=at_least(0, below=1, requirement="a probability: 0 or more and below 1"),
     )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = setting(
+        None,
+        "attention implementation of transformers; default: eager on CPUs, where it is the fastest with dropout or "
+        "bf16, otherwise the model's default",
+    )
     trust_remote_code: bool = setting(False, "run Python code from the model's repository; only for authors you trust")
 
 

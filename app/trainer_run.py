@@ -10,7 +10,7 @@ rest, because it would train differently. Trainer's default, and its replacement
     loaders              complete batches per rank, with repeated rows    rows per rank: a DistributedSampler
     wrapper              DDP, FSDP or DeepSpeed, by its arguments         the strategy's; an engine only on request
     optimizer, schedule  from its arguments                               the shared ones, built from the settings
-    dropout              one stream of random numbers per process         a seed per micro-batch
+    dropout              one stream of random numbers per process         masks that belong to the rows
     mixed precision      accelerate's, with its own loss scaling          the shared one
     clipping             by the gradients of this rank                    by a norm that is the same for all strategies
     evaluation           repeats rows; the loss is a mean of means        each row exactly once

@@ -37,7 +37,6 @@ from ..runs.schema import (
     TEXTS,
     TOTALS,
     JsonFormat,
-    checkpoint_files,
 )
 from ..runs.setting_effects import FORMER
 from ..setting_groups import MAX_THREADS
@@ -239,19 +238,20 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(f"{checkpoint}: every rank must be able to read it: {problem}") from None
-    if (parse_object(text, str(path), VERSION_ONLY).get("format_version") or 0) > RUN_STATE_VERSION:
+    format_version = parse_object(text, str(path), VERSION_ONLY).get("format_version") or 0
+    if format_version > RUN_STATE_VERSION:
         raise _newer(path, f"its format_version is above {RUN_STATE_VERSION}")
+    if format_version < RUN_STATE_VERSION:
+        raise UserError(
+            f"{checkpoint}: an earlier version of this program wrote it, which drew other dropout masks: resume it "
+            "with that version, or start again in another --output_dir"
+        )
     state = parse_object(text, str(path), RUN_STATE_FORMAT)
     if not (0 < state["step"] <= state["total_steps"] and state["world_size"] > 0):
         raise UserError(f"{path}: damaged: step {state['step']} of {state['total_steps']}, {state['world_size']} ranks")
     # Names decide which checkpoint is the latest, and which ones are of steps that are repeated and so are removed.
     if checkpoint.name != (name := f"{PREFIX}{state['step']}"):
         raise UserError(f"{checkpoint}: holds step {state['step']}, so it was renamed or copied: name it {name}")
-    if missing := [name for name in checkpoint_files(state["world_size"]) if not (checkpoint / name).is_file()]:
-        raise UserError(
-            f"{checkpoint}: has no {missing[0]}: an earlier version of this program wrote it; resume it with that "
-            "version, or start again in another --output_dir"
-        )
     for part in (TOTALS, BEST):
         state[part.name] = _check_part(path, state.get(part.name) or {}, part)
     check_recorded_settings(path, state["settings"] | {"threads": state.get("threads") or 0})

@@ -169,6 +169,8 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     return replace(
         settings,
         logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
+        # A run that was started on a GPU keeps the GPU's default on a CPU, where the default is another one.
+        attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
         ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
     )
 

@@ -68,6 +68,12 @@ class BatchPlan:
             return [n * self.ranks + rank for n in range(per_rank)]
         return [rank * per_rank + n for n in range(per_rank)]
 
+    def rows_of(self, logical_rank: int, micro_batch: int) -> range:
+        """Return the positions in the global batch of the rows of a logical rank's micro-batch, counted from 0."""
+        distance = self.logical_ranks * self.micro_size
+        first = logical_rank + distance * micro_batch
+        return range(first, first + distance, self.logical_ranks)
+
     def due(self, strategy: str, every: int, step: int) -> bool:
         """Tell whether an evaluation or a checkpoint follows a step.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..common.errors import UserError
+from .dropout import contexts_of_checkpointing
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -17,4 +18,4 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
     # transformers 5.23 warns that it has renamed it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": True})
+    enable({"use_reentrant": False, "preserve_rng_state": True, "context_fn": contexts_of_checkpointing})

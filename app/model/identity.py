@@ -48,8 +48,6 @@ def describe_config(config: PretrainedConfig) -> dict[str, Any]:
     """
     # A model's own config class may hold any objects. JSON has no infinity or NaN.
     content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
-    # A config.json may choose it, but to_dict() leaves it out.
-    content["attn_implementation"] = getattr(config, "_attn_implementation", None)
     return content
 
 

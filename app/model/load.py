@@ -35,6 +35,7 @@ from .tiny_bert import learn_tokenizer, tiny_config
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
 }
+CPU = torch.device("cpu")
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
@@ -89,9 +90,14 @@ def load_config(settings: ModelSettings, commit: str | None = None) -> Pretraine
 
 
 def classifier_config(
-    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, commit: str | None = None
+    settings: Settings,
+    class_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device = CPU,
+    commit: str | None = None,
 ) -> PretrainedConfig:
-    """Return the model's config, with a head for the classes of the data.
+    """Return the model's config, with a head for the classes of the data and the attention for the device.
 
     Raises:
         UserError: There is no such model, it does not match its tokenizer, or `max_length` exceeds what it can process.
@@ -104,6 +110,7 @@ def classifier_config(
     check_config(settings, config, tokenizer)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
+    select_attention(config, settings, device)
     limit = max_input_length(config, tokenizer)
     if settings.max_length > limit:
         raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
@@ -151,7 +158,12 @@ def end_of_sequence(config: PretrainedConfig) -> set[int]:
 
 
 def load_classifier(
-    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, commit: str | None = None
+    settings: Settings,
+    class_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device = CPU,
+    commit: str | None = None,
 ) -> Classifier:
     """Load the classifier in training precision.
 
@@ -161,7 +173,7 @@ def load_classifier(
     Raises:
         UserError: As `classifier_config`, or the model cannot classify sequences.
     """
-    config = classifier_config(settings, class_names, tokenizer, commit=commit)
+    config = classifier_config(settings, class_names, tokenizer, device=device, commit=commit)
     content = describe_config(config)
     pretrained = is_pretrained(settings.model)
     if settings.model == TINY:
@@ -184,6 +196,19 @@ def load_classifier(
     return Classifier(model, pretrained, origin, content)
 
 
+def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
+    """Select the attention implementation: the requested one, the config's own, or the fastest one to train with.
+
+    On CPUs, PyTorch's fused attention computes attention with dropout step by step, in fp32, and its backward pass in
+    bf16 is slow. docs/speed.md has measurements.
+    """
+    chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
+    fused_is_fast = settings.dropout == 0 and settings.precision in {"fp32", "fp64"}
+    if chosen is None and device.type == "cpu" and not fused_is_fast:
+        chosen = "eager"
+    config._attn_implementation = chosen
+
+
 def is_pretrained(model: str) -> bool:
     """Tell whether the model has weights of its own."""
     if model == TINY:
@@ -203,7 +228,7 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
             config, trust_remote_code=settings.trust_remote_code, **options
         )
     except Exception as problem:
-        if not (isinstance(problem, ValueError | AttributeError | TypeError) or raised_by_model(problem)):
+        if not (isinstance(problem, ValueError | AttributeError | TypeError | ImportError) or raised_by_model(problem)):
             raise
         raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
     return model

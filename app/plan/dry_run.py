@@ -26,7 +26,13 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
     with raise_on_all_ranks(world):
         if world.is_main_process:
             sources = read_sources(settings, world.size)
-            completed = complete_settings(settings, given, sources.batches, pretrained=is_pretrained(settings.model))
+            completed = complete_settings(
+                settings,
+                given,
+                sources.batches,
+                pretrained=is_pretrained(settings.model),
+                config=sources.config,
+            )
             check_sources(path_name, completed, sources, resume=resume)
             plan = plan_step(
                 settings, sources.config, sources.batches, device=device_of(settings.use_cpu), topology=world.topology

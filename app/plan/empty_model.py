@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from ..common.errors import UserError, raised_by_model
 from ..model.checkpointing import checkpoint_activations
+from ..model.dropout import RowDropout
 from ..model.hub import first_line
 from ..model.inputs import expand_mask
 from ..model.load import build_from_config
@@ -161,7 +162,8 @@ def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int
         memory = LiveMemory(parameters)
         with memory:
             batch = empty_batch(model, rows, settings.max_length)
-            with saved_tensors_hooks(keep, lambda tensor: tensor), mixed_precision(settings.precision, device):
+            masks = RowDropout(settings.seed, 0, range(rows))
+            with saved_tensors_hooks(keep, lambda tensor: tensor), mixed_precision(settings.precision, device), masks:
                 loss = model(**batch).loss
             n_saved = sum(storage.nbytes() for storage in saved.values())
             n_weights = sum(storage.nbytes() for key, storage in saved.items() if key in memory.copies)

@@ -121,7 +121,9 @@ def read_sources(settings: Settings, ranks: int) -> Sources:
     table, split, batches = read_and_split(settings, ranks)
     commit = resolve_commit(settings)
     tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
-    config = classifier_config(settings, table.class_names, tokenizer, commit=commit)
+    config = classifier_config(
+        settings, table.class_names, tokenizer, device=device_of(settings.use_cpu), commit=commit
+    )
     return Sources(table, split, batches, commit, tokenizer, config)
 
 

@@ -124,7 +124,8 @@ METRICS = JsonFormat(
 )
 
 # run_state.json of a checkpoint. Increase the version if a program of the version before must not resume from it.
-RUN_STATE_VERSION = 1
+# Version 2: dropout masks belong to the rows of the global batch.
+RUN_STATE_VERSION = 2
 RUN_STATE_FORMAT = JsonFormat(
     RUN_STATE,
     required={"path": TEXT, "step": INTEGER, "total_steps": INTEGER, "world_size": INTEGER, "fingerprint": TEXT}

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from ..common.errors import AgreedError
+from ..data.sampler import BatchPlan
 from .compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
@@ -31,6 +32,7 @@ class Strategy(Protocol):
     """
 
     name: str  # the value of `--strategy`
+    plan: BatchPlan
     logical_ranks: Sequence[int]  # of this process, in the order in which it trains on their micro-batches
     shards_optimizer: bool  # whether each rank holds a different part of the optimizer's state
     power_sgd: PowerSGD | None  # this rank's state of `--ddp_comm_hook power_sgd`, once the model is wrapped

@@ -39,6 +39,7 @@ class DeepSpeed(PlainAdamW):
         self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
         self.reached: set[str] = set()  # the parameters that have had a gradient
         self.hooks: list[RemovableHandle] = []
+        self.plan = plan
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

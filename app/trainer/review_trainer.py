@@ -5,6 +5,7 @@ The docstring of each override explains what would differ without it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from ..distributed.collectives import broadcast_buffers, gather_rows
 from ..distributed.preemption import StopRequest
 from ..distributed.world import World
 from ..metrics.score import score
+from ..model.dropout import RowDropout
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation
-from ..training.step import build_optimizer, build_scheduler, seed_micro_batch, skip_step_if_nonfinite
+from ..training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from .deepspeed_engine import DeepSpeed, DeepSpeedState
 
 
@@ -36,6 +38,7 @@ class ReviewTrainer(Trainer):
         self.micro_losses: list[torch.Tensor] = []
         self.micro_batches: list[dict[str, torch.Tensor]] = []
         self.grad_norm = torch.zeros(())
+        self.masks: RowDropout  # of the next micro-batch
         self.train_loader = prepared.data.train_loader(prepared.strategy.logical_ranks, prepared.settings, world)
         self.wrapped = prepared.strategy.wrap(prepared.model)
         self.loss_scale = LossScale(prepared.settings.precision, prepared.plan, world)
@@ -75,14 +78,15 @@ class ReviewTrainer(Trainer):
         return self.shared_scheduler
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Seed dropout for the micro-batch, and let the strategy accumulate or average the gradients.
+        """Choose the micro-batch's dropout masks, and let the strategy accumulate or average the gradients.
 
         Trainer would use one stream of random numbers, and one all-reduce over all micro-batches of a process.
         """
         number = len(self.micro_batches)
         index, micro_batch = divmod(number, self.prepared.plan.accumulation_steps)
-        strategy, seed = self.prepared.strategy, self.prepared.settings.seed
-        seed_micro_batch(seed, self.state.global_step, logical_rank=strategy.logical_ranks[index], number=micro_batch)
+        strategy = self.prepared.strategy
+        rows = self.prepared.plan.rows_of(strategy.logical_ranks[index], micro_batch)
+        self.masks = RowDropout(self.prepared.settings.seed, self.state.global_step, rows)
         self.micro_batches.append(inputs)
         with strategy.accumulate(model, number):
             return super().training_step(model, inputs, *args, **kwargs)
@@ -91,9 +95,10 @@ class ReviewTrainer(Trainer):
         """Copy a batch as app.ddp_loop does: Trainer would wait for the copy of each tensor."""
         return to_device(inputs, self.prepared.model, self.world)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
-        loss: Any = super().compute_loss(*args, **kwargs)
+        with self.masks if model.training else nullcontext():
+            loss: Any = super().compute_loss(model, *args, **kwargs)
         if not isinstance(loss, torch.Tensor):  # in an evaluation, it is a tuple of the loss and the model's outputs
             return loss
         self.micro_losses.append(loss.detach())

@@ -170,7 +170,9 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         AgreedError: a user's mistake on any rank.
     """
     with local_main_process_first(world):
-        classifier = load_classifier(settings, data.table.class_names, data.tokenizer, commit=data.commit)
+        classifier = load_classifier(
+            settings, data.table.class_names, data.tokenizer, device=world.device, commit=data.commit
+        )
         check_rows(settings, classifier.model.config, table=data.table, rows=data.rows, lengths=data.lengths)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)

@@ -72,7 +72,8 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         (
             "machine",
             f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
-            f"{settings.trainer_engine or settings.strategy}{compression}",
+            f"{settings.trainer_engine or settings.strategy}{compression}, "
+            f"{settings.attn_implementation or 'default'} attention",
         ),
         *(("hint", hint) for hint in hints_about_devices(path_name, settings, world)),
         ("files", f"{record.folder}/"),

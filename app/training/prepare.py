@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
 from ..cli import TRAINER_ENGINES, reject_flags
@@ -125,7 +125,9 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         engine.read_config(requested, world)
     data = build_data(settings, world)
     classifier = build_model(settings, data, world)
-    settings = complete_settings(settings, requested, data.plan, pretrained=classifier.pretrained)
+    settings = complete_settings(
+        settings, requested, data.plan, pretrained=classifier.pretrained, config=classifier.model.config
+    )
     identity = ModelIdentity(
         data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
     )
@@ -208,11 +210,14 @@ def resolve_settings(
     return restore_settings(settings, resume, world), resume
 
 
-def complete_settings(settings: Settings, requested: Settings, plan: BatchPlan, *, pretrained: bool) -> Settings:
+def complete_settings(
+    settings: Settings, requested: Settings, plan: BatchPlan, *, pretrained: bool, config: PretrainedConfig
+) -> Settings:
     """Fill in the settings that depend on the data and the model. `requested` is the command line."""
     return replace(
         settings,
         learning_rate=settings.learning_rate or default_learning_rate(pretrained),
+        attn_implementation=getattr(config, "_attn_implementation", None),
         train_batch_size=plan.global_size,
         per_device_train_batch_size=requested.per_device_train_batch_size,
     )

@@ -1,12 +1,10 @@
-"""Parts of a training step, the same in both training paths: seed of dropout, AdamW, learning rate schedule."""
+"""Parts of a training step, the same in both training paths: parameter groups, AdamW, learning rate schedule."""
 
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -14,28 +12,6 @@ from transformers import get_scheduler
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import VectorTails
-
-
-def seed_micro_batch(seed: int, step: int, *, logical_rank: int, number: int) -> None:
-    """Seed the random number generators of PyTorch (CPU and GPU), NumPy and Python for one micro-batch.
-
-    The state follows from the arguments alone, so checkpoints need no random number generator states.
-
-    Args:
-        seed: `--seed`.
-        step: the number of optimizer steps before this one.
-        logical_rank: the logical rank whose rows the micro-batch holds.
-        number: the number of the micro-batch among the logical rank's in this step, counted from 0.
-    """
-    # SeedSequence turns similar numbers into unrelated seeds. Sums such as seed + step would repeat the masks of one
-    # logical rank in another one's next step.
-    mixed = int(np.random.SeedSequence((seed, step, logical_rank, number)).generate_state(1, np.uint64)[0])
-    torch.default_generator.manual_seed(mixed)  # torch.manual_seed takes a hundred times as long
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed)
-    np.random.seed(mixed & 0xFFFFFFFF)
-    random.seed(mixed)
-
 
 FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # chosen by experiment for `tiny`

@@ -23,12 +23,12 @@ from app.checkpoint.manager import COMPLETION_MARKER, MANIFEST
 from app.checkpoint.state import TrainingState, load_weights, write_weights
 from app.common.errors import UserError
 from app.distributed.world import World
+from app.model.dropout import seed_generators
 from app.runs.schema import MODEL, RUN_STATE, SCHEDULE, SHARDS, checkpoint_files
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
 from app.strategies.optimization import LossScale, Optimization
 from app.training.build import select_strategy
-from app.training.step import seed_micro_batch
 
 Layout = tuple[str, int]  # a strategy and a number of ranks
 
@@ -103,7 +103,7 @@ def new_state(
 def train(training: Training, first: int, steps: int) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        seed_micro_batch(42, step, logical_rank=0, number=0)
+        seed_generators(42, step, 0)
         x = torch.randn(4, 6)
         with training.strategy.accumulate(training.wrapped, 0):
             loss = training.wrapped(x)

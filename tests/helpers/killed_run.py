@@ -10,7 +10,7 @@ import torch
 
 from app.checkpoint.manager import commit_checkpoint
 from app.common.machine import device_name
-from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, SETTINGS, STEPS
+from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SETTINGS, STEPS
 from app.settings import Settings
 
 CPU = device_name(torch.device("cpu"))
@@ -27,7 +27,7 @@ def folder(tmp_path) -> Path:
 def make_run(folder: Path, **settings) -> Path:
     mine = Settings(learning_rate=1e-3, **settings).as_dict()
     state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "world_size": 1}
-    state |= {"device": CPU, "threads": 3}
+    state |= {"format_version": RUN_STATE_VERSION, "device": CPU, "threads": 3}
     for name, files in (("checkpoint-4", {RUN_STATE: state | {"settings": mine, "best": {"step": 2}}}), ("best-2", {})):
         staging = folder / CHECKPOINTS / ".writing" / name
         staging.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """A plain PyTorch loop in one process, which training at any number of ranks has to agree with.
 
-It takes rows, tokens and initial weights from `app`, but shuffles, pads, schedules and optimizes with its own code.
+It takes rows, tokens, initial weights and dropout masks from `app`, but shuffles, pads, schedules and optimizes with
+its own code.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from app.data.csv_table import read_reviews
 from app.data.split import split_reviews
+from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
 
@@ -47,7 +49,9 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
         rows = split.train[order[batch * size : (batch + 1) * size].numpy()]
         share = step / warmup if step < warmup else (steps - step) / (steps - warmup)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3 * share
-        loss = torch.nn.functional.cross_entropy(logits_of(rows), torch.from_numpy(table.labels[rows]))
+        with RowDropout(settings.seed, step, range(size)):
+            logits = logits_of(rows)
+        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(table.labels[rows]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

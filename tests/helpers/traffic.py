@@ -21,6 +21,7 @@ from transformers import (
 from app.bench.harness import Bench
 from app.bench.traffic import Counts, as_counts, count_third_step
 from app.distributed.world import Topology, World
+from app.model.checkpointing import checkpoint_activations
 from app.model.precision import training_dtype
 from app.plan.step import plan_step
 from app.settings import Settings
@@ -92,7 +93,7 @@ class Step:
         model = AutoModelForSequenceClassification.from_config(config)
         model.to(training_dtype(self.settings.precision))
         if self.settings.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         ids = torch.full((2, LENGTH), 7)
         ids[:, -1] = 3  # BART and T5 classify the hidden state of the end-of-sequence token
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(2, dtype=torch.int64)}

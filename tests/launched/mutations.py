@@ -16,19 +16,22 @@ import app.strategies.optimization
 import app.training.build
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
+from app.model.dropout import RowDropout
 from app.strategies.base import clip_by_norm
 from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
 from app.trainer.engine import TrainerEngine
-from app.training.step import seed_micro_batch
 
 
 @contextmanager
 def dropout_seed(world: World) -> Iterator[None]:
     """Another seed for dropout only: split, order and initial weights stay the same."""
-    with patch_everywhere(
-        "seed_micro_batch", lambda seed, *place, **names: seed_micro_batch(seed + 1, *place, **names)
-    ):
+
+    class OtherSeed(RowDropout):
+        def __init__(self, seed: int, step: int, rows: range) -> None:
+            super().__init__(seed + 1, step, rows)
+
+    with patch_everywhere("RowDropout", OtherSeed):
         yield
 
 
@@ -102,12 +105,13 @@ def swapped_leaves(world: World) -> Iterator[None]:
 
 @contextmanager
 def physical_dropout(world: World) -> Iterator[None]:
-    """The dropout masks depend on the process, not on the logical rank."""
+    """The dropout masks depend on the process, not on the rows."""
 
-    def seed_by_process(seed: int, step: int, logical_rank: int, number: int) -> None:
-        seed_micro_batch(seed, step, logical_rank=world.rank, number=number)
+    class ByProcess(RowDropout):
+        def __init__(self, seed: int, step: int, rows: range) -> None:
+            super().__init__(seed, step, range(world.rank, world.rank + len(rows) * world.size, world.size))
 
-    with patch_everywhere("seed_micro_batch", seed_by_process):
+    with patch_everywhere("RowDropout", ByProcess):
         yield
 
 

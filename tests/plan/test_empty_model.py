@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from app.common.errors import UserError
+from app.model.checkpointing import checkpoint_activations
+from app.model.dropout import RowDropout
 from app.plan.empty_model import count_activations, without_data
 from app.settings import Settings
 
@@ -34,7 +36,7 @@ def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, ch
     """What the allocator has given out and not got back: at the end of the forward pass, and at most."""
     model = AutoModelForSequenceClassification.from_config(config).train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
+        checkpoint_activations(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -42,7 +44,8 @@ def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, ch
     mask[0, -1] = 0  # without padding, attention needs no mask
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(rows, dtype=torch.int64)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with torch.profiler.record_function("forward"), torch.autocast("cpu", enabled=precision == "bf16"):
+        range_, mixed = torch.profiler.record_function("forward"), torch.autocast("cpu", enabled=precision == "bf16")
+        with range_, mixed, RowDropout(42, 0, range(rows)):
             loss = model(**batch).loss
         loss.backward()
     events = profiler.profiler.kineto_results.events()

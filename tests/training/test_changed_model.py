@@ -39,7 +39,6 @@ CHANGES = {
     "hidden_act was gelu and is relu": edit_config(hidden_act="relu"),
     "num_hidden_layers was 2 and is 1": edit_config(num_hidden_layers=1),
     "num_hidden_layers was 2 and is 3": edit_config(num_hidden_layers=3),
-    "attn_implementation was None and is eager": edit_config(_attn_implementation="eager"),
     "returns other tokens for the same reviews, or pads differently": permute_vocabulary,
     "or pads differently": lambda model: edit_json(model / "tokenizer_config.json", padding_side="left"),
 }

@@ -1,0 +1,239 @@
+"""Dropout masks follow from the seed, the step, the row of the global batch, the call and the position alone."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+
+from app.model.dropout import (
+    RowDropout,
+    contexts_of_checkpointing,
+    draws_per_micro_batch,
+    hash_integers,
+    seed_generators,
+)
+
+CPU = torch.device("cpu")
+PLACES = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 10**9), st.integers(0, 10**6))
+
+
+def kept(rows: range, *shape: int, seed: int = 42, step: int = 0, p: float = 0.1, call: int = 0) -> torch.Tensor:
+    """Return which elements of a tensor (rows, *shape) the dropout number `call` of a forward pass keeps."""
+    with RowDropout(seed, step, rows):
+        for _ in range(call):
+            functional.dropout(torch.ones(len(rows), 1), p)
+        return functional.dropout(torch.ones(len(rows), *shape), p) != 0
+
+
+# ---- what masks depend on --------------------------------------------------------------------------------------------
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 9)),
+    st.tuples(st.integers(1, 12), st.integers(1, 9)),
+    st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 12)),
+)
+
+
+@given(shape=SHAPES, size=st.sampled_from([4, 8, 12]), parts=st.sampled_from([1, 2, 4]), interleaved=st.booleans())
+def test_a_row_has_the_same_masks_in_every_micro_batch(shape, size, parts, interleaved):
+    whole = kept(range(size), *shape, p=0.5)
+    n = size // parts
+    for part in range(parts):
+        rows = range(part, size, parts) if interleaved else range(part * n, (part + 1) * n)
+        assert torch.equal(kept(rows, *shape, p=0.5), whole[list(rows)])
+
+
+@given(n=st.integers(1, 40), padding=st.integers(0, 9), features=st.integers(1, 20))
+def test_the_mask_of_a_token_does_not_depend_on_padding(n, padding, features):
+    assert torch.equal(kept(range(3), n + padding, features)[:, :n], kept(range(3), n, features))
+    attention = kept(range(3), 2, n + padding, n + padding)
+    assert torch.equal(attention[..., :n, :n], kept(range(3), 2, n, n))
+
+
+@given(place=st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 99)))
+def test_the_seed_the_step_the_row_and_the_call_each_change_the_mask(place):
+    seed, step, row, call = place
+    masks = [
+        kept(range(row + r, row + r + 1), 8, 32, seed=seed + a, step=step + b, call=call + c)
+        for a, b, r, c in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    ]
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+
+
+def test_the_masks_of_a_bfloat16_tensor_are_those_of_float32():
+    x = torch.randn(4, 6, 8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with RowDropout(1, 2, range(4)):
+            result = functional.dropout(x.to(dtype), 0.3)
+        assert result.dtype == dtype
+        assert torch.equal(result != 0, kept(range(4), 6, 8, seed=1, step=2, p=0.3))
+
+
+# ---- the statistics of masks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_keep_the_requested_share_and_elements_are_independent(p):
+    """Each correlation is of 1.3 million pairs: 5 standard deviations are 0.0044."""
+    masks = torch.stack([kept(range(8), 64, 128, step=step, p=p) for step in range(20)]).double()
+    assert masks.mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / masks.numel()) ** 0.5 + 2**-15)
+    z = (masks - masks.mean()) / masks.std()
+    of_next_call = torch.stack([kept(range(8), 64, 128, step=step, p=p, call=1) for step in range(20)]).double()
+    pairs = {f"features {d}": (z[..., :-d], z[..., d:]) for d in (1, 2, 3, 4, 8, 16, 32, 64)}
+    pairs |= {f"tokens {d}": (z[:, :, :-d], z[:, :, d:]) for d in (1, 2, 3, 4, 8, 16, 32)}
+    pairs |= {f"rows {d}": (z[:, :-d], z[:, d:]) for d in (1, 2, 4)}
+    pairs |= {f"steps {d}": (z[:-d], z[d:]) for d in (1, 2, 4)}
+    pairs["calls"] = (z, (of_next_call - of_next_call.mean()) / of_next_call.std())
+    pairs["three neighbors"] = (z[..., 2:] * z[..., 1:-1], z[..., :-2])
+    pairs["four corners"] = (z[:, :, 1:, 1:] * z[:, :, :-1, 1:], z[:, :, 1:, :-1] * z[:, :, :-1, :-1])
+    for name, (a, b) in pairs.items():
+        assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5, name
+
+
+def test_every_position_and_every_row_is_dropped_equally_often():
+    masks = torch.stack([kept(range(64), 16, 32, step=step) for step in range(50)]).double()
+    for dims in [(0, 1), (0, 2, 3), (1, 2, 3)]:
+        shares = masks.mean(dims)
+        deviation = (0.09 * shares.numel() / masks.numel()) ** 0.5
+        assert shares.std().item() == pytest.approx(deviation, rel=0.5)
+        assert (shares - 0.9).abs().max() < 5.5 * deviation
+
+
+@given(keys=st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * 2), first=st.integers(-(2**31), 2**31 - 10_001))
+def test_different_numbers_have_different_hashes(keys, first):
+    numbers = torch.arange(first, first + 10_000, dtype=torch.int32)
+    assert hash_integers(numbers, *keys).unique().numel() == len(numbers)
+
+
+# ---- gradients, evaluation, repetition -------------------------------------------------------------------------------
+
+
+def test_dropped_elements_have_no_gradient_and_others_are_scaled():
+    x = torch.randn(4, 6, 8, requires_grad=True)
+    with RowDropout(42, 0, range(4)):
+        result = functional.dropout(x, 0.25)
+    result.sum().backward()
+    expected = kept(range(4), 6, 8, p=0.25) / 0.75
+    torch.testing.assert_close(result, x * expected)
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("arguments", [(0.0, True), (0.1, False)])
+def test_without_dropout_the_tensor_is_returned(arguments):
+    x = torch.randn(4, 6)
+    with RowDropout(42, 0, range(4)):
+        assert functional.dropout(x, *arguments) is x
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 3), (4, 2, 2, 2, 2)])
+def test_a_tensor_without_rows_gets_a_mask_per_micro_batch(shape):
+    with RowDropout(42, 0, range(4)):
+        functional.dropout(torch.ones(4, 3), 0.5)
+        assert not draws_per_micro_batch(CPU)
+        functional.dropout(torch.ones(shape), 0.5)
+        assert draws_per_micro_batch(CPU)
+
+
+def bert(attention: str) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForSequenceClassification._from_config(
+        BertConfig(vocab_size=50, **sizes), attn_implementation=attention
+    ).train()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masks_of_a_model_belong_to_rows_unless_attention_is_fused(attention):
+    model = bert(attention)
+    ids = torch.randint(1, 50, (8, 11), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(11) < torch.tensor([5, 7, 3, 6, 11, 4, 9, 11]).unsqueeze(1)).long()
+    with RowDropout(42, 3, range(8)):
+        whole = model(input_ids=ids, attention_mask=mask).logits
+    assert draws_per_micro_batch(CPU) is (attention == "sdpa")
+    with RowDropout(42, 3, range(4)):
+        part = model(input_ids=ids[:4, :7], attention_mask=mask[:4, :7]).logits  # less padding
+    assert torch.allclose(part, whole[:4], atol=1e-5) is (attention == "eager")
+
+
+def test_a_repeated_forward_pass_has_the_same_masks():
+    """In reverse order, as backward() repeats the checkpointed parts of a forward pass."""
+
+    def layers(x: torch.Tensor, repeat: bool) -> torch.Tensor:
+        for _ in range(3):
+            options = {"use_reentrant": False, "context_fn": contexts_of_checkpointing}
+            x = checkpoint(lambda y: functional.dropout(y.sin(), 0.5), x, **options) if repeat else x.sin()
+            x = x if repeat else functional.dropout(x, 0.5)
+        return x
+
+    gradients = []
+    for repeat in (False, True):
+        x = torch.ones(4, 3, 5, requires_grad=True)
+        with RowDropout(42, 0, range(4)):
+            result = layers(x, repeat)
+        result.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+# ---- other random numbers of a model ---------------------------------------------------------------------------------
+
+
+def draws() -> dict[str, list[float]]:
+    """Masks and numbers of every generator that a model or a library may use."""
+    return {
+        "mask": functional.dropout(torch.ones(64), 0.5).tolist(),
+        "torch": torch.rand(4).tolist(),
+        "numpy": [*np.random.rand(4), np.random.randn()],
+        "python": [random.random(), random.gauss(0, 1)],
+    }
+
+
+@given(place=PLACES, drawn=st.integers(0, 700), gaussian=st.booleans())
+def test_a_micro_batch_has_the_same_random_numbers_whatever_was_drawn_before(place, drawn, gaussian):
+    """NumPy and Python draw Gaussians in pairs: after an odd number of them, one is kept in the state."""
+    seed_generators(*place)
+    expected = draws()
+    torch.rand(drawn), np.random.rand(drawn), [random.random() for _ in range(drawn)]
+    if gaussian:
+        torch.randn(1), np.random.randn(), random.gauss(0, 1)
+    seed_generators(*place)
+    assert draws() == expected
+
+
+@given(place=PLACES, index=st.integers(0, 2), distance=st.integers(1, 5))
+def test_another_seed_step_or_row_has_other_random_numbers(place, index, distance):
+    seed_generators(*place)
+    before = draws()
+    changed = list(place)
+    changed[index] += distance
+    seed_generators(*changed)
+    assert all(before[name] != values for name, values in draws().items())
+
+
+def test_no_two_of_thousands_of_micro_batches_share_their_random_numbers():
+    places = list(product([42, 43], range(64), range(16)))
+    of_torch, of_numpy, of_python = set(), set(), set()
+    for place in places:
+        seed_generators(*place)
+        of_torch.add(torch.initial_seed())
+        of_numpy.add(np.random.rand())
+        of_python.add(random.random())
+    assert len(of_torch) == len(of_numpy) == len(of_python) == len(places)
+
+
+def test_the_random_numbers_of_consecutive_steps_and_neighboring_rows_are_unrelated():
+    masks = []
+    for place in product([42], range(20), range(4)):
+        seed_generators(*place)
+        masks.append((torch.rand(4_000) < 0.5).double())
+    for a, b in pairwise(masks):
+        assert abs(float((a == b).double().mean()) - 0.5) < 0.05  # six standard deviations
