@@ -146,14 +146,19 @@ def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
     return reduce_sum(values, world).div_(world.size)
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, by name. Others, such as position ids, are constants."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     """Copy rank 0's buffers, such as the running statistics of BatchNorm, to every rank.
 
     DDP does this before each forward pass in training, so after a step each rank has the statistics of its own rows.
     """
-    saved = model.state_dict().keys()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
-    for buffer in buffers:
+    buffers = saved_buffers(model)
+    for buffer in buffers.values():
         dist.broadcast(buffer, src=0)
     if buffers:
         wait_for_device(world)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..distributed.collectives import saved_buffers
 from ..distributed.world import Topology
 from ..strategies.base import sharded_groups
 from ..strategies.compression import MATRIX_RANK, is_compressed, matrix_shape
@@ -179,7 +180,7 @@ def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
 
 def _buffers(model: PreTrainedModel) -> list[Collective]:
     """Return DDP's broadcasts of rank 0's buffers, before the first forward pass of a training step."""
-    buffers = list(model.buffers())
+    buffers = list(saved_buffers(model).values())
     if not buffers:
         return []
     pieces, _ = dist._compute_bucket_assignment_by_size(buffers, [BUFFERS_CAP])  # type: ignore[attr-defined]

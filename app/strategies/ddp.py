@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from ..data.sampler import BatchPlan
+from ..distributed.collectives import saved_buffers
 from ..distributed.world import World
 from ..settings import Settings
 from .base import (
@@ -49,6 +50,9 @@ class DDPStrategy(PlainAdamW):
         model.to(self.world.device)
         if isinstance(model, PreTrainedModel):
             add_gradients_per_block(model)
+        # Without this, DDP would broadcast constants such as position ids in every step.
+        constants = dict(model.named_buffers()).keys() - saved_buffers(model).keys()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
