@@ -166,6 +166,6 @@ def seed_generators(seed: int, step: int, row: int) -> None:
 def draws_per_micro_batch(device: torch.device) -> bool:
     """Tell whether PyTorch's generator was used since `seed_generators`, so a model draws more than masks of rows."""
     if device.type == "cuda":
-        return bool(torch.cuda.default_generators[device.index or 0].get_offset())
+        return any(generator.get_offset() for generator in torch.cuda.default_generators)
     unused = torch.Generator().manual_seed(torch.default_generator.initial_seed())
     return not torch.equal(torch.default_generator.get_state(), unused.get_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -80,7 +81,7 @@ def test_the_remedy_that_compare_names_makes_different_runs_identical(compare, t
     two, one, remedied = (two_runs / name for name in ("two", "one", "remedied"))
     status, (line,) = compare(two, one, "--assert_equal")
     assert status == 1
-    assert line.startswith("not equal: step 1: the loss is ")
+    assert re.match(r"not equal: step \d+: the loss is ", line)  # rounding: it may be equal in the first steps
     assert line.endswith(
         "; trained differently: ranks 2 and 1, logical ranks 2 and 1, threads 1 and 2; "
         "start both with --logical_ranks 2 --threads 1"
