@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from .common.paths import CLONE, PACKAGE
 
-BENCHMARKS = ("bench.recipe", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
+BENCHMARKS = ("bench.speed", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
 WITHOUT_RANKS = ("compare", "plan", "bench.scaling", "experiments.same_bits", "experiments.fault_injection")
 OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}

@@ -20,7 +20,7 @@ PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 PROGRAMS = (
     *PATHS,
     *("compare", "plan", "experiments/same_bits"),
-    *("bench/recipe", "bench/traffic", "bench/communication", "bench/checkpoint_cost", "bench/memory"),
+    *("bench/speed", "bench/traffic", "bench/communication", "bench/checkpoint_cost", "bench/memory"),
     *WITHOUT_SETTINGS,
 )
 

@@ -5,6 +5,7 @@ They use `app.ddp_loop.train_step` itself, with all of its settings: precision, 
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,13 +13,16 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
+from ..cli import command_line
 from ..common.errors import AgreedError
+from ..common.machine import describe_machine
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
-from ..distributed.collectives import raise_on_all_ranks, reduce_mean
+from ..distributed.collectives import all_gather_object, raise_on_all_ranks, reduce_mean
 from ..distributed.world import World
 from ..model.inputs import to_device
 from ..settings import STRATEGIES, WRAPPED_IN_DDP, Settings
@@ -54,14 +58,9 @@ class Bench:
     wrapped: torch.nn.Module
     loader: DataLoader[Any]  # this rank's micro-batches, as the training paths get them
 
-    def optimization(
-        self,
-        total_steps: int,
-        learning_rate: float = LEARNING_RATE,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> Optimization:
-        """Return what updates the weights: as in training, or another optimizer."""
-        optimizer = optimizer or build_optimizer(self.wrapped, self.settings, learning_rate, strategy=self.strategy)
+    def optimization(self, total_steps: int, learning_rate: float = LEARNING_RATE) -> Optimization:
+        """Return what updates the weights, as in training."""
+        optimizer = build_optimizer(self.wrapped, self.settings, learning_rate, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, total_steps)
         return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
 
@@ -150,3 +149,15 @@ def timed(work: Callable[[], object], world: World) -> float:
         torch.cuda.synchronize()
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=world.device)
     return float(reduce_mean(seconds, world))
+
+
+def describe_job(world: World) -> dict[str, str]:
+    """Return facts about the machine and the job that every figure depends on, by name. Collective."""
+    nodes = len(set(all_gather_object(socket.gethostname(), world)))
+    return {
+        "ranks": f"{world.size} on {nodes} node(s)",
+        "backend": dist.get_backend(),
+        "threads": f"{torch.get_num_threads()} per rank",
+        **describe_machine(world.device),
+        "command": command_line(),
+    }

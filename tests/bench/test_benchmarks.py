@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.bench import checkpoint_cost, memory, recipe, traffic
+from app.bench import checkpoint_cost, memory, traffic
 from app.bench.harness import set_up, with_each_strategy
-from app.common.errors import RunError
+from app.common.errors import AgreedError, RunError
 from app.plan.step import Plan
 from app.plan.traffic import Collective
 from app.settings import STRATEGIES, Settings
@@ -39,15 +39,20 @@ def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(settings, 
     assert len(list(micro_batches)) == len(bench.loader) - 6, "each step takes two micro-batches"
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "result"),
-    [(recipe, r"ratio: median \d+\.\d+, from"), (checkpoint_cost, r"costs [+-]\d+\.\d% \(median of 2 rounds")],
-)
-def test_a_benchmark_prints_the_median_of_its_rounds(benchmark, result, settings, world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "ROUNDS", 2)
-    monkeypatch.setattr(benchmark, "STEPS", 2)
-    benchmark.benchmark(settings, world, *([tmp_path] if benchmark is checkpoint_cost else []))
-    assert re.search(result, capsys.readouterr().out)
+def test_a_benchmark_prints_the_median_of_its_rounds(settings, world, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint_cost, "ROUNDS", 2)
+    monkeypatch.setattr(checkpoint_cost, "STEPS", 2)
+    checkpoint_cost.benchmark(settings, world, tmp_path)
+    assert re.search(r"costs [+-]\d+\.\d% \(median of 2 rounds", capsys.readouterr().out)
+
+
+def test_a_benchmark_with_too_few_rows_says_so(settings, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_cost, "STEPS", 30)
+    with pytest.raises(
+        AgreedError, match="81 training rows are enough for 10 steps of 8 rows, and this benchmark needs 30"
+    ):
+        checkpoint_cost.benchmark(settings, world, tmp_path)
+    assert set_up(settings, world).data.plan.steps_per_epoch == 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

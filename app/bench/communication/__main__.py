@@ -9,19 +9,14 @@ runs/communication/). docs/communication.md explains how to read them.
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ...cli import OneLineParser, command_line, count, positive
+from ...cli import OneLineParser, count, positive
 from ...common.errors import UserError, escape_control_characters, shorten
 from ...common.files import write_json, write_text
-from ...common.machine import describe_machine
-from ...distributed.collectives import all_gather_object, raise_on_all_ranks
+from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
 from ...program import launch
@@ -30,6 +25,7 @@ from ...runs.schema import RUNS
 from ...settings import Settings
 from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
+from ..harness import describe_job
 from ..page import Section, as_html, as_markdown
 from . import training_step
 from .collectives_section import check_largest, measure_collectives
@@ -85,7 +81,7 @@ def main(
         with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
-        facts = describe(world)
+        facts = describe_job(world)
         world.print_main(headline(facts))
         measured = []
         for name in names:
@@ -138,18 +134,6 @@ def headline(facts: Mapping[str, str]) -> str:
     return (
         escape_control_characters(f"# {TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
     )
-
-
-def describe(world: World) -> dict[str, str]:
-    """Return facts about the machine and the job that every figure depends on, by name. Collective."""
-    nodes = len(set(all_gather_object(socket.gethostname(), world)))
-    return {
-        "ranks": f"{world.size} on {nodes} node(s)",
-        "backend": dist.get_backend(),
-        "threads": f"{torch.get_num_threads()} per rank",
-        **describe_machine(world.device),
-        "command": command_line(),
-    }
 
 
 if __name__ == "__main__":

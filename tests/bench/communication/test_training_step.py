@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.worlds import batch_plan, fake_world
 
-from app.bench import recipe, rounds
+from app.bench import rounds
 from app.bench.communication import step_variants, training_step
 from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
 from app.bench.communication.training_step import (
@@ -17,9 +17,8 @@ from app.bench.communication.training_step import (
     measure_step,
     variants_of,
 )
-from app.bench.harness import set_up
 from app.bench.page import Table, as_html, as_markdown
-from app.common.errors import AgreedError, UserError
+from app.common.errors import UserError
 from app.distributed.world import RankGroup, Topology
 from app.profiling.breakdown import CATEGORIES
 from app.setting_groups import TINY
@@ -170,11 +169,3 @@ def test_a_model_that_is_named_is_the_only_one():
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):
     with pytest.raises(UserError, match="--train_batch_size 7 cannot be divided among --logical_ranks 2"):
         measure("reduction", replace(settings, train_batch_size=7), 0.001, world)
-
-
-def test_a_benchmark_with_too_few_rows_says_so(settings, world):
-    with pytest.raises(
-        AgreedError, match="81 training rows are enough for 10 steps of 8 rows, and this benchmark needs 30"
-    ):
-        recipe.benchmark(settings, world)
-    assert set_up(settings, world).data.plan.steps_per_epoch == 10

@@ -1,0 +1,1 @@
+"""Compare the speed of the two training paths with other ways to train the same model."""

@@ -1,0 +1,104 @@
+"""Benchmark: the training paths compared with other ways to train the same model, in alternating rounds.
+
+    torchrun --standalone --nproc_per_node=2 -m app.bench.speed --csv reviews.csv --threads 1
+    torchrun --standalone --nproc_per_node=2 -m app.bench.speed --models tiny 4x312 12x768
+    python -m app.bench.speed --recipes ddp_loop-bf16
+
+Prints examples per second, real tokens per second, padding and MFU, and writes speed.html and speed.json into
+`--output_dir` (default: a new folder in runs/speed/). With a single recipe, it reports the recipe's peak memory instead
+of MFU. docs/speed.md describes the recipes and how they are measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from ...cli import OneLineParser, count
+from ...common.errors import UserError, escape_control_characters
+from ...common.files import write_json, write_text
+from ...distributed.collectives import raise_on_all_ranks
+from ...distributed.process_group import join
+from ...distributed.world import World
+from ...program import launch
+from ...runs.folder import create_folder
+from ...runs.schema import RUNS
+from ...settings import Settings
+from ...training.build import build_data, build_model, read_and_split
+from ...training.console import quiet_libraries
+from ..harness import describe_job
+from ..page import Section, as_html, as_markdown
+from .measure import RECIPES, measure
+from .models import SHORT_NAMES, with_model
+from .recipe import Task
+from .report import section
+
+TITLE = "Speed"
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    sizes = ", ".join(SHORT_NAMES)
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help=f"{sizes} (untrained BERTs), or as --model; default: --model"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, metavar="NAME", help=f"which of {', '.join(RECIPES)}; default: all"
+    )
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps of a round")
+    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="rounds, after one that is not timed")
+
+
+def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | None, steps: int, rounds: int) -> None:
+    with join(settings) as world:
+        quiet_libraries(world)
+        names = [name for name in RECIPES if recipes is None or name in recipes]
+        folder = None
+        with raise_on_all_ranks(world):
+            check(settings)
+            if world.is_main_process:
+                folder = create_folder(settings.output_dir, RUNS / "speed")
+        facts = describe_job(world) | {"rounds": f"{rounds} of {steps} steps"}
+        world.print_main(
+            escape_control_characters(f"# {TITLE}: {', '.join(f'{key} {value}' for key, value in facts.items())}")
+            + "\n"
+        )
+        measured: list[Section] = []
+        for model in models or [settings.model]:
+            measured.append(compare(model, names, settings, steps=steps, rounds=rounds, world=world))
+            world.print_main(as_markdown(measured[-1]))
+            with raise_on_all_ranks(world):  # after each model, so that a later failure does not lose it
+                if folder is not None:
+                    content = {"machine": facts, "settings": settings.as_dict()}
+                    content["models"] = {one.name: one.data for one in measured}
+                    write_json(folder / "speed.json", content)
+                    write_text(folder / "speed.html", as_html(TITLE, facts, measured, json_name="speed.json"))
+        world.print_main(escape_control_characters(f"written to {folder}/: speed.html, speed.json"))
+
+
+def check(settings: Settings) -> None:
+    """Raise `UserError` if a setting contradicts the recipes."""
+    if settings.precision != "fp32":
+        raise UserError(f"--precision {settings.precision}: each recipe has its own: select them with --recipes")
+    if settings.resume_from_checkpoint is not None:
+        raise UserError("--resume_from_checkpoint: a benchmark trains from the beginning")
+
+
+def compare(model: str, names: list[str], settings: Settings, *, steps: int, rounds: int, world: World) -> Section:
+    """Measure the recipes with a model. Collective."""
+    with tempfile.TemporaryDirectory() as temporary:  # each rank has its own
+        folder = Path(temporary)
+        settings = replace(settings, disable_tqdm=True)
+        with raise_on_all_ranks(world):
+            table, split, _ = read_and_split(settings, world.size)
+            settings = with_model(settings, model, table.texts.iloc[split.train], folder=folder / "model")
+        data = build_data(settings, world)
+        task = Task(data, build_model(settings, data, world).model, steps, rounds + 1)
+        results = measure(names, task, settings, folder=folder, world=world)
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    title = f"{SHORT_NAMES.get(model, model)}, {ranks}"
+    return section(model, title, results, on_cpu=world.device.type == "cpu")
+
+
+if __name__ == "__main__":
+    launch(main, __doc__, add_arguments)
