@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 FIRST_FACTOR, SECOND_FACTOR, GOLDEN_RATIO = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32, 0x9E3779B9 - 2**32
 LEVELS = 1 << 15  # a probability is rounded to a multiple of 1 / LEVELS, which needs 15 bits of a 16-bit integer
 CALLS = 64  # dropouts whose keys are computed together
-# Distances between the hashed numbers of neighbors along the last three dimensions, counted in pairs of elements. They
-# do not depend on the size of a dimension, which may include padding: 4096 pairs x 8192 x 128 is 2^32.
-STRIDES = (1 << 25, 1 << 12, 1)
+# Places that are reserved for the last dimension, in pairs of elements, and for the one before it. A position has the
+# same number whatever part of them a tensor has, because the size of a dimension may include padding.
+PLACES = (1 << 12, 1 << 13)
 
 NOTE_ON_DRAWS = (
     "note: not all random numbers of this model belong to rows (fused attention draws its own dropout masks), so runs "
@@ -102,11 +102,13 @@ class RowDropout(TorchFunctionMode):
 
     def hashed_positions(self, like: torch.Tensor) -> torch.Tensor:
         """Return a number for each pair of elements of a row, int32, in the shape of `like` without its rows."""
-        *outer, n = like.shape[1:]
         if like.shape not in self.positions:
-            numbers = torch.arange((n + 1) // 2, dtype=torch.int32, device=like.device)
-            for size, stride in zip(outer[::-1], STRIDES[-2::-1], strict=False):
-                of_dimension = torch.arange(size, dtype=torch.int32, device=like.device) * stride
+            *outer, n = like.shape[1:]
+            size, stride = (n + 1) // 2, 1
+            numbers = torch.arange(size, dtype=torch.int32, device=like.device)
+            for next_size, places in zip(outer[::-1], PLACES, strict=False):
+                size, stride = next_size, stride * max(size, places)
+                of_dimension = torch.arange(size, dtype=torch.int32, device=like.device) * _as_int32(stride)
                 numbers = of_dimension.view(-1, *[1] * numbers.ndim) + numbers
             self.positions[like.shape] = numbers * GOLDEN_RATIO
         return self.positions[like.shape]
@@ -141,6 +143,10 @@ def hash_integers(numbers: torch.Tensor, first: Any, second: Any) -> torch.Tenso
     hashed *= SECOND_FACTOR
     hashed ^= torch.bitwise_right_shift(hashed, 16, out=shifted).bitwise_and_(0xFFFF)
     return hashed
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def seed_generators(seed: int, step: int, row: int) -> None:

@@ -59,6 +59,14 @@ def test_the_mask_of_a_token_does_not_depend_on_padding(n, padding, features):
     assert torch.equal(attention[..., :n, :n], kept(range(3), 2, n, n))
 
 
+@pytest.mark.parametrize("shape", [(3, 20_001), (1, 3, 20_001)])
+def test_long_vectors_have_masks_of_their_own(shape):
+    """More than the 8192 elements for which places are reserved."""
+    first, second = kept(range(1), *shape).view(3, -1)[:2]
+    assert not torch.equal(first[2**13 : 2**14], second[: 2**13])
+    assert not torch.equal(first[:-1], second[1:])
+
+
 @given(place=st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 99)))
 def test_the_seed_the_step_the_row_and_the_call_each_change_the_mask(place):
     seed, step, row, call = place
