@@ -15,9 +15,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from ...cli import OneLineParser, count
 from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
+from ...common.formats import format_size
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
@@ -35,6 +38,7 @@ from .recipe import Task
 from .report import section
 
 TITLE = "Speed"
+BYTES_PER_PARAMETER = 16  # fp32: the parameter, its gradient and two moments
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -64,7 +68,7 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
             + "\n"
         )
         measured: list[Section] = []
-        for model in models or [settings.model]:
+        for model in dict.fromkeys(models or [settings.model]):
             measured.append(compare(model, names, settings, steps=steps, rounds=rounds, world=world))
             world.print_main(as_markdown(measured[-1]))
             with raise_on_all_ranks(world):  # after each model, so that a later failure does not lose it
@@ -84,6 +88,19 @@ def check(settings: Settings) -> None:
         raise UserError("--resume_from_checkpoint: a benchmark trains from the beginning")
 
 
+def check_memory(parameters: int, recipes: int, world: World) -> None:
+    """Raise `UserError` if this node's main memory cannot hold the training states of all recipes at once."""
+    if world.device.type != "cpu":
+        return  # an allocation that fails there is one line, and ends no other process
+    needed = BYTES_PER_PARAMETER * parameters * recipes * world.local_size
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UserError(
+            f"the training states of {recipes} recipes need {format_size(needed)} on this node, and "
+            f"{format_size(available)} are available: compare fewer at a time, with --recipes"
+        )
+
+
 def compare(model: str, names: list[str], settings: Settings, *, steps: int, rounds: int, world: World) -> Section:
     """Measure the recipes with a model. Collective."""
     with tempfile.TemporaryDirectory() as temporary:  # each rank has its own
@@ -94,6 +111,8 @@ def compare(model: str, names: list[str], settings: Settings, *, steps: int, rou
             settings = with_model(settings, model, table.texts.iloc[split.train], folder=folder / "model")
         data = build_data(settings, world)
         task = Task(data, build_model(settings, data, world).model, steps, rounds + 1)
+        with raise_on_all_ranks(world):
+            check_memory(task.model.num_parameters(), len(names), world)
         results = measure(names, task, settings, folder=folder, world=world)
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     title = f"{SHORT_NAMES.get(model, model)}, {ranks}"
