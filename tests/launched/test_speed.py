@@ -38,8 +38,10 @@ def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["speed.html", "speed.json"]
 
 
-def test_a_precision_for_all_recipes_is_refused(launch, tmp_path):
-    done = launch("app.bench.speed", "--use_cpu", "--threads", 1, "--bf16", "--output_dir", "out")
+def test_a_mistake_in_the_last_model_is_reported_before_the_first_one_is_measured(launch, review_csv, tmp_path):
+    flags = ["--use_cpu", "--threads", 1, "--csv", review_csv(60), "--output_dir", "out"]
+    done = launch("app.bench.speed", *flags, "--models", "tiny", "./absent")
     assert done.status == 2
-    assert done.error_lines == ["error: --precision bf16: each recipe has its own: select them with --recipes"]
+    (line,) = done.error_lines
+    assert line.startswith("error: --model ./absent: ")
     assert not (tmp_path / "out").exists()

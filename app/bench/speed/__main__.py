@@ -12,8 +12,12 @@ of MFU. docs/speed.md describes the recipes and how they are measured.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -57,9 +61,15 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
     with join(settings) as world:
         quiet_libraries(world)
         names = [name for name in RECIPES if recipes is None or name in recipes]
+        open_with = partial(open_task, settings=settings, steps=steps, rounds=rounds, world=world)
         folder = None
         with raise_on_all_ranks(world):
             check(settings)
+        all_models = list(dict.fromkeys(models or [settings.model]))
+        for model in all_models:  # a mistake in the last one would be noticed only after minutes
+            with open_with(model) as (task, _, _), raise_on_all_ranks(world):
+                check_memory(task.model.num_parameters(), len(names), world)
+        with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "speed")
         facts = describe_job(world) | {"rounds": f"{rounds} of {steps} steps"}
@@ -68,8 +78,11 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
             + "\n"
         )
         measured: list[Section] = []
-        for model in dict.fromkeys(models or [settings.model]):
-            measured.append(compare(model, names, settings, steps=steps, rounds=rounds, world=world))
+        for model in all_models:
+            with open_with(model) as (task, of_model, temporary):
+                results = measure(names, task, of_model, folder=temporary, world=world)
+            title = f"{SHORT_NAMES.get(model, model)}, {world.size} rank{'s' if world.size > 1 else ''}"
+            measured.append(section(model, title, results, on_cpu=world.device.type == "cpu"))
             world.print_main(as_markdown(measured[-1]))
             with raise_on_all_ranks(world):  # after each model, so that a later failure does not lose it
                 if folder is not None:
@@ -101,8 +114,15 @@ def check_memory(parameters: int, recipes: int, world: World) -> None:
         )
 
 
-def compare(model: str, names: list[str], settings: Settings, *, steps: int, rounds: int, world: World) -> Section:
-    """Measure the recipes with a model. Collective."""
+class OpenTask(NamedTuple):
+    task: Task
+    settings: Settings  # with the model
+    folder: Path
+
+
+@contextmanager
+def open_task(model: str, settings: Settings, *, steps: int, rounds: int, world: World) -> Iterator[OpenTask]:
+    """Build what the recipes have in common, and a temporary folder for the files of their runs. Collective."""
     with tempfile.TemporaryDirectory() as temporary:  # each rank has its own
         folder = Path(temporary)
         settings = replace(settings, disable_tqdm=True)
@@ -110,13 +130,7 @@ def compare(model: str, names: list[str], settings: Settings, *, steps: int, rou
             table, split, _ = read_and_split(settings, world.size)
             settings = with_model(settings, model, table.texts.iloc[split.train], folder=folder / "model")
         data = build_data(settings, world)
-        task = Task(data, build_model(settings, data, world).model, steps, rounds + 1)
-        with raise_on_all_ranks(world):
-            check_memory(task.model.num_parameters(), len(names), world)
-        results = measure(names, task, settings, folder=folder, world=world)
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-    title = f"{SHORT_NAMES.get(model, model)}, {ranks}"
-    return section(model, title, results, on_cpu=world.device.type == "cpu")
+        yield OpenTask(Task(data, build_model(settings, data, world).model, steps, rounds + 1), settings, folder)
 
 
 if __name__ == "__main__":

@@ -25,5 +25,7 @@ def test_recipes_that_do_not_fit_into_memory_are_refused(monkeypatch):
 
 def test_settings_that_contradict_the_recipes_are_refused():
     check(Settings())
+    with pytest.raises(UserError, match="--precision bf16: each recipe has its own: select them with --recipes"):
+        check(Settings(precision="bf16"))
     with pytest.raises(UserError, match="--resume_from_checkpoint: a benchmark trains from the beginning"):
         check(Settings(resume_from_checkpoint="auto"))
