@@ -11,29 +11,22 @@ without GPUs), --nnodes, --node_rank, --master_addr, --master_port, --local_addr
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
+import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
+from . import exit_on_interrupt
+from .common.errors import UserError, shorten
 from .common.paths import CLONE, PACKAGE
 
 BENCHMARKS = ("bench.speed", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
 WITHOUT_RANKS = ("compare", "plan", "bench.scaling", "experiments.same_bits", "experiments.fault_injection")
 OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}
-TORCHRUN_FLAGS = (
-    *("nnodes", "node_rank", "master_addr", "master_port", "local_addr", "max_restarts"),
-    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
-)
-RANK_STATUSES = (1, 2, 75, 130)  # see program.launch
-
-
-class JobEnded(BaseException):
-    """The ranks have ended after a signal. Raised in the handler, so that torchrun does not restart them."""
+LARGEST_PORT = 2**16 - 1
 
 
 def main() -> int:
@@ -41,8 +34,13 @@ def main() -> int:
     if CLONE is None:  # otherwise, modules in the current folder would replace those of other packages
         os.environ["PYTHONSAFEPATH"] = "1"
     if name in WITH_RANKS and not {"-h", "--help"} & set(arguments):
+        exit_on_interrupt()
+        with_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is imported
         from .program import run_program  # imported late: --help needs none of it
 
+        if not with_log_level:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]  # for the ranks
         return run_program(lambda: run_ranks(WITH_RANKS[name], arguments))
     if module := (WITH_RANKS | OTHERS).get(name):
         replace_process(module, arguments)
@@ -63,14 +61,21 @@ def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
 def run_ranks(module: str, arguments: Sequence[str]) -> int:
     """Run a program under torchrun's agent in this process, and return the status of the rank that ended first."""
     from .cli import OneLineParser, parse_settings
+    from .distributed.agent import run_agent
     from .distributed.processes import resolve_nproc_per_node
     from .settings import Settings
 
     parser = OneLineParser(add_help=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", default="auto")
-    for flag in TORCHRUN_FLAGS:
-        parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}")
+    types = {"nnodes": nodes, "node_rank": whole_number, "max_restarts": whole_number, "master_port": port}
+    types |= {"rdzv_conf": key_values}
+    # torchrun checks the others. An endpoint may also be a file, for example.
+    for flag in (*types, "master_addr", "local_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_id"):
+        spellings = dict.fromkeys([f"--{flag}", f"--{flag.replace('_', '-')}"])
+        parser.add_argument(*spellings, type=types.get(flag, nonempty))
     options, rest = parser.parse_known_args(arguments)
+    if int(options.node_rank or 0) >= (most := int((options.nnodes or "1").rpartition(":")[2])):
+        raise UserError(f"--node_rank {options.node_rank}: must be less than --nnodes {most}")
     is_path = module in ("ddp_loop", "trainer_run")
     settings = parse_settings(arguments=rest) if is_path else Settings(use_cpu="--use_cpu" in rest)
     ranks = resolve_nproc_per_node(options.nproc_per_node, settings, options.nnodes or "1")
@@ -83,40 +88,39 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
     return run_agent([*flags, "--signals_to_handle=SIGQUIT", "-m", f"{PACKAGE}.{module}", *rest])
 
 
-def run_agent(command: list[str]) -> int:
-    """Run torchrun's agent with this command line, without its own output. Return the ranks' exit status."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    for name in [] if "LOGLEVEL" in os.environ else list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed."):  # each of torchrun's loggers has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, forward)
-    try:
-        run(parse_args(command))
-    except ChildFailedError as failure:
-        status = failure.get_first_failure()[1].exitcode
-        return status if status in RANK_STATUSES else 1
-    except JobEnded as ended:
-        return int(ended.args[0])
-    return 0
+# The types of torchrun's flags. torchrun parses the text again, so they return it.
 
 
-def forward(number: int, _: FrameType | None) -> NoReturn:
-    """Handle a signal: pass it on to the ranks, which save a checkpoint, wait for them, and end the job."""
-    import psutil
+def nonempty(text: str) -> str:
+    if not text:
+        raise ArgumentTypeError("is empty")
+    return text
 
-    if number == signal.SIGHUP:  # no stop request of a rank
-        number = signal.SIGTERM
-    ranks = [process for process in psutil.Process().children() if "-m" in process.cmdline()]
-    for process in ranks:
-        process.send_signal(number)
-    statuses = [process.wait() for process in ranks]
-    if all(status == 0 for status in statuses) and ranks:
-        raise JobEnded(0)  # the signal came after the last step
-    known = [status for status in statuses if status in RANK_STATUSES]
-    raise JobEnded(max(known, default=130))
+
+def whole_number(text: str) -> str:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ArgumentTypeError(f"{shorten(text)}: must be a whole number, 0 or more")
+    return text
+
+
+def port(text: str) -> str:
+    if not (re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) <= LARGEST_PORT):
+        raise ArgumentTypeError(f"{shorten(text)}: must be a port between 1 and {LARGEST_PORT}")
+    return text
+
+
+def nodes(text: str) -> str:
+    """Accept a number of nodes, or the smallest and the largest one as `1:4`."""
+    counts = [int(count) for count in text.split(":")] if re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", text) else [0]
+    if not 0 < counts[0] <= counts[-1]:
+        raise ArgumentTypeError(f"{shorten(text)}: must be a number of nodes, 1 or more, or a range such as 1:4")
+    return text
+
+
+def key_values(text: str) -> str:
+    if not re.fullmatch("[^=,]+=[^,]+(,[^=,]+=[^,]+)*", text):
+        raise ArgumentTypeError(f"{shorten(text)}: must be KEY=VALUE, or several of them between commas")
+    return text
 
 
 if __name__ == "__main__":

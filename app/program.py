@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import NoReturn
 
 from . import stop_importing
@@ -49,10 +50,13 @@ def run_program(program: Callable[[], int]) -> int:
 def run_rank(program: Callable[[], None]) -> int:
     """Call a program that torchrun starts on every rank, and return its exit status: 2 after a mistake, otherwise 0.
 
+    Ctrl-C ends the process with status 130.
+
     A mistake is printed as one line. Most mistakes, such as an invalid flag, are made on every rank: rank 0 prints it
     and exits, and torchrun ends the other ranks while they wait here.
     """
     stop_importing()
+    _interrupt_only_once()
     escape_unencodable_output()
     try:
         if not started_by_torchrun() and not {"-h", "--help"} & set(sys.argv[1:]):
@@ -63,6 +67,8 @@ def run_rank(program: Callable[[], None]) -> int:
             time.sleep(SECONDS_OF_RANK_0)
         print(f"error: {problem}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        _exit_interrupted()
     return 0
 
 
@@ -86,6 +92,7 @@ def launch(
         rejected: As for `settings_parser`.
     """
     stop_importing()
+    _interrupt_only_once()
     escape_unencodable_output()
     try:
         check_environment()  # before the rank is read
@@ -104,9 +111,24 @@ def launch(
                 raise AssertionError("join raises the problem on all ranks") from problem
         main(settings, **own_flags)
     except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted", file=sys.stderr)
-        exit_now(130)
+        _exit_interrupted()
     except Exception as failure:  # before the process group was joined
         report_failure_to_connect(failure, rank)
     sys.exit(0)
+
+
+def _interrupt_only_once() -> None:
+    """Ignore a second Ctrl-C: a rank gets it from the terminal, like all processes, and again from the launcher."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _exit_interrupted() -> NoReturn:
+    if rank_and_sizes()[0] == 0:
+        print("interrupted", file=sys.stderr)
+    exit_now(130)

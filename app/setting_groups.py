@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .common.paths import DOWNLOADED_CSV
-from .common.valid import LARGEST_COUNT, Rule, above, at_least, between, count, is_utf8, name_of, number, path_of
+from .common.valid import LARGEST_COUNT, Rule, above, at_least, between, count, name_of, number, path_of
 
 TINY = "tiny"
 MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
@@ -32,7 +32,9 @@ class DataSettings:
     _argument_group_name = "data"
 
     csv: str | None = setting(
-        None, f"CSV file of reviews; default: {DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample"
+        None,
+        f"CSV file of reviews; default: {DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample",
+        valid=name_of("a CSV file"),
     )
     text_column: str = setting("review", "column that contains the text", valid=name_of("a column"))
     label_column: str = setting(
@@ -53,7 +55,9 @@ class DataSettings:
         "maximum number of tokens per review, including special tokens; longer reviews are truncated",
         valid=count(3, "tokens"),
     )
-    cache_dir: str = setting("runs/cache", "folder of the token cache, which all runs share; safe to delete")
+    cache_dir: str = setting(
+        "runs/cache", "folder of the token cache, which all runs share; safe to delete", valid=name_of("a folder")
+    )
 
 
 @dataclass
@@ -63,7 +67,7 @@ class ModelSettings:
     model: str = setting(
         TINY,
         f"model name on the Hugging Face Hub, local folder, or `{TINY}`: an untrained BERT with 2 layers x 128",
-        valid=is_utf8,
+        valid=path_of("a model"),
     )
     revision: str | None = setting(
         None,
@@ -180,7 +184,7 @@ class CheckpointSettings:
     resume_from_checkpoint: str | None = setting(
         None,
         "checkpoint or run folder to resume from; `auto`: the run in --output_dir or, without it, the latest run",
-        valid=is_utf8,
+        valid=path_of("a checkpoint or run folder"),
     )
     load_best_model_at_end: bool = setting(
         False, "finish with the weights that were best on the validation rows instead of the last weights"

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.jobs import LIMIT, PROJECT
 
 from app import __main__ as command
+from app.common.errors import RunError, UserError
+from app.distributed import agent
 
 # A program with ranks whose status is its second argument; -9 is a signal.
 RANK = """
@@ -28,7 +33,7 @@ if os.environ["RANK"] == "0":
 if sys.argv[1] != "0":
     time.sleep(200)
 """
-AGENT = "import sys; from app.__main__ import run_agent; sys.exit(run_agent(sys.argv[1:]))"
+AGENT = "import sys; from app.distributed.agent import run_agent; sys.exit(run_agent(sys.argv[1:]))"
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -43,6 +48,28 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start(*arguments: str, option: str = "-m", **variables: str) -> subprocess.Popen[str]:
+    """Start `python -m ARGUMENTS` in a process group of its own, as a terminal does."""
+    return subprocess.Popen(
+        [sys.executable, option, *arguments],
+        cwd=PROJECT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [process for process in psutil.Process(job.pid).children() if "-u" in process.cmdline()]
 
 
 @pytest.mark.parametrize("name", [*command.WITH_RANKS, *command.OTHERS])
@@ -77,3 +104,94 @@ def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path,
         job.send_signal(number)
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (status, "", "")
+
+
+@pytest.mark.launched
+def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launcher(tmp_path):
+    with run(tmp_path, "wait") as job:
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            assert job.poll() is None
+            time.sleep(0.05)
+        job.send_signal(signal.SIGSTOP)  # so that it finds a zombie
+        killed = ranks_of(job)[1]
+        killed.kill()
+        while killed.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        job.send_signal(signal.SIGTERM)
+        job.send_signal(signal.SIGCONT)
+        out, err = job.communicate(timeout=LIMIT)
+    assert (job.returncode, out, err) == (75, "", "")
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_job_that_waits_for_its_master(number):
+    flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={free_port()}", "--use_cpu"]
+    with start("app", "train", "--nproc_per_node=1", *flags) as job:
+        while "pt_elastic" not in Path(f"/proc/{job.pid}/comm").read_text():  # torchrun's agent has started
+            assert job.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)  # it waits in C++
+        began = time.monotonic()
+        job.send_signal(number)
+        out, err = job.communicate(timeout=LIMIT)
+    assert (job.returncode, out, err) == (130, "", "interrupted\n")
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("launched", [True, False])
+def test_ctrl_c_while_torch_is_imported_is_one_line(launched):
+    with start(*(["app", "train", "--nproc_per_node=2"] if launched else ["app.ddp_loop"]), "--use_cpu") as job:
+        importing: list[psutil.Process] = []
+        while len(importing) < (2 if launched else 1):
+            assert job.poll() is None
+            time.sleep(0.01)
+            processes = ranks_of(job) if launched else [psutil.Process(job.pid)]
+            importing = [process for process in processes if imports_torch(process)]
+        os.killpg(job.pid, signal.SIGINT)
+        out, err = job.communicate(timeout=LIMIT)
+    assert (job.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def imports_torch(process: psutil.Process) -> bool:
+    return any("libtorch_cpu" in region.path for region in process.memory_maps())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ctrl_c_on_a_rank_of_run_rank_is_one_line(rank):
+    # From the terminal and from the launcher.
+    program = "def program():\n    try:\n        os.kill(0, 2)\n    finally:\n        os.kill(0, 2)\n"
+    code = f"import os, sys; from app.program import run_rank\n{program}sys.exit(run_rank(program))"
+    sizes = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    with start(code, option="-c", **sizes) as job:
+        out, err = job.communicate(timeout=LIMIT)
+    assert (job.returncode, out, err) == (130, "", "interrupted\n" if rank == "0" else "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--max_restarts=abc"], "max-restarts: abc: must be a whole number"),
+        (["--nnodes=abc"], "nnodes: abc: must be a number of nodes"),
+        (["--nnodes=3:2"], "nnodes: 3:2: must be a number of nodes"),
+        (["--master_port=99999999"], "master-port: 99999999: must be a port between 1 and 65535"),
+        (["--master_addr="], "master-addr: is empty"),
+        (["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:abc"], "^torchrun rejects its flags: .*'localhost:abc'"),
+        (["--rdzv_conf=nonsense"], "nonsense: must be KEY=VALUE"),
+        (["--nnodes=2", "--node_rank=7"], "^--node_rank 7: must be less than --nnodes 2$"),
+        (["--nnodes=2", "--rdzv_backend=bogus", "--rdzv_endpoint=localhost:1"], "^torchrun rejects its flags: .*bogus"),
+        (["--nnodes=2", "--rdzv_conf=timeout=abc"], "^torchrun rejects its flags: .*abc"),
+    ],
+)
+def test_invalid_values_of_torchruns_flags_are_one_line(flags, problem, monkeypatch):
+    monkeypatch.setattr(agent, "SignalForwarder", nullcontext)  # pytest's handlers stay
+    with pytest.raises(UserError, match=problem):
+        command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
+
+
+def test_a_node_without_contact_is_one_line(monkeypatch):
+    monkeypatch.setattr(agent, "SignalForwarder", nullcontext)
+    flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
+    with pytest.raises(RunError, match=r"^no contact with the other nodes: .*timed out"):
+        command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=1", *flags])

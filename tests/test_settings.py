@@ -10,6 +10,12 @@ from app.common.errors import UserError
 from app.settings import Settings
 
 
+@pytest.mark.parametrize("name", ["csv", "cache_dir", "model", "resume_from_checkpoint"])
+def test_an_empty_path_is_rejected(name):
+    with pytest.raises(UserError, match=f"^--{name} is empty: must name a"):
+        Settings(**{name: ""})
+
+
 @pytest.mark.parametrize("name", ["model", "output_dir", "resume_from_checkpoint"])
 def test_a_path_that_is_not_utf8_is_rejected(name):
     with pytest.raises(UserError, match=f"--{name} .*must be valid UTF-8"):

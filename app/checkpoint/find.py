@@ -103,9 +103,11 @@ def find_checkpoint(
         return ResumePoint()
     if requested == "auto":
         return _find_latest(path_name, settings.output_dir, warn)
+    run, _ = _locate(requested)
+    if (writer := read_settings(run or Path(requested)).get("path", path_name)) != path_name:
+        raise UserError(f"--resume_from_checkpoint {requested}: only {writer}, which wrote it, can resume it")
     if settings.output_dir is not None:
         return ResumePoint(None, _requested_checkpoint(requested, warn))
-    run, _ = _locate(requested)
     lock_fd = lock(run) if run is not None else None  # without a run, the next line raises
     return ResumePoint(run, _requested_checkpoint(requested, warn), lock_fd)
 

@@ -94,6 +94,13 @@ def test_auto_refuses_the_folder_of_the_other_training_path(folder, search):
         )
 
 
+@pytest.mark.parametrize("place", [{}, {"output_dir": "new"}])
+def test_a_run_of_the_other_training_path_is_refused_whatever_else_differs(folder, place):
+    settings = Settings(resume_from_checkpoint=str(folder), seed=7, **place)
+    with pytest.raises(UserError, match=r"only ddp_loop, which wrote it, can resume it$"):
+        find_checkpoint("trainer_run", settings, own=None, warn=ignore)
+
+
 def test_a_run_folder_may_be_named_like_a_checkpoint(folder, search):
     renamed = folder.rename(folder.with_name("checkpoint-old"))
     checkpoint = renamed / CHECKPOINTS / "checkpoint-4"

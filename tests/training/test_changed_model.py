@@ -98,5 +98,5 @@ def test_a_dry_run_compares_the_settings_with_the_checkpoint(trained, world, mon
     assert "(step 1)" in printed
     with pytest.raises(AgreedError, match=r"learning_rate was 0\.001 and is 5\.0; seed was 42 and is 7; split"):
         plan(replace(trained, learning_rate=5.0, seed=7), world)
-    with pytest.raises(AgreedError, match="path was ddp_loop and is trainer_run"):
+    with pytest.raises(AgreedError, match="only ddp_loop, which wrote it, can resume it"):
         print_plan("trainer_run", trained, world)
