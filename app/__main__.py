@@ -18,9 +18,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import exit_on_interrupt
 from .common.errors import UserError, shorten
 from .common.paths import CLONE, PACKAGE
+from .common.terminal import exit_on_interrupt, raise_on_interrupt
 
 BENCHMARKS = ("bench.speed", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
@@ -35,12 +35,8 @@ def main() -> int:
         os.environ["PYTHONSAFEPATH"] = "1"
     if name in WITH_RANKS and not {"-h", "--help"} & set(arguments):
         exit_on_interrupt()
-        with_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is imported
         from .program import run_program  # imported late: --help needs none of it
 
-        if not with_log_level:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]  # for the ranks
         return run_program(lambda: run_ranks(WITH_RANKS[name], arguments))
     if module := (WITH_RANKS | OTHERS).get(name):
         replace_process(module, arguments)
@@ -61,8 +57,8 @@ def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
 def run_ranks(module: str, arguments: Sequence[str]) -> int:
     """Run a program under torchrun's agent in this process, and return the status of the rank that ended first."""
     from .cli import OneLineParser, parse_settings
-    from .distributed.agent import run_agent
     from .distributed.processes import resolve_nproc_per_node
+    from .early import check_csv
     from .settings import Settings
 
     parser = OneLineParser(add_help=False)
@@ -78,6 +74,16 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
         raise UserError(f"--node_rank {options.node_rank}: must be less than --nnodes {most}")
     is_path = module in ("ddp_loop", "trainer_run")
     settings = parse_settings(arguments=rest) if is_path else Settings(use_cpu="--use_cpu" in rest)
+    if is_path and options.nnodes in (None, "1"):  # another node may have it, and has to learn that this one has not
+        check_csv(settings)
+    exit_on_interrupt()
+    with_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is imported
+    from .distributed.agent import run_agent  # after the checks, which need not wait for torch
+
+    if not with_log_level:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # for the ranks
+    raise_on_interrupt()
     ranks = resolve_nproc_per_node(options.nproc_per_node, settings, options.nnodes or "1")
     values = {name: value for name, value in vars(options).items() if value is not None} | {"nproc_per_node": ranks}
     flags = [f"--{name}={value}" for name, value in values.items()]

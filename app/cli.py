@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
 
 from .common.errors import UserError, shorten
 from .common.flag_hints import hint_for
@@ -76,23 +73,37 @@ def positive(text: str) -> float:
     return value
 
 
-class SettingsParser(OneLineParser, HfArgumentParser):
+def boolean(text: str) -> bool:
+    """Parse a switch's value, as the `type` of a flag."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{shorten(text)}: must be true or false")
+
+
+class SettingsParser(OneLineParser):
     """A parser of all settings, and of the flags that a program adds.
+
+    Its flags are those of transformers' `HfArgumentParser`, whose import would take a second: `--some_name` or
+    `--some-name`, and switches as `--name`, `--name=true` or `--name false`.
 
     Attributes:
         rejected: the settings that the program rejects, and why. They are not listed.
     """
 
-    rejected: Mapping[str, str]
-
-    @staticmethod
-    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field[Any]) -> None:
-        """Add the flag of a field, and `--bf16` after `--precision`."""
-        without_rule = copy.copy(field)  # transformers passes all metadata on to add_argument
-        without_rule.metadata = MappingProxyType({"help": field.metadata["help"]})
-        HfArgumentParser._parse_dataclass_field(parser, without_rule)
-        if field.name == "precision":
-            parser.add_argument("--bf16", nargs="?", const=True, type=string_to_bool, help="same as --precision bf16")
+    def __init__(self, rejected: Mapping[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        self.rejected = rejected
+        for settings in GROUPS:
+            group, types = self.add_argument_group(settings._argument_group_name), get_type_hints(settings)
+            for field in fields(settings):
+                names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+                group.add_argument(
+                    *names, default=field.default, help=field.metadata["help"], **options_of(types[field.name])
+                )
+                if field.name == "precision":
+                    group.add_argument("--bf16", nargs="?", const=True, type=boolean, help="same as --precision bf16")
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
@@ -173,6 +184,15 @@ class SettingsParser(OneLineParser, HfArgumentParser):
         return {name: parsed[name] for name in names}
 
 
+def options_of(annotation: Any) -> dict[str, Any]:
+    """Return the options of `add_argument` for the type of a setting: `bool`, a `Literal`, or a type that converts."""
+    if get_origin(annotation) in (Union, UnionType):  # of a type and None, which is no value of a flag
+        (annotation,) = (part for part in get_args(annotation) if part is not NoneType)
+    if annotation is bool:
+        return {"nargs": "?", "const": True, "type": boolean}
+    return {"choices": get_args(annotation)} if get_origin(annotation) is Literal else {"type": annotation}
+
+
 def reject_flags(values: Mapping[str, Any], rejected: Mapping[str, str]) -> None:
     """Raise `UserError` if a setting that the program rejects is set; `rejected` says why it is rejected."""
     for name, reason in rejected.items():
@@ -182,6 +202,8 @@ def reject_flags(values: Mapping[str, Any], rejected: Mapping[str, str]) -> None
 
 def program_name() -> str:
     """Return the module that this process was started with, such as `app.bench.memory`."""
+    if sys.argv[0] == "-m":  # Python has not found the module yet: it is importing this package first
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m").removesuffix(".__main__")
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
     if spec:
         return str(spec.name).removesuffix(".__main__")
@@ -210,8 +232,7 @@ def settings_parser(
     if add_arguments is not None:
         add_arguments(own)
     own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
-    parser = SettingsParser(GROUPS, description=description, parents=[own])  # the parents' flags are listed first
-    parser.rejected = rejected
+    parser = SettingsParser(rejected, description=description, parents=[own])  # the parents' flags are listed first
     for action in parser._actions:
         if action.dest in rejected:
             action.help = argparse.SUPPRESS

@@ -33,11 +33,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .cli import OneLineParser, as_flags, parse_flags
+from .cli import as_flags, parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
+from .flags import add_compare_flags
 from .jobs import PATHS, run_job
 from .program import run_program
 from .report.bitwise import check_same_rows, first_difference
@@ -87,36 +88,8 @@ def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
     return int(failed)
 
 
-def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="two finished run folders; without them, train both paths"
-    )
-    parser.add_argument(
-        "--nproc_per_node",
-        "--nproc-per-node",
-        default="auto",
-        metavar="N",
-        help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
-    )
-    parser.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
-    parser.add_argument(
-        "--assert_equal",
-        "--assert-equal",
-        action="store_true",
-        help="exit with 1 unless the runs are bitwise identical; two finished runs are then compared without a report "
-        "unless --output_dir is given",
-    )
-    parser.add_argument(
-        "--no_baselines",
-        "--no-baselines",
-        action="store_true",
-        help="do not train the baselines (majority class, TF-IDF with logistic regression)",
-    )
-    parser.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
-
-
 def parse() -> tuple[argparse.Namespace, Settings]:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_compare_flags)
     options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cli import as_flags
-from .common.machine import usable_cores
+from .common.cores import usable_cores
 from .distributed.launcher import TorchrunJob, torchrun_command
 from .settings import Settings
 

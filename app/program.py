@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import sys
 import time
@@ -9,21 +11,29 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from . import stop_importing
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
-from .common.terminal import as_interrupt
+from .common.terminal import as_interrupt, raise_on_interrupt
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,
     rank_and_sizes,
+    report_to_torchrun,
     started_by_torchrun,
 )
-from .distributed.failure import exit_now, report_failure_to_connect
-from .distributed.process_group import join
 from .settings import Settings
 
 SECONDS_OF_RANK_0 = 10.0  # that the other ranks give it to report a mistake which all of them have found
+
+
+def stop_importing() -> None:
+    """Exempt everything that has been imported from garbage collections, and enable them. Programs call it first.
+
+    From now on, Ctrl-C raises `KeyboardInterrupt`.
+    """
+    gc.freeze()
+    gc.enable()
+    raise_on_interrupt()
 
 
 def run_program(program: Callable[[], int]) -> int:
@@ -51,9 +61,6 @@ def run_rank(program: Callable[[], None]) -> int:
     """Call a program that torchrun starts on every rank, and return its exit status: 2 after a mistake, otherwise 0.
 
     Ctrl-C ends the process with status 130.
-
-    A mistake is printed as one line. Most mistakes, such as an invalid flag, are made on every rank: rank 0 prints it
-    and exits, and torchrun ends the other ranks while they wait here.
     """
     stop_importing()
     _interrupt_only_once()
@@ -63,13 +70,23 @@ def run_rank(program: Callable[[], None]) -> int:
             raise UserError(f"start it with torchrun: torchrun --standalone --nproc_per_node=2 -m {program_name()}")
         program()
     except UserError as problem:
-        if rank_and_sizes()[0] != 0:
-            time.sleep(SECONDS_OF_RANK_0)
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-        return 2
+        return print_mistake(problem, rank_and_sizes()[0])
     except KeyboardInterrupt:
         _exit_interrupted()
     return 0
+
+
+def print_mistake(problem: UserError, rank: int) -> int:
+    """Print a mistake of this rank as one line, and return the exit status.
+
+    Most mistakes, such as an invalid flag, are made on every rank: rank 0 prints it and exits, and torchrun ends the
+    other ranks while they wait here.
+    """
+    if rank != 0:
+        time.sleep(SECONDS_OF_RANK_0)
+    report_to_torchrun(f"error: {problem}")
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    return 2
 
 
 def launch(
@@ -91,6 +108,9 @@ def launch(
         add_arguments: As for `settings_parser`.
         rejected: As for `settings_parser`.
     """
+    from .distributed.failure import report_failure_to_connect  # here: `early` needs none of torch
+    from .distributed.process_group import join
+
     stop_importing()
     _interrupt_only_once()
     escape_unencodable_output()
@@ -130,5 +150,6 @@ def _interrupt_only_once() -> None:
 
 def _exit_interrupted() -> NoReturn:
     if rank_and_sizes()[0] == 0:
-        print("interrupted", file=sys.stderr)
-    exit_now(130)
+        print("interrupted", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(130)  # not in order: the other ranks may be gone

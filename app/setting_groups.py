@@ -56,7 +56,9 @@ class DataSettings:
         valid=count(3, "tokens"),
     )
     cache_dir: str = setting(
-        "runs/cache", "folder of the token cache, which all runs share; safe to delete", valid=name_of("a folder")
+        "runs/cache",
+        "folder of the cache of vocabularies and tokens, which all runs share; safe to delete",
+        valid=name_of("a folder"),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from app import early
 from app.cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser
 from app.common.errors import UserError
 from app.setting_groups import GROUPS
@@ -35,14 +36,20 @@ def parser(program, monkeypatch) -> OneLineParser:
     """The parser that prints the program's help."""
     found = []
     monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self: found.append(self))
-    monkeypatch.setattr("app.stop_importing", lambda: None)
+    monkeypatch.setattr("app.program.stop_importing", lambda: None)
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)  # another test has imported the module
+    if program.replace("/", ".") in early.REJECTED:
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", f"app.{program.replace('/', '.')}", "--help"])
+        monkeypatch.setattr(sys, "argv", ["-m", "--help"])
+        with pytest.raises(SystemExit):
+            early.check_command_line()
+        monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(f"app.{program.replace('/', '.')}", run_name="__main__", alter_sys=True)
     assert exit.value.code == 0
-    (parser,) = found
-    return parser
+    assert len({parser.format_help() for parser in found}) == 1, "the same before and after the program's imports"
+    return found[-1]
 
 
 def example(action: argparse.Action, folder: Path) -> list[str]:

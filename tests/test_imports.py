@@ -9,6 +9,7 @@ from helpers.jobs import PROJECT
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
     {"compare", "predict", "nproc_per_node", "__main__"},
+    {"early"},
     {"experiments"},
     {"bench"},  # below experiments, whose ablation trains with bench.harness
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
@@ -20,6 +21,7 @@ LAYERS = (
     {"checkpoint"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},
+    {"flags"},
     {"program", "jobs"},
     {"cli"},
     {"distributed"},

@@ -21,11 +21,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
-from ..cli import OneLineParser
 from ..common.formats import markdown_table, mib
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..distributed.world import World
+from ..flags import add_memory_flags
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..plan.memory import gathered_after_forward
@@ -39,10 +39,6 @@ from ..training.console import quiet_libraries
 from .harness import SIZES, Bench, build_named, distribute, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
-
-
-def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument("--sizes", action="store_true", help="measure BERTs of three sizes instead of --model")
 
 
 def main(settings: Settings, sizes: bool) -> None:
@@ -127,4 +123,4 @@ def compare(measured: int, predicted: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_arguments)
+    launch(main, __doc__, add_memory_flags)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .cores import usable_cores
 from .paths import CLONE
 
 # Dense peak in FLOP/s: fp16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
@@ -189,11 +190,6 @@ def changes_of_arithmetic(before: Arithmetic, now: Arithmetic) -> list[tuple[str
     # An unset variable is recorded as such. A fact is missing only if it was not recorded at all: the version that
     # wrote the checkpoint did not know it, or another kind of device does not have it. The device itself is a fact.
     return [(name, ", ".join(before[name]), ", ".join(values)) for name, values in now.items() if name in before]
-
-
-def usable_cores(process: int = 0) -> set[int]:
-    """Return the numbers of the CPU cores that the process with this id (0: this process) may use."""
-    return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def cpu_name() -> str:

@@ -44,11 +44,7 @@ def read_bytes(path: Path) -> bytes:
         UserError: There is no such file, it is not a regular file, it is empty, or it contains a NUL byte.
         OSError: It cannot be read.
     """
-    if not path.exists():
-        raise UserError(f"{path}: no such file")
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "not a regular file"
-        raise UserError(f"{path}: is {kind}; give the path of a CSV file")
+    check_file(path)
     content = path.read_bytes()
     if not content:
         raise UserError(f"{path}: is empty; it needs a header and rows")
@@ -57,6 +53,19 @@ def read_bytes(path: Path) -> bytes:
     if (nul := content.find(b"\0")) >= 0:
         raise UserError(f"{path}: is a binary file, not a CSV (NUL byte at {_position(content, nul)})")
     return content
+
+
+def check_file(path: Path) -> None:
+    """Check that there is a regular file, without reading it.
+
+    Raises:
+        UserError, OSError: as for `read_bytes`.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise UserError(f"{path}: is {kind}; give the path of a CSV file")
 
 
 def decode(path: Path, content: bytes) -> str:

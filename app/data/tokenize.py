@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from ..common.cache import read_intact, write_intact
 from ..common.errors import UserError
-from ..common.files import commit, staging_folder
 from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
@@ -24,7 +24,6 @@ from .csv_table import CLEANING_RULES, ReviewTable
 FILE_VERSION = 2  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once
 OWN_COLUMNS = {"labels": Value("int64"), "length": Value("int32"), "truncated": Value("bool")}
-DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def tokenize(
@@ -51,19 +50,24 @@ def tokenize(
     key = _cache_key(table, tokenizer, max_length)
     path = cache_dir / f"tokens-{key}.arrow"
     with local_main_process_first(world):
-        if world.local_rank == 0 and not _is_intact(path, key):
+        if world.local_rank == 0 and read_intact(path, key) is None:
             if path.exists():
                 world.print_main(f"{path}: damaged; tokenizing again")
             hide_bar = hides_progress(disable_tqdm, world.is_main_process)
             try:
-                cache_dir.mkdir(parents=True, exist_ok=True)
-                with staging_folder(path) as staging:
-                    file = staging / path.name
-                    options = {"cache_file_name": str(file), "new_fingerprint": key}
-                    _tokenize(table, tokenizer, max_length, hide_bar=hide_bar, **options)
-                    with file.open("ab") as stream:  # Arrow ignores these bytes, which follow the end of its stream
-                        stream.write(_digest(key, file.read_bytes()))
-                    commit(file, path)
+                # Arrow ignores the digest, which follows the end of its stream.
+                write_intact(
+                    path,
+                    key,
+                    lambda file: _tokenize(
+                        table,
+                        tokenizer,
+                        max_length,
+                        hide_bar=hide_bar,
+                        cache_file_name=str(file),
+                        new_fingerprint=key,
+                    ),
+                )
             except OSError as problem:
                 reason = problem.strerror or problem
                 raise UserError(f"--cache_dir {cache_dir}: cannot be written: {reason}") from None
@@ -138,22 +142,6 @@ def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_lengt
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]
-
-
-def _is_intact(path: Path, key: str) -> bool:
-    """Tell whether a file was written for this key and ends with the digest of its content."""
-    try:
-        content = memoryview(path.read_bytes())
-    except OSError:
-        return False
-    return len(content) > DIGEST_BYTES and _digest(key, content[:-DIGEST_BYTES]) == content[-DIGEST_BYTES:]
-
-
-def _digest(key: str, content: bytes | memoryview) -> bytes:
-    """Return the SHA-256 of the key and the content. Including the key detects files with a wrong name."""
-    digest = hashlib.sha256(key.encode())
-    digest.update(content)
-    return digest.digest()
 
 
 def _tokenize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
-import torch
 
+from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
-from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
@@ -80,13 +83,18 @@ def check_accelerate_environment(precision: str, use_cpu: bool) -> None:
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
     for flag in DYNAMO_FLAGS:  # no effect without a backend, but accelerate fails on other values
         _is_true(f"ACCELERATE_DYNAMO_{flag}")
-    uses_gpu = not use_cpu and torch.cuda.is_available()
-    if _is_true("ACCELERATE_USE_CPU") and uses_gpu:
+    if _is_true("ACCELERATE_USE_CPU") and _uses_gpu(use_cpu):
         raise _contradiction("ACCELERATE_USE_CPU", "the settings select the GPU", "add --use_cpu, or unset it")
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
-    if device is not None and (device != "cpu" or uses_gpu):
+    if device is not None and (device != "cpu" or _uses_gpu(use_cpu)):
         remedy = "unset it, and use --use_cpu or CUDA_VISIBLE_DEVICES"
         raise _contradiction("ACCELERATE_TORCH_DEVICE", "the settings select the device", remedy)
+
+
+def _uses_gpu(use_cpu: bool) -> bool:
+    import torch  # here: without these variables, a user's mistake need not wait for it
+
+    return not use_cpu and torch.cuda.is_available()
 
 
 def _contradiction(name: str, reason: str, remedy: str) -> UserError:
@@ -126,6 +134,13 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, by default of a single process."""
     rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in SINGLE_PROCESS.items())
     return rank, size, local_rank, local_size
+
+
+def report_to_torchrun(problem: str) -> None:
+    """Write the file from which torchrun prints its summary of a failed rank."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # the rank prints the line itself
+            Path(path).write_text(json.dumps({"message": problem, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def cores_of_node() -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from ..common.errors import UserError, shorten
-from ..common.machine import unusable_accelerator
 from ..settings import Settings
 
 CPU_PROCESSES = 2
@@ -24,10 +21,12 @@ def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     Raises:
         UserError: this machine has an accelerator that cannot be used.
     """
-    # device_count() asks the driver without creating a CUDA context, which would occupy memory on every GPU.
-    gpus = 0 if settings.use_cpu else torch.cuda.device_count()
-    if not settings.use_cpu and (problem := unusable_accelerator()) is not None:
-        raise UserError(problem)
+    gpus = count_gpus(settings.use_cpu)
+    if not settings.use_cpu:
+        from ..common.machine import unusable_accelerator  # here, because it imports torch
+
+        if (problem := unusable_accelerator()) is not None:
+            raise UserError(problem)
     most = gpus or CPU_PROCESSES
     usable = next((n for n in range(most, 0, -1) if settings.divides_among(n * nodes)), most)
     if usable < most:
@@ -61,13 +60,22 @@ def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> 
     raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
 
 
+def count_gpus(use_cpu: bool) -> int:
+    """Return the number of GPUs that a job may use, without creating a CUDA context, which would occupy memory."""
+    if use_cpu:
+        return 0
+    import torch  # here: --help and a user's mistake need not wait for it
+
+    return torch.cuda.device_count()  # asks the driver
+
+
 def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
     """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
 
     Raises:
         UserError: more processes than GPUs.
     """
-    gpus = 0 if use_cpu else torch.cuda.device_count()
+    gpus = count_gpus(use_cpu)
     if 0 < gpus < nproc_per_node:
         raise UserError(
             f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "

@@ -22,14 +22,10 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-from transformers import BartConfig, GPT2Config, PretrainedConfig
-
 from ..cli import OneLineParser, count
 from ..common.paths import PACKAGE
-from ..data.csv_table import read_reviews
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..jobs import PATHS
-from ..model.tiny_bert import learn_tokenizer
 from ..program import run_program
 from ..runs.hashes import DIGITS, hash_results
 from ..runs.schema import MODEL, MODEL_FOLDER
@@ -99,6 +95,8 @@ class Subject:
 
 def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, *, folder: Path) -> list[Subject]:
     """Return every path with every architecture. The token cache and the models are written into `folder`."""
+    from ..data.csv_table import read_reviews  # here, like the others that import torch: --help needs none of it
+
     settings = Settings(csv=str(csv.resolve()) if csv else None)
     texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
     models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}
@@ -113,6 +111,10 @@ def write_untrained(name: str, texts: Any, folder: Path) -> str:
     """
     if name == "bert":
         return "tiny"
+    from transformers import BartConfig, GPT2Config, PretrainedConfig
+
+    from ..model.tiny_bert import learn_tokenizer
+
     tokenizer = learn_tokenizer(texts)
     ids: dict[str, Any] = {
         "vocab_size": len(tokenizer),

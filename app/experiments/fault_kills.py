@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import psutil
 
-from ..checkpoint.manager import step_of
 from ..distributed.launcher import TorchrunJob
 from ..runs import schema
 
@@ -50,6 +49,8 @@ class RunFiles:
         """Return the step of the checkpoint that is being written, or 0 if there is none since the restart."""
         with suppress(OSError, StopIteration):  # the staging directory may disappear while it is listed
             if self.is_training():
+                from ..checkpoint.manager import step_of  # here: it imports torch, and --help needs none of it
+
                 return step_of(next(self.folder.glob("checkpoints/.*/checkpoint-*")))
         return 0
 

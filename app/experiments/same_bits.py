@@ -31,24 +31,18 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoint.manager import latest_first, step_of, was_complete
 from ..cli import OneLineParser, as_flags, count, settings_parser
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
 from ..common.valid import LARGEST_COUNT
-from ..data.sampler import plan_batches
 from ..distributed.launcher import TorchrunJob, torchrun_command
-from ..distributed.processes import check_gpus
+from ..distributed.processes import check_gpus, count_gpus
 from ..jobs import PATHS
 from ..program import run_program
-from ..report.bitwise import first_difference
 from ..runs.folder import create_folder
 from ..runs.hashes import DIGITS, hash_run
-from ..runs.reader import read_run
 from ..runs.schema import CHECKPOINTS, RUNS
 from ..settings import STRATEGIES, Settings
 
@@ -138,7 +132,7 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions", "vary")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
-    if torch.cuda.device_count() > 0 and not settings.use_cpu:  # GPUs otherwise may round differently each time
+    if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
         raise UserError(
@@ -155,6 +149,8 @@ def parse() -> tuple[Any, Settings]:
     if "logical_ranks" not in options.vary and (logical_ranks is None or logical_ranks & (logical_ranks - 1)):
         raise UserError(f"--logical_ranks {logical_ranks}: must be a power of two")
     check_gpus(max(options.ranks), settings.use_cpu)
+    from ..data.sampler import plan_batches  # here, like the others that import torch: --help needs none of it
+
     # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook.
     for cell in build_cells(options, random.Random(0)):
         plan_batches(cell.settings(settings), LARGEST_COUNT, cell.ranks)
@@ -207,6 +203,8 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
 
 def has_saved(run: Path, step: int) -> bool:
     """Return whether a run has a complete checkpoint of this step or a later one."""
+    from ..checkpoint.manager import latest_first, step_of, was_complete
+
     return any(was_complete(folder) and step_of(folder) >= step for folder in latest_first(run / CHECKPOINTS))
 
 
@@ -244,6 +242,9 @@ def conclude(hashes: Mapping[Cell, str]) -> str:
 
 def find_difference(hashes: Mapping[Cell, str], folder: Path) -> str | None:
     """Return the first difference between two runs of a training, or None if all its cells have one hash."""
+    from ..report.bitwise import first_difference
+    from ..runs.reader import read_run
+
     first, *others = hashes
     for other in others:
         if hashes[other] != hashes[first]:

@@ -29,7 +29,7 @@ from ..settings import Settings
 from .hub import fetch, first_line
 from .identity import describe_config
 from .precision import training_dtype
-from .tiny_bert import learn_tokenizer, tiny_config
+from .tiny_bert import cached_tokenizer, learn_tokenizer, tiny_config
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
@@ -57,18 +57,19 @@ class Classifier:
 
 
 def load_tokenizer(
-    settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None
+    settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None, *, cache_dir: Path | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer or, for `tiny`, learn one from the training rows.
 
     Args:
         commit: The result of `resolve_commit`.
+        cache_dir: Keeps what is learned, for later calls with the same rows.
 
     Raises:
         UserError: There is no such model, it has no usable tokenizer, or the Hub cannot be reached.
     """
     if settings.model == TINY:
-        return learn_tokenizer(train_texts)
+        return learn_tokenizer(train_texts) if cache_dir is None else cached_tokenizer(train_texts, cache_dir)
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if tokenizer.pad_token_id is None:
         raise UserError(

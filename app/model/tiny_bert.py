@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
+import tokenizers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from ..common.cache import read_intact, write_intact
+from ..common.errors import UserError
+
 VOCABULARY_SIZE = 8_000
 MAX_TOKEN_LENGTH = 4  # characters; longer tokens are whole phrases, too rare to learn from a few thousand reviews
+FILE_VERSION = 1  # part of the cache key: increase it if `learn_tokenizer` changes
 SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+
+
+def cached_tokenizer(texts: Iterable[str], cache_dir: Path) -> PreTrainedTokenizerFast:
+    """Return the result of `learn_tokenizer`, which takes seconds, or the one that an earlier call has written.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    texts, digest = list(texts), hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    recipe = [FILE_VERSION, tokenizers.__version__, VOCABULARY_SIZE, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
+    recipe.append(digest.hexdigest())
+    key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
+    path = cache_dir / f"vocabulary-{key}.json"
+    if (content := read_intact(path, key)) is not None:
+        return wrap(Tokenizer.from_buffer(bytes(content)))
+    learned = learn_tokenizer(texts)
+    try:
+        write_intact(path, key, lambda file: file.write_text(learned.backend_tokenizer.to_str(), encoding="utf-8"))
+    except OSError as problem:
+        raise UserError(f"--cache_dir {cache_dir}: cannot be written: {problem.strerror or problem}") from None
+    return learned
 
 
 def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -36,6 +68,10 @@ def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
     )
+    return wrap(tokenizer)
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_input_names=["input_ids", "attention_mask"],

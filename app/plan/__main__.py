@@ -19,15 +19,16 @@ import pandas as pd
 import psutil
 from matplotlib.figure import Figure
 
-from ..cli import OneLineParser, parse_flags
+from ..cli import parse_flags
 from ..common.charts import draw_bars
+from ..common.cores import usable_cores
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.formats import MIB, mib, parse_size
-from ..common.machine import usable_cores
 from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
 from ..distributed.world import Topology
+from ..flags import add_plan_flags
 from ..jobs import run_job
 from ..program import run_program
 from ..runs.folder import create_folder
@@ -40,15 +41,8 @@ BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
 SMALLEST_PART = 1e-3  # of the longest bar; smaller parts could not be seen
 
 
-def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
-    parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
-    parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
-    parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
-
-
 def main() -> int:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_plan_flags)
     options = argparse.Namespace(**own_flags)
     budget = None if options.device_memory is None else parse_size("device_memory", options.device_memory)
     ranks = default_nproc_per_node(settings) if options.ranks is None else options.ranks

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-
-import safetensors.torch
-import torch
+from typing import TYPE_CHECKING
 
 from .schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
+
+if TYPE_CHECKING:
+    import torch
 
 DIGITS = 16  # hexadecimal digits of a hash where a person reads it
 
@@ -50,6 +51,8 @@ def hash_results(folder: Path, model_folder: Path | None = None) -> dict[str, st
 
 def hash_weights(model: torch.nn.Module) -> str:
     """Return the SHA-256 of model.safetensors, as `save_pretrained` would write it, without writing it."""
+    import safetensors.torch  # here, because it imports torch, and the hash of a file needs none of it
+
     return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()
 
 

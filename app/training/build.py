@@ -137,13 +137,14 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
+    cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):
-        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
+        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit, cache_dir=cache_dir)
     rows = tokenize(
         table,
         tokenizer,
         settings.max_length,
-        cache_dir=Path(settings.cache_dir),
+        cache_dir=cache_dir,
         world=world,
         disable_tqdm=settings.disable_tqdm,
     )

@@ -116,7 +116,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         engine: replaces the strategy; None: the one that `--strategy` selects.
 
     Raises:
-        AgreedError: a user's mistake on any rank. In that case only the token cache may have been written.
+        AgreedError: a user's mistake on any rank. In that case only the cache may have been written.
     """
     requested = settings
     settings, resume = resolve_settings(path_name, settings, world, engine=engine)

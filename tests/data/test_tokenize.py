@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from app.common.cache import read_intact
 from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
 from app.data.csv_table import read_reviews
@@ -164,7 +165,7 @@ def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, m
     monkeypatch.setattr(tokenize_module, "_were_truncated", let_another_writer_finish_first)
     assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == others[0]
     (file,) = (tmp_path / "cache").iterdir()
-    assert tokenize_module._is_intact(file, file.stem.removeprefix("tokens-"))
+    assert read_intact(file, file.stem.removeprefix("tokens-")) is not None
 
 
 @pytest.mark.parametrize("options", ["size=64k", "ro"])

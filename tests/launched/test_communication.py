@@ -8,7 +8,7 @@ import pytest
 from helpers.architectures import write_model
 
 from app.bench.communication.collectives import COLLECTIVES, VARIANTS
-from app.bench.communication.training_step import SECTIONS
+from app.flags import STEP_SECTIONS
 
 pytestmark = pytest.mark.launched
 
@@ -85,8 +85,8 @@ def test_the_laboratory_measures_training_steps_on_two_ranks(launch, review_csv,
     flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]
     flags += ["--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8]
     flags += ["--model", write_model(tmp_path / "model", "bert")]
-    done = launch("app.bench.communication", *flags, "--sections", *SECTIONS, ranks=2)
+    done = launch("app.bench.communication", *flags, "--sections", *STEP_SECTIONS, ranks=2)
     assert done.status == 0, done.err
     sections = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]
-    assert list(sections) == list(SECTIONS)
-    assert (tmp_path / "out" / "communication.html").read_text().count("<svg") == len(SECTIONS)
+    assert list(sections) == list(STEP_SECTIONS)
+    assert (tmp_path / "out" / "communication.html").read_text().count("<svg") == len(STEP_SECTIONS)

@@ -8,17 +8,16 @@ runs/communication/). docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...cli import OneLineParser, count, positive
-from ...common.errors import UserError, escape_control_characters, shorten
+from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
+from ...flags import SECTIONS, STEP_SECONDS, add_communication_flags
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -31,34 +30,7 @@ from . import training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import measure_compression, settings_by_hook
 
-SECTIONS = ("collectives", *training_step.SECTIONS, "compression")
 TITLE = "Communication laboratory"
-STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
-ABOUT_SECONDS = (
-    "about how long to time each collective with each size; each variant of a training step takes "
-    f"{STEP_SECONDS} times as long"
-)
-SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
-
-
-def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"which of {', '.join(SECTIONS)}; default: all"
-    )
-    parser.add_argument(
-        "--largest_mib", type=size_in_mib, default=256.0, metavar="X", help="largest tensor to time, in MiB"
-    )
-    parser.add_argument("--seconds_per_point", type=positive, default=1.0, metavar="X", help=ABOUT_SECONDS)
-    parser.add_argument(
-        "--seeds", type=count, default=3, metavar="N", help="trainings with each kind of compressed gradients"
-    )
-
-
-def size_in_mib(text: str) -> float:
-    value = positive(text)
-    if not SMALLEST_LIMIT <= value <= 2**20:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
-    return value
 
 
 def main(
@@ -137,4 +109,4 @@ def headline(facts: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_arguments)
+    launch(main, __doc__, add_communication_flags)

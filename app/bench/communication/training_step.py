@@ -40,7 +40,6 @@ from .step_variants import (
     reduction_variants,
 )
 
-SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 PROFILED_STEPS = 5
 ROUNDS = 3  # for the time without the profiler
 BUCKET_SIZES = (1, 5, 25, 100)  # MiB
@@ -61,7 +60,7 @@ ABOUT = {
 
 
 def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
-    """Measure one of `SECTIONS`. Each variant of a step is timed for about `seconds`. Collective."""
+    """Measure one of `STEP_SECTIONS`. Each variant of a step is timed for about `seconds`. Collective."""
     if name == "breakdown":
         return measure_breakdown(settings, data, world)
     with raise_on_all_ranks(world):

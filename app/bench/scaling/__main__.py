@@ -15,9 +15,9 @@ import argparse
 import sys
 
 from ...cli import OneLineParser, count, positive
+from ...common.cores import usable_cores
 from ...common.errors import UserError, escape_control_characters, shorten
 from ...common.files import write_json, write_text
-from ...common.machine import usable_cores
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import psutil
 from tqdm import tqdm
 
-from ...common.machine import usable_cores
+from ...common.cores import usable_cores
 from ...common.terminal import hides_progress
 from ..rounds import in_rounds
 from .nodes import Link, NamespacesUnavailable, ShapedLink, shaped_link

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from app.bench.alpha_beta import bus_bandwidth_factor
 from app.bench.charts import Line, format_seconds, time_by_size
 from app.bench.communication import collectives_section
-from app.bench.communication.__main__ import add_arguments
 from app.bench.communication.collectives import COLLECTIVES, VARIANTS, as_chunk, prepare, take_pictures
 from app.bench.communication.collectives_section import (
     ELEMENT,
@@ -26,6 +25,7 @@ from app.bench.page import Chunk, as_html, as_markdown
 from app.cli import parse_flags
 from app.common.errors import AgreedError, UserError
 from app.common.formats import format_size
+from app.flags import add_communication_flags
 from app.settings import Settings
 
 
@@ -151,11 +151,13 @@ def test_a_chart_has_a_legend_if_it_has_several_lines():
 )
 def test_a_flag_that_makes_no_sense_is_one_line(flags, message):
     with pytest.raises(UserError, match=f"^{message}.*--help lists all flags") as caught:
-        parse_flags(None, flags, add_arguments)
+        parse_flags(None, flags, add_communication_flags)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_the_program_has_flags_of_its_own():
-    settings, own = parse_flags(None, ["--sections", "collectives", "--largest_mib", "0.5", "--use_cpu"], add_arguments)
+    settings, own = parse_flags(
+        None, ["--sections", "collectives", "--largest_mib", "0.5", "--use_cpu"], add_communication_flags
+    )
     assert settings == Settings(use_cpu=True)
     assert own == {"sections": ["collectives"], "largest_mib": 0.5, "seconds_per_point": 1.0, "seeds": 3}

@@ -12,14 +12,11 @@ from helpers.worlds import batch_plan, fake_world
 from app.bench import rounds
 from app.bench.communication import step_variants, training_step
 from app.bench.communication.step_variants import Comparison, compare, models, reduction_variants
-from app.bench.communication.training_step import (
-    SECTIONS,
-    measure_step,
-    variants_of,
-)
+from app.bench.communication.training_step import measure_step, variants_of
 from app.bench.page import Table, as_html, as_markdown
 from app.common.errors import UserError
 from app.distributed.world import RankGroup, Topology
+from app.flags import STEP_SECTIONS
 from app.profiling.breakdown import CATEGORIES
 from app.setting_groups import TINY
 from app.settings import Settings
@@ -89,7 +86,7 @@ def test_a_section_has_variants_whatever_the_strategy_and_the_compression(name, 
 
 
 def test_every_section_can_be_measured():
-    assert {*SECTIONS} == {*NAMES, "breakdown"}
+    assert {*STEP_SECTIONS} == {*NAMES, "breakdown"}
 
 
 def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(settings, world, monkeypatch):

@@ -1,0 +1,89 @@
+"""Answer `--help` and a user's mistakes before a program imports torch, which takes seconds.
+
+`python -m app.ddp_loop` imports the package `app`, whose `__init__.py` calls `check_command_line`, and then runs the
+program, which can keep its imports at the top. It parses the same command line again when it starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from .cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser, parse_flags, program_name
+from .common.errors import UserError, escape_unencodable_output
+from .common.paths import PACKAGE
+from .data.csv_checks import check_file
+from .distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes
+from .flags import add_communication_flags, add_compare_flags, add_memory_flags, add_plan_flags
+from .program import print_mistake
+from .settings import Settings
+
+PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
+BENCHMARKS = ("bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
+WITHOUT_RANKS = ("compare", "plan")
+# The programs whose command line is checked, and the settings that they reject. The others import torch late, except
+# `bench.scaling`, `bench.speed` and `minimal`, whose flags are next to what they select.
+REJECTED = PATHS | dict.fromkeys((*BENCHMARKS, *WITHOUT_RANKS), FLAGS_OF_ONE_RUN)
+OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
+    "bench.memory": add_memory_flags,
+    "bench.communication": add_communication_flags,
+    "compare": add_compare_flags,
+    "plan": add_plan_flags,
+}
+
+
+def check_command_line() -> None:
+    """Exit if `--help` is given, or if there is a mistake that all ranks make. Only for the programs in `REJECTED`."""
+    name = program_name().removeprefix(f"{PACKAGE}.")
+    if name not in REJECTED:
+        return
+    escape_unencodable_output()
+    wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
+    rank, size, local_size = 0, 1, 1
+    try:
+        if name not in WITHOUT_RANKS:
+            check_environment()
+            rank, size, _, local_size = rank_and_sizes()
+        if wants_help and rank != 0:
+            sys.exit(0)  # rank 0 prints the help
+        # The ranks of one node read the same files, but another node's may differ: all ranks then have to learn of a
+        # mistake, and `launch` connects them first.
+        if wants_help or size == local_size:
+            check_flags(name, description=docstring(name) if wants_help else None)
+    except UserError as problem:
+        sys.exit(print_mistake(problem, rank))
+
+
+def check_flags(name: str, description: str | None) -> None:
+    """Parse the command line of a program.
+
+    Raises:
+        UserError: there is a mistake.
+    """
+    settings, _ = parse_flags(description, sys.argv[1:], OWN_FLAGS.get(name), rejected=REJECTED[name])
+    if name not in WITHOUT_RANKS:
+        check_accelerate_environment(settings.precision, settings.use_cpu)
+    if name in PATHS:
+        check_csv(settings)
+
+
+def check_csv(settings: Settings) -> None:
+    """Check that the reviews exist.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    # Whoever resumes a run that is already finished is told so, even if its reviews are gone.
+    if settings.resume_from_checkpoint is None:
+        with suppress(OSError):  # such as a folder without permission, which is reported when the file is read
+            check_file(settings.csv_path)
+
+
+def docstring(name: str) -> str | None:
+    """Return the docstring of a program, such as `bench.memory`, without importing it."""
+    path = Path(__file__).parent.joinpath(*name.split("."))
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False)

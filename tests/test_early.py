@@ -1,0 +1,158 @@
+"""`--help` and a user's mistakes end before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers.jobs import LIMIT, PROJECT
+
+from app import early
+from app.common.errors import UserError
+from app.distributed.environment import LOWEST, SINGLE_PROCESS
+
+LIGHT = (*early.REJECTED, "experiments.same_bits", "experiments.fault_injection", "data.download", "__main__")
+HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+RANK_1 |= {"MASTER_PORT": "29500"}
+
+
+def run(tmp_path, *arguments: str) -> tuple[int, str, list[str], set[str]]:
+    """Run `python -m`; return its status, output, lines on standard error, and the names of the imported packages."""
+    environment = {name: value for name, value in os.environ.items() if name not in LOWEST} | {
+        "PYTHONPATH": str(PROJECT)
+    }
+    command = [sys.executable, "-X", "importtime", "-m", *arguments]
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
+    done = subprocess.run(command, check=False, **options)
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time:")}
+    assert "argparse" in imported
+    return done.returncode, done.stdout, [line for line in lines if not line.startswith("import time:")], imported
+
+
+@pytest.mark.parametrize("program", LIGHT)
+def test_help_imports_nothing_heavy(tmp_path, program):
+    status, out, err, imported = run(tmp_path, f"app.{program}", "--help")
+    assert (status, err) == (0, [])
+    assert "--" in out
+    assert imported & HEAVY == set()
+
+
+@pytest.mark.parametrize("program", sorted({*LIGHT} - {"__main__"}))
+def test_an_unknown_flag_imports_nothing_heavy(tmp_path, program):
+    status, out, err, imported = run(tmp_path, f"app.{program}", "--colour=red")
+    assert (status, out) == (2, "")
+    assert len(err) == 1
+    assert re.match("error: (unknown argument|unrecognized arguments:) --colour=red", err[0])
+    assert imported & HEAVY == set()
+
+
+@pytest.mark.parametrize("program", [["app.ddp_loop"], ["app.trainer_run"], ["app", "train"]])
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        (["--learning_rate=0"], "--learning_rate 0.0: must be a number above 0"),
+        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
+        (["--csv", "missing.csv"], "missing.csv: no such file"),
+        (["--csv", "."], ".: is a folder; give the path of a CSV file"),
+    ],
+)
+def test_a_mistake_imports_nothing_heavy(tmp_path, program, arguments, mentions):
+    status, out, err, imported = run(tmp_path, *program, *arguments)
+    assert (status, out) == (2, "")
+    assert len(err) == 1
+    assert err[0].startswith(f"error: {mentions}")
+    assert imported & HEAVY == set()
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Call `check_command_line` as Python does for a rank that starts a program; return the exit status, or None."""
+
+    def start(program: str, *arguments: str, **environment: str) -> int | None:
+        for name in (*LOWEST, "MASTER_ADDR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["-m", *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", f"app.{program}", *arguments])
+        try:
+            early.check_command_line()
+        except SystemExit as exit:
+            return int(exit.code or 0)
+        return None
+
+    return start
+
+
+def test_a_correct_command_line_starts_the_program(start, capsys):
+    assert start("ddp_loop", "--max_steps=1") is None
+    assert start("trainer_run", "--fsdp") is None
+    assert start("bench.memory", "--sizes") is None
+    assert start("minimal", "--colour=red") is None, "minimal parses its own flags"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_only_rank_0_prints_the_help(start, capsys):
+    assert start("ddp_loop", "--help", **RANK_1) == 0
+    assert capsys.readouterr() == ("", "")
+    assert start("ddp_loop", "--help", **RANK_1 | {"RANK": "0", "LOCAL_RANK": "0"}) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m app.ddp_loop [--flag VALUE …]")
+
+
+def test_rank_0_reports_a_mistake_first_also_in_torchruns_summary(start, capsys, monkeypatch, tmp_path):
+    waits = []
+    monkeypatch.setattr("app.program.time.sleep", waits.append)
+    file = tmp_path / "error.json"
+    assert start("ddp_loop", "--colour=red", **RANK_1 | SINGLE_PROCESS, TORCHELASTIC_ERROR_FILE=str(file)) == 2
+    assert waits == []
+    line = capsys.readouterr().err.strip()
+    assert line == "error: unknown argument --colour=red (--help lists all flags)"
+    assert json.loads(file.read_text())["message"] == line
+    assert start("ddp_loop", "--colour=red", **RANK_1) == 2
+    assert len(waits) == 1
+
+
+def test_a_mistake_on_one_of_several_nodes_is_left_to_the_program(start, capsys):
+    of_two_nodes = RANK_1 | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert start("ddp_loop", "--csv=missing.csv", **of_two_nodes) is None
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_finished_run_needs_no_reviews_to_say_so(start):
+    assert start("ddp_loop", "--csv=missing.csv", "--resume_from_checkpoint=auto") is None
+
+
+def test_an_invalid_environment_is_reported(start, capsys):
+    assert start("ddp_loop", RANK="0") == 2
+    assert capsys.readouterr().err.startswith("error: RANK=0 is set, but WORLD_SIZE is not")
+    assert start("ddp_loop", RANK="many") == 2
+    assert capsys.readouterr().err.startswith("error: RANK='many': must be a whole number")
+    assert start("ddp_loop", ACCELERATE_MIXED_PRECISION="bf16") == 2
+    assert capsys.readouterr().err.startswith("error: ACCELERATE_MIXED_PRECISION=bf16")
+
+
+def test_a_program_without_ranks_ignores_the_variables_of_ranks(start, capsys):
+    for program in early.WITHOUT_RANKS:
+        assert start(program, RANK="1") is None
+        assert start(program, "--colour=red", RANK="many") == 2
+        assert capsys.readouterr().err == "error: unknown argument --colour=red (--help lists all flags)\n"
+        assert start(program, "--help", RANK="1") == 0
+        assert capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_looked_up_is_left_to_the_program(monkeypatch, tmp_path):
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    settings = early.Settings(csv=str(tmp_path / "none.csv"))
+    with pytest.raises(UserError, match="no such file"):
+        early.check_csv(settings)
+    monkeypatch.setattr(early, "check_file", fail)
+    early.check_csv(settings)
