@@ -69,7 +69,6 @@ class Network:
 
     finish: Finish
     cpu_seconds: Callable[[int], float] = lambda size: 0.0  # of each rank, from a bucket's size
-    start: float = 0.0  # seconds that a step waits at its beginning, where DDP broadcasts the model's buffers
 
 
 def one_after_another(seconds: Callable[[int], float]) -> Finish:
@@ -88,7 +87,7 @@ def predict_step(computation: Computation, network: Network, cores: Cores) -> fl
     """Return the predicted seconds of a step, from the computation with a core for each thread and a node's cores."""
     slow = computation.scaled(cores.slowdown)
     sizes = [size for size, _ in slow.buckets]
-    ready, delay = [], network.start
+    ready, delay = [], 0.0
     for size, at in slow.buckets:
         ready.append(at + delay)
         delay += cores.displaced * cores.slowdown * network.cpu_seconds(size)
@@ -128,8 +127,7 @@ def two_nodes(link: Link, wall: AlphaBeta, cpu: AlphaBeta) -> Network:
     def finish(ready: Sequence[float], sizes: Sequence[int]) -> list[float]:
         return simulate_ring([at + wall.alpha for at in ready], sizes, link, software=wall.beta)
 
-    # In a broadcast of the buffers, rank 1 announces that it receives, and rank 0 sends: two delays.
-    return Network(finish, cpu.seconds, start=2 * link.delay)
+    return Network(finish, cpu.seconds)
 
 
 DISTURBED = 0.1  # share of the CPU time that other processes may use
