@@ -117,8 +117,11 @@ class RowDropout(TorchFunctionMode):
     def again_from(self, call: int) -> Iterator[None]:
         """A context in which a part of the forward pass, from dropout number `call` on, is repeated."""
         self.call = call
-        with TorchFunctionMode.__enter__(self):
+        super().__enter__()  # without seeding the generators: PyTorch restores their states
+        try:
             yield
+        finally:
+            self.__exit__(None, None, None)
 
 
 def contexts_of_checkpointing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -173,13 +174,16 @@ def test_masks_of_a_model_belong_to_rows_unless_attention_is_fused(attention):
 
 
 def test_a_repeated_forward_pass_has_the_same_masks():
-    """In reverse order, as backward() repeats the checkpointed parts of a forward pass."""
+    """In reverse order, as backward() repeats the checkpointed parts of a forward pass: masks of rows and others."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        x = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        return functional.dropout(x.sin(), 0.5)
 
     def layers(x: torch.Tensor, repeat: bool) -> torch.Tensor:
         for _ in range(3):
             options = {"use_reentrant": False, "context_fn": contexts_of_checkpointing}
-            x = checkpoint(lambda y: functional.dropout(y.sin(), 0.5), x, **options) if repeat else x.sin()
-            x = x if repeat else functional.dropout(x, 0.5)
+            x = checkpoint(layer, x, **options) if repeat else layer(x)
         return x
 
     gradients = []
@@ -188,6 +192,7 @@ def test_a_repeated_forward_pass_has_the_same_masks():
         with RowDropout(42, 0, range(4)):
             result = layers(x, repeat)
         result.sum().backward()
+        assert _get_current_function_mode_stack() == []
         gradients.append(x.grad)
     assert torch.equal(*gradients)
 
