@@ -79,7 +79,8 @@ class FakeCuda(torch.Tensor):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        torch._C.TensorBase.data.__set__(self, new)
+        with torch._C.DisableTorchFunction():  # a function mode would call the setter of torch.Tensor instead
+            torch._C.TensorBase.data.__set__(self, new)
         assert isinstance(new, FakeCuda)
         self.cpu_data = new.cpu_data
 
