@@ -19,6 +19,7 @@ from helpers.jobs import LIMIT, PROJECT
 from app import __main__ as command
 from app.common.errors import RunError, UserError
 from app.distributed import agent
+from app.distributed import processes as processes_module
 
 # A program with ranks whose status is its second argument; -9 is a signal.
 RANK = """
@@ -195,3 +196,38 @@ def test_a_node_without_contact_is_one_line(monkeypatch):
     flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
     with pytest.raises(RunError, match=r"^no contact with the other nodes: .*timed out"):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=1", *flags])
+
+
+@pytest.fixture
+def agents_flags(monkeypatch):
+    """Return the flags that torchrun's agent gets for a command, which is not started."""
+
+    def flags_of(module, *arguments):
+        commands = []
+        monkeypatch.setattr(agent, "run_agent", lambda command: commands.append(command) or 0)
+        assert command.run_ranks(module, arguments) == 0
+        return commands[0]
+
+    return flags_of
+
+
+def test_torchruns_environment_variables_connect_the_nodes(agents_flags, monkeypatch):
+    for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "3"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setenv("PET_RDZV_ID", "")  # an unset variable of a shell script
+    flags = agents_flags("ddp_loop", "--use_cpu", "--master_addr=10.0.0.2")
+    given = {"--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.2", "--nproc_per_node=3"}
+    assert {flag for flag in flags if flag.startswith(("--n", "--m", "--r", "--st"))} == given
+
+    monkeypatch.setenv("PET_NNODES", "1")
+    with pytest.raises(UserError, match=r"^--node_rank 1: must be less than --nnodes 1$"):
+        agents_flags("ddp_loop", "--use_cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"), [([], 8), (["--use_cpu"], 2), (["--use-cpu"], 2), (["--use_cpu", "false"], 8)]
+)
+def test_a_benchmark_has_a_process_per_gpu_unless_it_uses_the_cpu(agents_flags, monkeypatch, flags, processes):
+    monkeypatch.setattr(processes_module, "count_gpus", lambda use_cpu: 0 if use_cpu else 8)
+    monkeypatch.setattr("app.common.machine.unusable_accelerator", lambda: None)
+    assert f"--nproc_per_node={processes}" in agents_flags("bench.memory", *flags)
