@@ -150,9 +150,10 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
 def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
     """Fill in the settings that a resumed run takes over unless they are given. Collective.
 
-    Three affect the bits of the results: the number of logical ranks and the number of threads per rank, which
-    otherwise depend on the number of processes, and the global batch size, which `--per_device_train_batch_size` would
-    multiply by it. `ddp_find_unused_parameters` follows from the model.
+    Four affect the bits of the results: the number of logical ranks and the number of threads per rank, which
+    otherwise depend on the number of processes; the global batch size, which `--per_device_train_batch_size` would
+    multiply by it; and the attention implementation, whose default depends on the device. `ddp_find_unused_parameters`
+    follows from the model.
 
     Returns:
         Settings with `logical_ranks`. The number of threads is set for this process.
@@ -164,7 +165,8 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     per_device = settings.per_device_train_batch_size
     if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
-    # With power_sgd it is invalid, and a run that had it cannot be resumed with power_sgd.
+    # Not with power_sgd, where the setting is invalid. Such a run is rejected later, because another --ddp_comm_hook
+    # wrote its checkpoint.
     takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
     return replace(
         settings,
@@ -181,7 +183,8 @@ def changes_since(
     """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
     recorded = state.get("settings", {})
     engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
-    offload = {"cuda": settings.cpu_offload}.get(world.device.type)
+    # On a CPU, the optimizer is always there.
+    offloaded_before = recorded.get("cpu_offload") if world.device.type == "cuda" else None
     before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
     # (name, value before, value now). A value before of None was not recorded, or does not matter.
     pairs = [
@@ -189,7 +192,7 @@ def changes_since(
         *([] if before else [("device", state.get("device"), device_name(world.device))]),
         ("torch", state.get("torch"), torch.__version__),
         ("transformers", state.get("transformers"), transformers.__version__),
-        ("optimizer on the CPU", recorded.get("cpu_offload") if offload is not None else None, offload),
+        ("optimizer on the CPU", offloaded_before, settings.cpu_offload),
         ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
         ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),

@@ -215,7 +215,7 @@ class ShardReader:
         return torch.cat(rows)
 
     def read_replicated(self, name: str) -> torch.Tensor:
-        """Return a tensor of which every rank has written the same copy."""
+        """Return a tensor that is complete in each file that holds it."""
         _, file = self.parts[name][0]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor

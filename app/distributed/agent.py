@@ -41,9 +41,10 @@ def run_agent(command: Sequence[str]) -> int:
         UserError: torchrun rejects its flags.
         RunError: the other nodes cannot be reached.
     """
-    for name in [] if "LOGLEVEL" in os.environ else list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed."):  # each of torchrun's loggers has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed."):  # each of torchrun's loggers has a level of its own
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     options = parse(command)
     with SignalForwarder() as forwarder:
         try:
