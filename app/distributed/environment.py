@@ -140,7 +140,9 @@ def report_to_torchrun(problem: str) -> None:
     """Write the file from which torchrun prints its summary of a failed rank."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the rank prints the line itself
-            Path(path).write_text(json.dumps({"message": problem, "timestamp": int(time.time())}), encoding="utf-8")
+            # torchrun's own format: it also accepts a text as the message, but prints two lines of warnings then.
+            message = {"message": problem, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def cores_of_node() -> int:
