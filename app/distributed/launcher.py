@@ -30,8 +30,9 @@ from .processes import CPU_PROCESSES
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
 JOB_VARIABLE = "SAMEBITS_JOB"
-# A job that is started from within another job must not inherit its ranks.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+# A job that is started from within another job must not inherit its ranks, nor its number of nodes (PET_NNODES is the
+# default of torchrun's --nnodes, also with --standalone): it would wait for nodes that do not start it.
+NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES")
 LEFTOVER_SECONDS = 15.0
 GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
 POLL_SECONDS = 0.02
@@ -88,7 +89,7 @@ class TorchrunJob:
         self.command, self.cwd = list(command), cwd
         self.stdout, self.stderr, self.grace_seconds = stdout, stderr, grace_seconds
         self.job_id = uuid.uuid4().hex
-        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         if CLONE is not None:  # `app` can be imported from there only
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
         job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))

@@ -144,7 +144,8 @@ def test_waiting_for_a_condition_stops_when_the_job_has_ended(job):
 def test_a_job_does_not_take_over_the_ranks_of_this_process_but_belongs_to_its_job(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("SAMEBITS_JOB", "outer")
     job = TorchrunJob(["true"])
-    assert not {"RANK", "WORLD_SIZE"} & set(job.environment)
+    assert not {"RANK", "WORLD_SIZE", "PET_NNODES"} & set(job.environment)
     assert job.environment["SAMEBITS_JOB"] == f"outer/{job.job_id}"
