@@ -5,7 +5,7 @@
 #   bash run_scripts/setup.sh --deepspeed                  also install DeepSpeed, and update it in later calls
 #   PYTHON=/path/to/python3.12 bash run_scripts/setup.sh   use this Python
 #
-# .venv/.setup-stamp records where .venv was created (a virtual environment can't be moved) and what was installed.
+# .venv/.setup-stamp records where .venv was created (a virtual environment cannot be moved) and what was installed.
 # A .venv without it belongs to the user: packages are installed into it, and it is never removed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -22,7 +22,7 @@ cd "${SLURM_SUBMIT_DIR:?start this script with sbatch, from the repository}"
 export NNODES=$SLURM_JOB_NUM_NODES
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first node
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # another port for each job on the same node
-export RDZV_ID=slurm-$SLURM_JOB_ID # nodes of another job with the same port can't join
+export RDZV_ID=slurm-$SLURM_JOB_ID # nodes of another job with the same port cannot join
 # torchrun kills its ranks 30 s after a signal unless this is set. Slurm ends the job 120 s after it: see --signal above.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Since Slurm 22.05, srun does not take over --cpus-per-task, and all ranks would share one core.
