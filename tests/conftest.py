@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, Outcome, find_real_csv, in_ci, unavailable, write_reviews
 from helpers.shared_jobs import SharedJobs
+from helpers.two_nodes import connected_nodes
 
 from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join
@@ -57,8 +58,19 @@ def stop_requests_end_with_the_test() -> Iterator[None]:
 LAUNCHED_TIMEOUT = 1800  # seconds for a test that starts jobs: these have shorter limits, which show their output
 
 
+def uses_shared_jobs(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), "SHARED_RUNS")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one, and give those that start jobs more time."""
+    """Skip the tests marked `gpu` on machines without one, and give those that start jobs more time and run them first.
+
+    One worker of pytest-xdist trains the shared jobs for its file. Meanwhile the others run files with jobs of their
+    own, instead of waiting for the shared ones.
+    """
+    trains = next((item.path for item in items if uses_shared_jobs(item)), None)
+    launched = {item.path for item in items if item.get_closest_marker("launched")}
+    items.sort(key=lambda item: (item.path != trains, item.path not in launched, uses_shared_jobs(item)))
     for item in items:
         if item.get_closest_marker("launched"):
             item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
@@ -137,6 +149,13 @@ def world() -> Iterator[World]:
             yield world
         for name in names:
             os.environ.pop(name, None)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[str]]:
+    """The names of two network namespaces that a virtual cable connects."""
+    with connected_nodes() as names:
+        yield names
 
 
 @pytest.fixture

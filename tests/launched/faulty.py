@@ -86,20 +86,6 @@ def wait_before_mkdir() -> None:
     sys.addaudithook(wait)
 
 
-def move_at_checkpoint() -> None:
-    """Rename the run's folder when its first checkpoint is being written."""
-    import safetensors.torch
-
-    _move_at(safetensors.torch, "save_file")
-
-
-def move_at_model() -> None:
-    """Rename the run's folder when the model is being written (at the end, if there are no checkpoints)."""
-    import transformers
-
-    _move_at(transformers.PreTrainedModel, "save_pretrained")
-
-
 def terminate_at_model() -> None:
     """Send SIGTERM to all ranks when rank 0 writes the model at the end and the other ranks have nothing left to do."""
     import transformers
@@ -131,17 +117,6 @@ def terminate_at_the_end() -> None:
         return previous
 
     signal.signal = terminate_next  # type: ignore[assignment]
-
-
-def _move_at(owner: Any, name: str) -> None:
-    original: Callable[..., Any] = getattr(owner, name)
-
-    def move_first(*arguments: Any, **named: Any) -> Any:
-        setattr(owner, name, original)
-        os.rename(os.environ["RUN"], os.environ["RUN"] + "-moved")
-        return original(*arguments, **named)
-
-    setattr(owner, name, move_first)
 
 
 if __name__ == "__main__":

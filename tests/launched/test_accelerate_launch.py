@@ -36,15 +36,3 @@ def test_both_paths_train_identically_under_plain_accelerate_launch(review_csv, 
         assert (settings["world_size"], settings["precision"]) == (world_size, "bf16")
     for file in ("predictions.csv", "model/model.safetensors"):
         assert len({(folder / file).read_bytes() for folder in folders}) == 1, file
-
-
-@pytest.mark.slow
-def test_a_precision_that_only_accelerate_knows_is_one_error_line(review_csv, tmp_path):
-    flags = ("--csv", review_csv(), "--max_steps", 1, "--train_batch_size", 8, "--use_cpu", "--output_dir", "run")
-    launcher_flags = (*TWO_PROCESSES, "--mixed_precision=fp16")
-    done = accelerate_launch("ddp_loop", *flags, launcher_flags=launcher_flags, cwd=tmp_path)
-    assert done.status != 0
-    (line,) = done.error_lines
-    assert "ACCELERATE_MIXED_PRECISION=fp16" in line
-    assert "--precision fp32" in line
-    assert not (tmp_path / "run").exists()

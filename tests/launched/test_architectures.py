@@ -1,4 +1,4 @@
-"""Both training paths are bitwise identical for any architecture, and so is a run that was resumed.
+"""Both training paths are bitwise identical for any architecture.
 
 Runs share jobs with those of other files.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
 FLAGS = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--max_steps=6", "--warmup_steps=0"]
 FLAGS += ["--eval_strategy=steps", "--eval_steps=4", "--validation_size=0.2", "--logging_steps=2"]
-FLAGS += ["--save_strategy=steps", "--save_steps=3", "--save_total_limit=9"]
+FLAGS += ["--save_strategy=no"]
 BUCKETS = {"unset": [], "25": ["--ddp_bucket_cap_mb=25"], "1": ["--ddp_bucket_cap_mb=1"]}
 EXTRA = {"xlnet": ["--ddp_find_unused_parameters"]}
 FAST = ("bert", "gpt2", "bart", "batch_norm")
@@ -36,7 +36,7 @@ def write_reviews(folder: Path) -> None:
     )
 
 
-SHORT = ["--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
+SHORT = ["--max_steps=1", "--eval_strategy=no"]
 VARIANTS = {  # runs of one step each, with unusual flags, model folders or tokenizers
     "no_mask": ["--model=no_mask"],
     "more_inputs": ["--model=more_inputs"],
@@ -62,13 +62,7 @@ def run(name: str, path: str, *flags: str) -> TrainingRun:
     return TrainingRun(path, [*FLAGS, f"--model={name}", *EXTRA.get(name, []), *flags], inspect=True)
 
 
-def resumed(name: str, path: str, step: int) -> TrainingRun:
-    return run(name, path, f"--resume_from_checkpoint={name}-{path}/checkpoints/checkpoint-{step}")
-
-
 FAST_RUNS = {f"{name}-{path}": run(name, path) for name in FAST for path in PATHS}
-# Buffers are resumed, too. That other states are, is shown for `tiny`.
-FAST_RUNS |= {f"batch_norm-{path}-3": resumed("batch_norm", path, 3) for path in PATHS}
 FAST_RUNS |= {
     f"{name}-{path}": TrainingRun(path, [*FLAGS, *SHORT, *flags], inspect=True)
     for name, flags in VARIANTS.items()
@@ -80,15 +74,12 @@ FAST_RUNS |= {
     for path in PATHS
 }
 SLOW_RUNS = {f"{name}-{path}": run(name, path) for name in CONFIGS if name not in FAST for path in PATHS}
-SLOW_RUNS |= {
-    f"{name}-{path}-{step}": resumed(name, path, step) for name in CONFIGS for path in PATHS for step in (3, 6)
-}
 SHARED_RUNS = {"two_ranks": FAST_RUNS}
 SLOW_SHARED_RUNS = {
-    "two_ranks": {name: run for name, run in SLOW_RUNS.items() if name not in FAST_RUNS},
+    "two_ranks": SLOW_RUNS,
     # With three ranks, the order in which gradients are added depends on their position in a bucket.
     "three_ranks": {
-        f"{path}-{name}": TrainingRun(path, [*FLAGS, "--save_strategy=no", "--eval_strategy=no", *more])
+        f"{path}-{name}": TrainingRun(path, [*FLAGS, "--eval_strategy=no", *more])
         for name, more in BUCKETS.items()
         for path in PATHS
     },
@@ -123,16 +114,6 @@ def test_both_paths_train_an_architecture_bitwise_identically(trained, name):
     assert differences == dict.fromkeys(outcomes)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [n if n == "batch_norm" else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
-def test_both_paths_resume_an_architecture_bitwise_identically(trained, name, step):
-    folder, outcomes = trained(name)
-    outcomes = {f"{name}-{path}-{step}": outcomes[f"{name}-{path}-{step}"] for path in PATHS}
-    require_success(outcomes)
-    differences = {run: difference(folder / f"{name}-ddp_loop", folder / run) for run in outcomes}
-    assert differences == dict.fromkeys(outcomes)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_training_changes_neither_config_nor_tokenizer(trained, name):
     _, outcomes = trained(name)
@@ -156,18 +137,6 @@ def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
     assert "transformer.mask_emb" in problem
     assert "add --ddp_find_unused_parameters" in problem
     assert len(problem.splitlines()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
-def test_parameters_without_a_gradient_end_a_job_with_one_line(launch, tmp_path, path):
-    write_reviews(tmp_path)
-    model = write_model(tmp_path / "model", "xlnet")
-    done = launch(path, *FLAGS, "--use_cpu", "--threads=1", "--disable_tqdm", f"--model={model}", ranks=2)
-    assert "exitcode  : 2" in done.err
-    assert "Traceback" not in done.out + done.err.partition("torch/distributed/")[0]
-    (line,) = done.error_lines
-    assert "add --ddp_find_unused_parameters" in line
 
 
 @pytest.mark.parametrize(

@@ -70,16 +70,6 @@ def test_the_laboratory_shows_and_times_every_collective(launch, tmp_path, ranks
     assert "var(--s1)" in page
 
 
-@pytest.mark.slow  # tests/runs/test_folder.py has the rule itself
-def test_a_used_folder_is_refused_before_anything_is_measured(launch, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    done = launch("app.bench.communication", "--use_cpu", "--threads", 1, "--output_dir", "out")
-    assert done.status == 2
-    assert done.error_lines == ["error: --output_dir out: exists and is not an empty folder: name a new one"]
-    assert "rank 0" not in done.out
-
-
 @pytest.mark.slow
 def test_the_laboratory_measures_training_steps_on_two_ranks(launch, review_csv, tmp_path):
     flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]

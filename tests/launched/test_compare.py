@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.architectures import write_model
 from helpers.jobs import PROJECT, SAMPLE_CSV, Job, TrainingRun, require_success
 
 from app.compare import main
 from app.program import run_program
 
 pytestmark = pytest.mark.launched
-SHORT = ["--csv", SAMPLE_CSV, "--max_length", 32, "--max_steps", 3, "--eval_strategy", "no"]
+SMALL = ["--csv", SAMPLE_CSV, "--model", "bert", "--max_length", 32, "--max_steps", 3, "--eval_strategy", "no"]
 
 
 @pytest.mark.slow
@@ -49,16 +50,16 @@ def test_it_trains_both_paths_and_finds_no_difference(launch, compare, hotel_csv
 
 RATES = {"a": "1e-3", "b": "5e-2"}
 SHARED_RUNS = {
-    "one_rank": {name: TrainingRun("ddp_loop", [*SHORT, "--learning_rate", rate]) for name, rate in RATES.items()}
+    "one_rank": {name: TrainingRun("ddp_loop", [*SMALL, "--learning_rate", rate]) for name, rate in RATES.items()}
     # Plain Python has another default of --logical_ranks.
-    | {"one": TrainingRun("trainer_run", [*SHORT, "--threads", 2])}
-    | {"remedied": TrainingRun("trainer_run", [*SHORT, "--logical_ranks", 2, "--threads", 1])},
-    "two_ranks": {"two": TrainingRun("ddp_loop", SHORT)},
+    | {"one": TrainingRun("trainer_run", [*SMALL, "--threads", 2])}
+    | {"remedied": TrainingRun("trainer_run", [*SMALL, "--logical_ranks", 2, "--threads", 1])},
+    "two_ranks": {"two": TrainingRun("ddp_loop", SMALL)},
 }
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
-    """The runs read the bundled sample."""
+    write_model(folder / "bert", "bert")  # the reviews are the bundled sample
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
-"""Compressed gradients: the same bits in both paths; rounded ones at any number of ranks, PowerSGD's after a resume."""
+"""Compressed gradients: the same bits in both paths; rounded ones at any number of ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from helpers.architectures import write_model
 from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, write_subset
 
 from app.runs.hashes import hash_run
@@ -12,13 +13,13 @@ from app.runs.hashes import hash_run
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
 STEPS = 8
-FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", f"--max_steps={STEPS}", "--max_length=24", "--warmup_steps=0"]
+FLAGS = ["--csv=reviews.csv", "--model=bert", "--train_batch_size=24", f"--max_steps={STEPS}", "--max_length=24"]
 FLAGS += [
+    "--warmup_steps=0",
     "--eval_strategy=steps",
     f"--eval_steps={STEPS}",
     "--save_strategy=steps",
-    "--save_steps=1",
-    "--save_total_limit=9",
+    "--save_steps=5",
     "--dropout=0.1",
 ]
 POWER_SGD = [*FLAGS, "--ddp_comm_hook=power_sgd"]
@@ -35,17 +36,13 @@ def rounded(variant: str, path: str, strategy: str) -> TrainingRun:
 
 def write_inputs(folder: Path, csv: Path) -> None:
     write_subset(csv, folder / "reviews.csv", 300)
+    write_model(folder / "bert", "bert")
 
 
 TWO_RANKS = {"plain": TrainingRun("ddp_loop", FLAGS)}
 TWO_RANKS |= {f"bf16-{path}-2": rounded("bf16", path, "ddp") for path in PATHS}
 TWO_RANKS |= {f"power_sgd-{path}": TrainingRun(path, POWER_SGD) for path in PATHS}
-for step in (1, 5):  # before and after the first compressed step
-    checkpoint = f"--resume_from_checkpoint=power_sgd-ddp_loop/checkpoints/checkpoint-{step}"
-    # DDP forms other buckets in the first step of a process, and here in the later ones, too.
-    TWO_RANKS[f"resumed-{step}"] = TrainingRun(
-        "ddp_loop", [*POWER_SGD, checkpoint, "--strategy=zero1", "--ddp_bucket_cap_mb=1"]
-    )
+checkpoint = "--resume_from_checkpoint=power_sgd-ddp_loop/checkpoints/checkpoint-5"
 TWO_RANKS["other-hook"] = TrainingRun("ddp_loop", [*FLAGS, checkpoint])
 TWO_RANKS["four-logical-ranks"] = TrainingRun("ddp_loop", [*POWER_SGD, "--logical_ranks=4"])
 SHARED_RUNS = {"two_ranks": TWO_RANKS}
@@ -91,12 +88,6 @@ def test_power_sgd_does_not_compress_the_first_two_steps(folder, two_ranks):
     assert plain[:3] == compressed[:3], "the third loss follows from the updates of the first two steps"
     assert all(a != b for a, b in zip(plain[3:], compressed[3:], strict=True))
     assert losses(folder / "bf16-ddp_loop-2")[1] != plain[1]
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_resumed_run_continues_with_the_errors_of_power_sgd(folder, two_ranks, step):
-    assert two_ranks[f"resumed-{step}"].problem is None
-    assert hash_run(folder / f"resumed-{step}") == hash_run(folder / "power_sgd-ddp_loop")
 
 
 def test_a_resumed_run_cannot_change_the_hook(two_ranks):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.jobs import PROJECT, SAMPLE_CSV, Finished, Job, read_steps, unavailable
+from helpers.architectures import write_model
+from helpers.jobs import PROJECT, SAMPLE_CSV, Finished, Job, unavailable
 
 from app.runs.reader import read_run
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
 FAULTY = str(PROJECT / "tests" / "launched" / "faulty.py")
 SMALL = [
-    *("--csv", SAMPLE_CSV, "--max_length", 32, "--train_batch_size", 12, "--use_cpu", "--threads", 1),
-    *("--disable_tqdm", "--eval_strategy", "no"),
+    *("--csv", SAMPLE_CSV, "--model", "bert", "--max_length", 32, "--train_batch_size", 12, "--eval_strategy", "no"),
+    *("--use_cpu", "--threads", 1, "--disable_tqdm"),
 ]
 BRIEF = [*SMALL, "--max_steps", 3, "--save_strategy", "no"]
 EVALUATED = [  # step 5 has a checkpoint and an evaluation of 30 batches on each of two ranks
@@ -31,8 +31,10 @@ RESTART = ("--standalone", "--max-restarts=1")
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """A folder for uninterrupted runs and the token cache."""
-    return tmp_path_factory.mktemp("faults")
+    """A folder for a finished run, a model and the token cache."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_model(folder / "bert", "bert")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +43,6 @@ def finished(shared) -> Path:
     done = run("ddp_loop", *BRIEF, "--output_dir", shared / "finished", shared=shared, ranks=0)
     assert done.status == 0, done.err
     return shared / "finished"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(shared) -> Path:
-    """A run of EVALUATED by two ranks; the same for both training paths."""
-    more = ["--save_steps", 2, "--save_total_limit", 9, "--output_dir", shared / "uninterrupted"]
-    done = run("ddp_loop", *EVALUATED, *more, shared=shared)
-    assert done.status == 0, done.err
-    return shared / "uninterrupted"
 
 
 def start(program: str, *flags, shared: Path, **more) -> Job:
@@ -213,44 +206,7 @@ def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path)
     assert not list(place.rglob("model*"))
 
 
-@pytest.mark.parametrize(
-    ("path_name", "moment"),
-    [
-        ("ddp_loop", "checkpoint"),
-        pytest.param("trainer_run", "checkpoint", marks=pytest.mark.slow),
-        ("trainer_run", "model"),
-    ],
-)
-def test_a_folder_that_is_moved_during_a_write_is_not_created_again(shared, tmp_path, path_name, moment):
-    folder = tmp_path / "run"
-    flags = [*SMALL, "--max_steps", 3, "--save_strategy", "steps", "--save_steps", 2, "--output_dir", folder]
-    if moment == "model":
-        flags += ["--save_strategy", "no"]
-    done = run(FAULTY, path_name, f"move_at_{moment}", *flags, shared=shared, ranks=0, RUN=str(folder))
-    assert (tmp_path / "run-moved").is_dir(), "the fault has not occurred"
-    assert not folder.exists(), content_of(folder).keys()
-    assert done.status == 1, done.out
-    assert len(done.error_lines) == 1, done.err
-    assert str(folder) in done.error_lines[0]
-
-
 # ---- evaluations -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
-def test_a_rank_killed_in_an_evaluation_resumes_from_the_checkpoint_of_that_step(
-    uninterrupted, shared, tmp_path, path_name
-):
-    folder = tmp_path / "run"
-    done = run(FAULTY, path_name, "kill", *EVALUATED, "--output_dir", folder, shared=shared, torchrun_flags=RESTART)
-    assert done.status == 0, done.err
-    assert re.findall(r"resumed from .*\(step (\d+)\)", done.out) == ["5"]
-    for file in ("model/model.safetensors", "predictions.csv", "evaluations.jsonl"):
-        assert (folder / file).read_bytes() == (uninterrupted / file).read_bytes(), file
-    steps = [[{**step, "seconds": None} for step in read_steps(place)] for place in (folder, uninterrupted)]
-    assert steps[0] == steps[1]
-    assert steps_of(folder) == list(range(1, 10))
 
 
 @pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
@@ -266,7 +222,8 @@ def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(sha
     assert not (folder / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("path_name", [PATHS[0], pytest.param(PATHS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/distributed/test_preemption.py tests a single rank
+@pytest.mark.parametrize("path_name", PATHS)
 def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, tmp_path, path_name):
     done = run(FAULTY, path_name, "terminate_at_model", *BRIEF, "--output_dir", tmp_path / "run", shared=shared)
     assert done.status == 0, done.err
@@ -281,25 +238,3 @@ def test_a_rank_that_is_asked_to_stop_when_its_run_has_just_finished_finishes(sh
     assert "rank 0 is sent SIGTERM" in done.out
     assert done.status == 0, done.err
     read_run(tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path_name", PATHS)
-def test_a_restarted_job_resumes_from_the_latest_checkpoint_of_the_requested_run(
-    uninterrupted, shared, tmp_path, path_name
-):
-    """It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed."""
-    if path_name == PATHS[0]:
-        shutil.copytree(uninterrupted, tmp_path / "run")
-    else:
-        flags = [*EVALUATED, "--save_steps", 2, "--save_total_limit", 9, "--output_dir", tmp_path / "run"]
-        assert run(path_name, *flags, shared=shared).status == 0
-    requested = tmp_path / "run" / "checkpoints" / "checkpoint-2"
-    flags = [*EVALUATED, "--save_steps", 1, "--save_total_limit", 1, "--resume_from_checkpoint", requested]
-    done = run(FAULTY, path_name, "kill", *flags, shared=shared, torchrun_flags=RESTART)
-    assert done.status == 0, done.err
-    assert re.findall(r"resumed from .*\(step (\d)\)", done.out) == ["2", "5"]
-    assert not requested.exists()
-    assert steps_of(tmp_path / "run") == list(range(1, 10))
-    for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (uninterrupted / name).read_bytes(), name

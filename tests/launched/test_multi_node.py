@@ -1,7 +1,4 @@
-"""Two nodes on one machine: two network namespaces connected only by a virtual cable (a veth pair).
-
-They share the file system, as the nodes of a cluster often do.
-"""
+"""Two nodes on one machine (see helpers/two_nodes.py). tests/launched/test_resumed_runs.py lets one of them die."""
 
 from __future__ import annotations
 
@@ -11,68 +8,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.jobs import Job, read_steps, unavailable
+from helpers.jobs import PROJECT, SAMPLE_CSV, read_steps
+from helpers.two_nodes import SCRIPT, ip, processes_on, start, wait_for_all, wait_until
 
-from app.bench.scaling.nodes import (
-    ADDRESSES,
-    SYSTEM_PATH,
-    NamespacesUnavailable,
-    connect,
-    network_namespaces,
-    run_command,
-)
-
-PROJECT = Path(__file__).parents[2]
-SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
-SAMPLE = PROJECT / "data" / "sample_reviews.csv"
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[str]]:
-    """The names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2."""
-    with ExitStack() as stack:
-        try:
-            names = stack.enter_context(network_namespaces())
-        except NamespacesUnavailable as refusal:
-            unavailable(str(refusal))
-        connect(names)
-        yield names
-    assert not set(names) & set(ip("netns", "list").stdout.split())
-
-
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_command(["ip", *arguments])
-
-
-def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
-    """Start multi_node.sh with `arguments` on a node, and write its output to `log`."""
-    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
-    place |= {"NPROC_PER_NODE": "1"} | more
-    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
-    command = ["ip", "netns", "exec", nodes[rank], "bash", str(SCRIPT), *arguments]
-    with log.open("w") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-
-def wait_until(happened: Callable[[], bool], seconds: float) -> None:
-    """Wait for a condition, but shorter than pytest's own limit, so that a failure shows the logs."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not happened():
-        time.sleep(0.1)
+from app.bench.scaling.nodes import ADDRESSES, SYSTEM_PATH
 
 
 def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, **more: str) -> list[str]:
     """Run multi_node.sh with `arguments` on both nodes, assert that both exit 0, and return their output."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
     processes = [start(nodes, rank, *arguments, log=log, **more) for rank, log in enumerate(logs)]
-    wait_until(lambda: all(process.poll() is not None for process in processes), 200)
+    wait_for_all(processes, 200)
     printed = [log.read_text() for log in logs]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     return printed
@@ -81,9 +30,9 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, **more: str
 @pytest.mark.launched
 @pytest.mark.slow
 def test_two_nodes_train_together(nodes: list[str], tmp_path: Path) -> None:
-    """With `static`, and two ranks on each node; those that lose a node train with `c10d`."""
+    """With `static`, and two ranks on each node; jobs that lose a node train with `c10d`."""
     run = tmp_path / "run"
-    settings = ["--csv", str(SAMPLE), "--max_steps", "3", "--output_dir", str(run)]
+    settings = ["--csv", str(SAMPLE_CSV), "--max_steps", "3", "--output_dir", str(run)]
     run_on_both(nodes, "static", "app.ddp_loop", *settings, log_folder=tmp_path, NPROC_PER_NODE="2")
 
     assert json.loads((run / "settings.json").read_text())["world_size"] == 4
@@ -94,93 +43,17 @@ def test_two_nodes_train_together(nodes: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.launched
 @pytest.mark.slow
-def test_a_node_that_dies_and_comes_back_loses_nothing(nodes: list[str], tmp_path: Path) -> None:
-    dying = 1  # node 0 hosts the rendezvous: if it dies, the job ends and has to be started again with `auto`
-    run = tmp_path / "run"
-    flags = ["--csv", str(SAMPLE), "--max_steps", "40", "--save_strategy", "steps", "--save_steps", "5"]
-    arguments = ["c10d", "app.ddp_loop", *flags, "--output_dir", str(run), "--eval_strategy", "no"]
-    logs = [tmp_path / f"{name}.log" for name in ("node0", "node1", "node1-again")]
-    first, second = (start(nodes, rank, *arguments, log=logs[rank], MAX_RESTARTS="3") for rank in range(2))
-    wait_until((run / "checkpoints" / "checkpoint-10" / "COMPLETE").exists, 120)
-    pids = ip("netns", "pids", nodes[dying]).stdout.split()
-    subprocess.run(["kill", "-KILL", *pids], check=True)
-    second.wait(60)
-    again = start(nodes, dying, *arguments, log=logs[2], MAX_RESTARTS="3")
-    wait_until(lambda: first.poll() is not None and again.poll() is not None, 240)
-    printed = "\n".join(log.read_text() for log in logs)
-    assert [first.returncode, again.returncode] == [0, 0], printed
-    assert "resumed from" in printed
-    steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 41))
-
-
-def comparable_steps(run: Path) -> list[dict[str, Any]]:
-    """The lines of steps.jsonl without the time that each step took."""
-    return [{name: value for name, value in step.items() if name != "seconds"} for step in read_steps(run)]
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-def test_training_continues_without_a_lost_node_and_again_with_it(nodes: list[str], tmp_path: Path) -> None:
-    """Two ranks, then one, then two again: the results are those of a single process that nothing disturbs."""
-    run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
-    flags = ["--csv", str(SAMPLE), "--max_steps", "200", "--train_batch_size", "16", "--max_length", "48"]
-    flags += ["--logical_ranks", "4", "--threads", "1", "--eval_strategy", "steps", "--eval_steps", "100"]
-    flags += ["--use_cpu", "--disable_tqdm", "--cache_dir", str(tmp_path / "cache")]
-    arguments = ["c10d", "app.ddp_loop", *flags, "--strategy", "zero3", "--output_dir", str(run)]
-    arguments += ["--save_strategy", "steps", "--save_steps", "5"]
-    place = {"NNODES": "1:2", "MASTER_PORT": "29510", "MAX_RESTARTS": "3"}
-    # A node is lost if it has been silent for 5 s. The others then wait up to 5 s for more nodes.
-    place["RDZV_CONF"] = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
-    logs = [tmp_path / f"{name}.log" for name in ("node0", "node1", "node1-again")]
-
-    def trains_on(ranks: int) -> bool:
-        settings = run / "settings.json"  # a job that starts or resumes writes it before its first step
-        return settings.exists() and json.loads(settings.read_text())["world_size"] == ranks
-
-    def steps() -> int:
-        return len((run / "steps.jsonl").read_bytes().splitlines()) if (run / "steps.jsonl").exists() else 0
-
-    def require(happened: Callable[[], bool], seconds: float) -> None:
-        wait_until(happened, seconds)
-        assert happened(), "\n".join(log.read_text() for log in logs if log.exists())
-
-    first, second = (start(nodes, rank, *arguments, log=logs[rank], **place) for rank in range(2))
-    require(lambda: trains_on(2) and steps() >= 10, 120)
-    subprocess.run(["kill", "-KILL", *ip("netns", "pids", nodes[1]).stdout.split()], check=True)
-    second.wait(60)
-    with Job(
-        "ddp_loop", *flags, "--save_strategy=no", f"--output_dir={uninterrupted}", cwd=tmp_path, ranks=0
-    ) as single:
-        require(lambda: trains_on(1), 120)
-        before = steps()
-        require(lambda: steps() > before, 120)
-        again = start(nodes, 1, *arguments, log=logs[2], **place)
-        require(lambda: trains_on(2), 120)
-        assert single.finish().status == 0
-    require(lambda: first.poll() is not None and again.poll() is not None, 200)
-    assert [first.returncode, again.returncode] == [0, 0], "\n".join(log.read_text() for log in logs)
-
-    assert trains_on(2)
-    assert comparable_steps(run) == comparable_steps(uninterrupted)
-    for name in ("predictions.csv", "model/model.safetensors"):
-        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes(), name
-    assert not [pid for name in nodes for pid in ip("netns", "pids", name).stdout.split()]
-
-
-@pytest.mark.launched
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["static", "c10d"])
 def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
     for name in nodes:  # with c10d, torchrun waits until TCP gives up on a silent peer: here after seconds
         ip("netns", "exec", name, "sh", "-c", "echo 5 >/proc/sys/net/ipv4/tcp_retries2")
     run = tmp_path / "run"
-    flags = ["--csv", str(SAMPLE), "--max_steps", "5000", "--ddp_timeout", "15", "--output_dir", str(run)]
+    flags = ["--csv", str(SAMPLE_CSV), "--max_steps", "5000", "--ddp_timeout", "15", "--output_dir", str(run)]
     logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
     jobs = [start(nodes, rank, form, "app.ddp_loop", *flags, log=log) for rank, log in enumerate(logs)]
     wait_until(lambda: (run / "steps.jsonl").exists(), 150)
     ip("-n", nodes[0], "link", "set", "cable", "down")
-    wait_until(lambda: all(job.poll() is not None for job in jobs), 150)
+    wait_for_all(jobs, 150)
     printed = [log.read_text() for log in logs]
     assert all(job.poll() not in (None, 0) for job in jobs), "\n".join(printed)
     for text in printed:
@@ -188,7 +61,7 @@ def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str]
         assert len(mine) == 1, text
         here, there = re.search(r"rank (\d) lost contact with rank\(s\) (\d), after step \d+", mine[0]).groups()
         assert {here, there} == {"0", "1"}
-    assert not [pid for name in nodes for pid in ip("netns", "pids", name).stdout.split()]
+    assert not [pid for name in nodes for pid in processes_on(name)]
 
 
 @pytest.mark.launched
@@ -224,7 +97,7 @@ hostname "$1"; mount --bind "$2" /etc/hosts; exec "${@:3}"
 @pytest.mark.parametrize("program", ["multi_node.sh", "torchrun"])
 def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str], program: str, tmp_path: Path) -> None:
     names, port = ["node-a", "node-b"], "29500"
-    run = ["app.ddp_loop", "--csv", str(SAMPLE), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    run = ["app.ddp_loop", "--csv", str(SAMPLE_CSV), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
     run += ["--max_length", "16", "--use_cpu", "--threads", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
     jobs, logs = [], [tmp_path / f"{name}.log" for name in names]
     for rank, (node, name, log) in enumerate(zip(nodes, names, logs, strict=True)):
@@ -252,7 +125,7 @@ def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str]
                     stderr=subprocess.STDOUT,
                 )
             )
-    wait_until(lambda: all(job.poll() is not None for job in jobs), 150)
+    wait_for_all(jobs, 150)
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(log.read_text() for log in logs)
     assert len(read_steps(tmp_path / "run")) == 2
 

@@ -46,7 +46,7 @@ SHARED_RUNS = {"two_ranks": RUNS}
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
-    write_subset(csv, folder / "reviews.csv", 500)
+    write_subset(csv, folder / "reviews.csv", 250)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,13 @@
-"""Both training paths as a user starts them: runs that finish, and mistakes that end in one line."""
+"""Both training paths as a user starts them: what a run leaves behind."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import TrainingRun, write_reviews
 from transformers import pipeline
 
 import app.ddp_loop
@@ -80,87 +78,6 @@ def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, t
     assert (tmp_path / "runs" / path_name / "latest").resolve() in runs
     settings = json.loads((tmp_path / "runs" / path_name / "latest" / "settings.json").read_text())
     assert (settings["path"], settings["world_size"]) == (path_name, 1)
-
-
-MISTAKES = {
-    "--csv=none.csv": "none.csv",
-    "--csv=one_class.csv": "one_class.csv",
-    "--train_batch_size=30": "--train_batch_size 30",
-    "--train_batch_size=4096": "--train_batch_size",
-    "--lerning_rate=1": "did you mean --learning_rate",
-    "--model=nobody/no-such-model": "nobody/no-such-model",
-    "--output_dir=full": "full",
-    "--output_dir=one_class.csv": "one_class.csv",
-}
-
-
-MISTAKES_OF_SOME_RANKS = {
-    "--csv=other-rows-{rank}.csv": "rank(s) 2",
-    "--csv=missing-on-one-{rank}.csv": "rank 1: ",
-    "--learning_rate=0.00{rank}1": "--learning_rate 0.0011 (rank 0: 0.0001)",
-}
-# A rank that did not raise the error would be waited for.
-SHARED_RUNS = {
-    "four_ranks": {
-        f"{number}-{path}": TrainingRun(path, ["--csv=reviews.csv", *TINY, flag])
-        for number, flag in enumerate(MISTAKES | MISTAKES_OF_SOME_RANKS)
-        for path in PATHS
-    }
-}
-
-
-def write_inputs(folder: Path, csv: Path) -> None:
-    write_mistakes(folder)
-    write_reviews(folder / "reviews.csv", 90)
-    for rank in range(4):
-        write_reviews(folder / f"other-rows-{rank}.csv", 90 if rank != 2 else 91)
-        if rank != 1:
-            write_reviews(folder / f"missing-on-one-{rank}.csv", 90)
-
-
-def write_mistakes(folder: Path) -> None:
-    (folder / "full").mkdir()
-    (folder / "full" / "something").touch()
-    pd.DataFrame({"label": [1] * 9, "review": ["好"] * 9}).to_csv(folder / "one_class.csv", index=False)
-
-
-@pytest.mark.launched
-@pytest.mark.parametrize(
-    ("path_name", "flag"),
-    [
-        ("ddp_loop", "--csv=one_class.csv"),
-        pytest.param("trainer_run", "--lerning_rate=1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_mistake_ends_a_job_with_one_line_from_one_rank(launch, review_csv, tmp_path, path_name, flag):
-    write_mistakes(tmp_path)
-    before = set(tmp_path.rglob("*"))
-    done = launch(path_name, "--csv", review_csv(), *TINY, "--cache_dir", "cache", flag, ranks=2)
-    assert done.status == 1, "torchrun's own status"
-    assert len(done.error_lines) == 1, done.err
-    assert MISTAKES[flag] in done.error_lines[0]
-    ours = done.err[: done.err.index("torch/distributed")] if "torch/distributed" in done.err else done.err
-    assert "Traceback" not in ours.partition("error: ")[0]
-    assert "exitcode  : 2" in done.err
-    assert done.error_lines[0] in done.err.partition("Root Cause")[2], "torchrun's summary contains the line"
-    new = {path.relative_to(tmp_path).parts[0] for path in set(tmp_path.rglob("*")) - before}
-    assert new <= {"cache", "reviews.csv"}
-
-
-@pytest.mark.launched
-def test_a_mistake_on_any_rank_is_raised_on_all_and_leaves_nothing(trained_by, shared_folder, tmp_path, hotel_csv):
-    outcomes = trained_by("four_ranks")
-    for number, named in enumerate((MISTAKES | MISTAKES_OF_SOME_RANKS).values()):
-        for path in PATHS:
-            problem = outcomes[f"{number}-{path}"].problem
-            assert problem is not None
-            assert problem.startswith(("AgreedError: ", "UserError: "))
-            assert named in problem
-            assert len(problem.splitlines()) == 1
-    write_inputs(tmp_path, hotel_csv)
-    inputs = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
-    paths = {path.relative_to(shared_folder) for path in shared_folder.rglob("*")}
-    assert {path.parts[0] for path in paths - inputs} <= {"cache", "hub"}
 
 
 @pytest.mark.launched

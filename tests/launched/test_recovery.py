@@ -1,4 +1,4 @@
-"""Runs that are resumed, asked to stop, frozen or killed, or that run out of disk space: nothing is lost.
+"""Runs that cannot be resumed, fail, freeze or are killed, or that run out of disk space: nothing is lost.
 
 Runs that only train and resume share torchrun jobs; whatever tests a signal, an exit status or a process is a job of
 its own.
@@ -18,15 +18,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import transformers
 from helpers.jobs import SAMPLE_CSV, Job, Outcome, TrainingRun, read_steps, require_success, run_many
 from safetensors.torch import load_file
 
+import app.checkpoint.state
 import app.ddp_loop
 import app.strategies.ddp
 import app.trainer.review_trainer
 import app.trainer_run
 from app.cli import parse_settings
-from app.common.errors import AgreedError, UserError
+from app.common.errors import AgreedError, RunError, UserError
 from app.distributed.world import World
 from app.metrics.score import Scores, score
 from app.training.prepare import Preparation, prepare
@@ -42,8 +44,6 @@ FULL = [  # checkpoints in the middle of an epoch and between two evaluations, w
     *("--gradient_accumulation_steps", 2, "--validation_size", 0.1, "--load_best_model_at_end"),
     *("--eval_strategy", "steps", "--eval_steps", 6, "--metric_for_best_model", "loss"),
 ]
-# The learning rate never becomes zero, so an additional step would change the weights.
-LAST = [*SMALL, "--max_steps", 5, "--lr_scheduler_type", "constant", "--eval_strategy", "no"]
 ENDLESS = [*SMALL, "--max_steps", 5000, "--eval_strategy", "no"]
 NOT_FINITE = [*SMALL, "--learning_rate", 1e30, "--warmup_steps", 0, "--max_grad_norm", 0, "--eval_strategy", "no"]
 
@@ -56,30 +56,10 @@ def write_inputs(folder: Path, csv: Path) -> None:
     """The runs read the bundled sample."""
 
 
-def again(path: str) -> TrainingRun:
-    """Resume after the last step, in the same folder, from which the results are moved away."""
-    moves = [(f"last-{path}/{name}", f"{path}-{name}") for name in ("metrics.json", "predictions.csv")]
-    return TrainingRun(path, resume(*LAST, "--output_dir", f"last-{path}", source="auto"), moves=moves)
-
-
-TWO_STEPS = f"damaged/checkpoints/checkpoint-{STEPS}", "damaged/checkpoints/checkpoint-20"
 SOURCE = "ddp_loop-2/checkpoints/checkpoint-10"
 SHARED_RUNS = {
-    "one_rank": {f"last-{path}": TrainingRun(path, LAST) for path in PATHS}
-    | {f"last-{path}-resumed": again(path) for path in PATHS},
     "two_ranks": {
         **{f"{path}-2": TrainingRun(path, FULL) for path in PATHS},
-        "on-trainer_run-2": TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-15")),
-        "damaged-resumed": TrainingRun(
-            "ddp_loop",
-            resume(*FULL, "--output_dir", "damaged", source="auto"),
-            copies=[("ddp_loop-2", "damaged")],
-            moves=[("damaged/metrics.json", "damaged-metrics.json")],
-            damages=[
-                ("flip_bit", f"{TWO_STEPS[0]}/state-1-of-2.safetensors"),
-                ("cut", f"{TWO_STEPS[1]}/state-0-of-2.safetensors"),
-            ],
-        ),
         "refused": TrainingRun("ddp_loop", resume(*FULL, "--learning_rate", 3e-4, "--seed", 7, source=SOURCE)),
         **{f"not-finite-{path}": TrainingRun(path, NOT_FINITE) for path in PATHS},
     },
@@ -88,7 +68,6 @@ SLOW_SHARED_RUNS = {
     "three_ranks": {
         "ddp_loop-3": TrainingRun("ddp_loop", FULL),
         "zero3-3": TrainingRun("trainer_run", [*FULL, "--strategy", "zero3"]),
-        "on-ddp_loop-3": TrainingRun("ddp_loop", resume(*FULL, source="ddp_loop-3/checkpoints/checkpoint-10")),
         # of a run of two ranks
         "refused-3": TrainingRun("trainer_run", resume(*FULL, source="trainer_run-2/checkpoints/checkpoint-10")),
     }
@@ -96,9 +75,8 @@ SLOW_SHARED_RUNS = {
 
 
 @pytest.fixture(scope="module")
-def shared(trained_by, shared_folder) -> Path:
+def shared(outcomes, shared_folder) -> Path:
     """The folder of all runs that share jobs, and of the token cache."""
-    require_success(trained_by("one_rank"))
     return shared_folder
 
 
@@ -142,33 +120,6 @@ def start(path_name: str, folder: Path, shared: Path, *flags, ranks: int = 2) ->
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    ("ranks", "run", "step"),
-    [
-        pytest.param("three_ranks", "ddp_loop-3", 10, marks=pytest.mark.slow),
-        ("outcomes", "trainer_run-2", 15),
-    ],
-)
-def test_a_resumed_run_ends_like_one_that_never_stopped(request, shared, ranks, run, step):
-    outcome = request.getfixturevalue(ranks)[f"on-{run}"]
-    assert outcome.problem is None
-    assert f"(step {step})" in outcome.out
-    steps = read_steps(shared / run)
-    assert steps[step - 1]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
-    assert_same(shared / run, shared / f"on-{run}")
-
-
-@pytest.mark.launched
-def test_a_run_that_resumes_after_its_last_step_is_only_evaluated(shared):
-    for path in PATHS:
-        folder = shared / f"last-{path}"
-        assert len(read_steps(folder)) == 5
-        assert (folder / "metrics.json").is_file()
-        for other in PATHS:
-            assert (folder / "predictions.csv").read_bytes() == (shared / f"{other}-predictions.csv").read_bytes()
-
-
-@pytest.mark.launched
 def test_the_best_weights_are_the_same_in_both_paths_and_not_the_last(two_ranks):
     a, b = (two_ranks / f"{path}-2" for path in PATHS)
     assert_same(a, b)
@@ -209,16 +160,6 @@ def test_another_training_is_refused(outcomes, shared):
     for part in ("learning_rate was 0.001 and is 0.0003", "seed was 42 and is 7", "split fingerprint was"):
         assert part in problem
     assert not (shared / "refused").exists()
-
-
-@pytest.mark.launched
-def test_two_damaged_checkpoints_are_skipped_and_reported(outcomes, shared):
-    outcome = outcomes["damaged-resumed"]
-    assert outcome.problem is None
-    reported = re.findall(rf"checkpoint-({STEPS}|20)\b", outcome.out)
-    assert reported == [str(STEPS), "20"]
-    assert "(step 15)" in outcome.out
-    assert_same(shared / "ddp_loop-2", shared / "damaged")
 
 
 def fail(*_: object, **__: object) -> None:
@@ -318,62 +259,6 @@ def test_a_folder_in_which_another_job_writes_is_left_alone(world, shared, tmp_p
         assert job.running
 
 
-# ---- asked to stop ---------------------------------------------------------------------------------------------------
-
-STOPS = {  # path, signal, and the processes that get it
-    "rank 1": ("ddp_loop", signal.SIGTERM),
-    "rank 0": ("trainer_run", signal.SIGUSR1),
-    "torchrun": ("ddp_loop", signal.SIGINT),
-    "torchrun and all ranks": ("trainer_run", signal.SIGTERM),  # as Slurm does
-    "torchrun alone": ("ddp_loop", signal.SIGUSR1),
-}
-
-
-def stop(target: str, folder: Path, shared: Path) -> int:
-    """Start a run, send it a signal, and check how it ends. Return the step after which it stopped."""
-    path_name, number = STOPS[target]
-    with start(path_name, folder, shared, *FULL) as job:
-        job.wait_for(lambda: steps_in(folder) >= 5)
-        ranks = [job.rank(rank) for rank in range(2)]
-        if target.startswith("rank"):
-            ranks[int(target[-1])].send_signal(number)
-        else:
-            job.torchrun.send_signal(number)
-            for rank in ranks if "all ranks" in target else ():
-                rank.send_signal(number)
-        done = job.finish(30)  # the time between SIGTERM and SIGKILL that torchrun and Slurm grant
-    stopped = [line for line in done.err.splitlines() if line.startswith("stopped: after step ")]
-    assert len(stopped) == 1, done.err
-    if target.startswith("rank"):
-        assert "exitcode  : 75" in done.err
-    step = int(stopped[0].split()[3])
-    assert 5 < step < STEPS
-    assert steps_in(folder) == step
-    return step
-
-
-@pytest.fixture(scope="module")
-def stopped(two_ranks) -> dict[str, tuple[int, Outcome]]:
-    """The step after which each run of `STOPS` stopped, and the outcome of resuming it; one job resumes all."""
-    steps = {target: stop(target, two_ranks / f"stopped-{target}", two_ranks) for target in STOPS}
-    runs = {
-        target: TrainingRun(path_name, resume(*FULL, "--output_dir", f"stopped-{target}", source="auto"))
-        for target, (path_name, _) in STOPS.items()
-    }
-    outcomes = run_many(two_ranks, runs)
-    return {target: (steps[target], outcomes[target]) for target in STOPS}
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-@pytest.mark.parametrize("target", STOPS)
-def test_after_a_signal_all_ranks_save_the_same_step_and_the_run_resumes_from_it(stopped, two_ranks, target):
-    step, outcome = stopped[target]
-    assert outcome.problem is None
-    assert f"(step {step})" in outcome.out
-    assert_same(two_ranks / f"{STOPS[target][0]}-2", two_ranks / f"stopped-{target}")
-
-
 def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, tmp_path):
     def evaluate_late(*arguments, **names):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -455,39 +340,32 @@ def test_a_nonfinite_loss_stops_the_run_before_the_optimizer_step(outcomes, shar
     assert problems[0] == problems[1]
 
 
-@pytest.mark.launched
-@pytest.mark.slow
-def test_a_nonfinite_loss_ends_a_job_with_status_1_and_one_line(launch):
-    done = launch("trainer_run", *NOT_FINITE, ranks=1)
-    assert done.status == 1
-    assert len(done.error_lines) == 1, done.err
-    assert "the optimizer skipped this step" in done.error_lines[0]
+@pytest.mark.parametrize("path_name", PATHS)
+@pytest.mark.parametrize("moment", ["checkpoint", "model"])
+def test_a_folder_that_is_moved_during_a_write_is_not_created_again(
+    world, review_csv, tmp_path, monkeypatch, path_name, moment
+):
+    path = {"ddp_loop": app.ddp_loop, "trainer_run": app.trainer_run}[path_name]
+    owner, name = {
+        "checkpoint": (app.checkpoint.state, "save_file"),
+        "model": (transformers.PreTrainedModel, "save_pretrained"),
+    }[moment]
+    run, write = tmp_path / "run", getattr(owner, name)
 
+    def move_first(*arguments: Any, **named: Any) -> Any:
+        if run.exists():
+            run.rename(tmp_path / "moved")
+        return write(*arguments, **named)
 
-@pytest.mark.launched
-@pytest.mark.slow  # torchrun waits 30 s before it kills the frozen rank
-def test_a_frozen_rank_is_named_and_no_process_remains(shared, tmp_path):
-    with start("ddp_loop", tmp_path / "run", shared, *ENDLESS, "--ddp_timeout", 15, ranks=3) as job:
-        job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
-        job.rank(1).suspend()
-        done = job.finish(120)
-    assert done.status == 1
-    assert len(done.error_lines) == 1, done.err
-    assert "rank 0 lost contact with rank(s) 1, after step" in done.error_lines[0]
-
-
-@pytest.mark.launched
-@pytest.mark.slow  # tests/launched/test_faults.py moves folders at exact moments
-def test_a_run_folder_that_disappears_ends_the_run_with_one_line(shared, tmp_path):
-    folder = tmp_path / "run"
-    with start("trainer_run", folder, shared, *ENDLESS) as job:
-        job.wait_for(lambda: steps_in(folder) >= 5)
-        folder.rename(tmp_path / "elsewhere")
-        done = job.finish(90)
-    assert done.status == 1
-    assert len(done.error_lines) == 1, done.err
-    assert "No such file or directory" in done.error_lines[0]
-    assert not folder.exists()
+    flags = ["--csv", review_csv(100), "--train_batch_size", 8, "--max_steps", 3, "--eval_strategy", "no", "--use_cpu"]
+    flags += ["--save_strategy", "steps" if moment == "checkpoint" else "no", "--save_steps", 2, "--disable_tqdm"]
+    flags += ["--cache_dir", tmp_path / "cache", "--output_dir", run]
+    monkeypatch.setattr(owner, name, move_first)
+    moved = pytest.raises((OSError, AgreedError, RunError), match=re.escape(str(run)))
+    with patch.object(path, "StopRequest", NeverStopped), moved:
+        path.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
+    assert (tmp_path / "moved").is_dir(), "the fault has not occurred"
+    assert not run.exists()
 
 
 def test_a_read_only_folder_is_one_line(world, mount, tmp_path):

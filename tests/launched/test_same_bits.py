@@ -1,4 +1,4 @@
-"""Any number of ranks, any strategy and any interruption give the same bits, in both paths; deliberate bugs do not."""
+"""Any number of ranks and any strategy give the same bits, in both paths; deliberate bugs do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
+from helpers.architectures import write_model
+from helpers.jobs import TrainingRun, require_success, write_subset
 
 from app.runs.hashes import hash_run
 
@@ -16,23 +17,18 @@ PATHS, STRATEGIES = ("ddp_loop", "trainer_run"), ("ddp", "zero1", "zero2", "zero
 FLAGS = ["--csv=reviews.csv", "--logical_ranks=4", "--train_batch_size=24", "--max_steps=8", "--max_length=24"]
 FLAGS += ["--validation_size=0.03", "--eval_strategy=steps", "--eval_steps=3", "--eval_batch_size=8"]
 FLAGS += ["--save_strategy=steps", "--save_steps=5", "--dropout=0.1", "--max_grad_norm=0.5", "--warmup_steps=0"]
+SMALL = ["--model=bert"]  # of 60 KB; the model of the other runs fills several of DDP's buckets
 VARIANTS = {
     "": [],
-    "-bf16": ["--bf16"],
-    "-accumulation": ["--gradient_accumulation_steps=3", "--train_sampling_strategy=random"],
+    "-bf16": [*SMALL, "--bf16"],
+    "-accumulation": [*SMALL, "--gradient_accumulation_steps=3", "--train_sampling_strategy=random"],
     "-checkpointing": ["--activation_checkpointing"],
-    "-fp16": ["--precision=fp16", "--learning_rate=1e-2"],
+    "-fp16": [*SMALL, "--precision=fp16", "--learning_rate=1e-2"],
 }
 # Each variant with two ranks, with two of the strategies, of which one is slow; with four ranks, another one.
 FAST_STRATEGIES = {"-bf16": "zero3", "-accumulation": "ddp", "-checkpointing": "zero3", "-fp16": "ddp"}
 SLOW_STRATEGIES = {"-bf16": "ddp", "-accumulation": "zero3", "-checkpointing": "ddp", "-fp16": "zero3"}
 OTHER_STRATEGIES = {"-bf16": "zero1", "-accumulation": "zero2", "-checkpointing": "zero2", "-fp16": "zero1"}
-RESUMED_WITH_FOUR_RANKS = (
-    ("ddp_loop", "zero3", "ddp"),
-    ("ddp_loop", "zero1", "zero2"),
-    ("trainer_run", "zero3", "ddp"),
-    ("trainer_run", "ddp", "zero1"),
-)
 BUGS = {"swapped_leaves": (1, 4), "physical_dropout": (1, 2), "fp32_norm": (1, 2)}  # and the ranks that they show at
 
 
@@ -53,16 +49,10 @@ def uninterrupted(
     }
 
 
-def resumed(source: str, path: str, strategy: str, variant: str = "") -> TrainingRun:
-    """Resume in a new folder, after step 5, with other ranks and another strategy."""
-    checkpoint = f"--resume_from_checkpoint={source}/checkpoints/checkpoint-5"
-    return TrainingRun(path, [*FLAGS, *VARIANTS[variant], f"--strategy={strategy}", checkpoint])
-
-
 def with_bugs(ranks: int) -> dict[str, TrainingRun]:
     strategy = "ddp" if ranks == 1 else "zero3"
     return {
-        f"{bug}-{ranks}": TrainingRun("ddp_loop", [*FLAGS, f"--strategy={strategy}"], mutation=bug)
+        f"{bug}-{ranks}": TrainingRun("ddp_loop", [*FLAGS, *SMALL, f"--strategy={strategy}"], mutation=bug)
         for bug, where in BUGS.items()
         if ranks in where
     }
@@ -70,6 +60,7 @@ def with_bugs(ranks: int) -> dict[str, TrainingRun]:
 
 def write_inputs(folder: Path, csv: Path) -> None:
     write_subset(csv, folder / "reviews.csv", 300)
+    write_model(folder / "bert", "bert")
 
 
 ONE_RANK = {
@@ -79,7 +70,6 @@ ONE_RANK = {
 ONE_RANK |= {
     run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"]),
     "eight-1": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"]),
-    "overflow": TrainingRun("ddp_loop", [*FLAGS, *VARIANTS["-fp16"]], mutation="large_loss_scale"),
 }
 TWO_RANKS = uninterrupted(2, [""])
 for variant, strategy in FAST_STRATEGIES.items():
@@ -90,11 +80,6 @@ TWO_RANKS |= {
     )
     for variant in ("-fp16", "-checkpointing")
 }
-TWO_RANKS |= {
-    "resumed-ddp_loop-2": resumed(run_name("ddp_loop", 1, "ddp"), "ddp_loop", "zero3"),
-    "resumed-trainer_run-2": resumed(run_name("trainer_run", 1, "zero3"), "trainer_run", "zero1"),
-    "resumed-fp16": resumed("overflow", "ddp_loop", "zero2", "-fp16"),
-}
 SLOW_TWO_RANKS = {}
 for variant, strategy in SLOW_STRATEGIES.items():
     SLOW_TWO_RANKS |= uninterrupted(2, [variant], PATHS[:1], (strategy,))
@@ -102,10 +87,6 @@ FOUR_RANKS = uninterrupted(4, [""], PATHS[:1], ("ddp",))
 SLOW_FOUR_RANKS = uninterrupted(4, [""])
 for variant, strategy in OTHER_STRATEGIES.items():
     SLOW_FOUR_RANKS |= uninterrupted(4, [variant], PATHS[:1], (strategy,))
-SLOW_FOUR_RANKS |= {
-    f"resumed-{path}-4-from-{source}": resumed(run_name(path, 2, source), path, target)
-    for path, source, target in RESUMED_WITH_FOUR_RANKS
-}
 TWO_NODES = uninterrupted(4, [""]) | uninterrupted(4, ["-fp16"], PATHS[:1], ("zero1", "zero3"))
 SHARED_RUNS = {
     "one_rank": ONE_RANK | with_bugs(1),
@@ -185,21 +166,9 @@ def test_the_other_path_trains_the_same_with_loss_scaling_and_with_activation_ch
     assert hash_run(two_ranks / run_name("trainer_run", 2, "zero3", variant)) == reference(two_ranks, variant)
 
 
-def test_the_loss_scale_is_restored_after_a_step_that_overflowed(two_ranks):
-    steps = read_steps(two_ranks / "resumed-fp16")
-    assert any(step["grad_norm"] is None for step in steps[:5]), "no step before the checkpoint has overflowed"
-    assert steps[-1]["grad_norm"] is not None
-    assert hash_run(two_ranks / "resumed-fp16") == hash_run(two_ranks / "overflow")
-
-
 def test_activation_checkpointing_changes_no_bit(one_rank):
     assert reference(one_rank, "-checkpointing") == reference(one_rank)
     assert len({reference(one_rank, variant) for variant in VARIANTS}) == len(VARIANTS) - 1
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_run_resumes_with_other_ranks_and_another_strategy(two_ranks, path):
-    assert hash_run(two_ranks / f"resumed-{path}-2") == reference(two_ranks)
 
 
 FOUR_RANK_CELLS = [
@@ -230,12 +199,6 @@ def test_two_nodes_train_like_one_rank(two_nodes, path, strategy):
 def test_two_nodes_scale_the_loss_like_one_rank(two_nodes, strategy):
     name = f"two-nodes-{run_name('ddp_loop', 4, strategy, '-fp16')}"
     assert hash_run(two_nodes / name) == reference(two_nodes, "-fp16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "source"), [case[:2] for case in RESUMED_WITH_FOUR_RANKS])
-def test_a_run_of_two_ranks_resumes_with_four(four_ranks, path, source):
-    assert hash_run(four_ranks / f"resumed-{path}-4-from-{source}") == reference(four_ranks)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from app.bench.communication import __main__ as communication
 from app.bench.communication import training_step
 from app.bench.communication.__main__ import SECTIONS, check
 from app.bench.page import Section
-from app.common.errors import RunError, UserError
+from app.common.errors import AgreedError, RunError, UserError
 from app.settings import Settings
 
 
@@ -44,6 +44,20 @@ def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measure
     problem = "^section reduction: --train_batch_size 7 cannot be divided among --logical_ranks 2.*--sections"
     with pytest.raises(UserError, match=problem):
         check(SECTIONS, settings, 3, n_train=81, world=world)
+
+
+def test_a_used_folder_is_refused_before_anything_is_measured(settings, world, monkeypatch, tmp_path, capsys):
+    @contextmanager
+    def this_rank(settings):
+        yield world
+
+    monkeypatch.setattr(communication, "join", this_rank)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(AgreedError, match=r"^--output_dir out: exists and is not an empty folder: name a new one$"):
+        communication.main(settings, sections=None, largest_mib=1.0, seconds_per_point=1.0, seeds=1)
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
 def test_sections_are_written_one_after_another(settings, world, monkeypatch, tmp_path, capsys):

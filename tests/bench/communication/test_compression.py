@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.architectures import write_model
 from helpers.worlds import fake_world
 
 from app.bench import rounds
@@ -22,7 +23,6 @@ from app.bench.page import Figure, Table, as_html, as_markdown
 from app.bench.traffic import CountCollectives, sent_bytes
 from app.common.errors import AgreedError
 from app.distributed.world import Topology
-from app.setting_groups import TINY
 from app.settings import Settings
 from app.training.build import build_data, build_model
 
@@ -34,7 +34,8 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES_OF_OTHERS", 1)
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, max_steps=4, disable_tqdm=True)
 
 
@@ -66,7 +67,8 @@ def test_a_training_step_sends_every_gradient_once(settings, world, hook, size):
     assert sent_bytes(counter.counts, Topology(2)) == size * n
 
 
-def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world):
+def test_all_hooks_are_measured_and_trained_with_the_same_seeds(settings, world, tmp_path):
+    settings.model = str(write_model(tmp_path / "model", "bert"))
     data = build_data(settings, world)
     by_hook, _ = settings_by_hook(settings, 2, n_train=len(data.split.train), ranks=1)
     measured, steps = measure_hooks(by_hook, data, seeds=2, seconds=0.001, world=world)

@@ -1,0 +1,74 @@
+"""Two nodes on one machine: two network namespaces connected only by a virtual cable (a veth pair).
+
+They share the file system, as the nodes of a cluster often do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from app.bench.scaling.nodes import (
+    ADDRESSES,
+    SYSTEM_PATH,
+    NamespacesUnavailable,
+    connect,
+    network_namespaces,
+    run_command,
+)
+from helpers.jobs import PROJECT, unavailable
+
+SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
+
+
+@contextmanager
+def connected_nodes() -> Iterator[list[str]]:
+    """Create two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, and yield their names."""
+    with ExitStack() as stack:
+        try:
+            names = stack.enter_context(network_namespaces())
+        except NamespacesUnavailable as refusal:
+            unavailable(str(refusal))
+        connect(names)
+        yield names
+    assert not set(names) & set(ip("netns", "list").stdout.split())
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command(["ip", *arguments])
+
+
+def processes_on(node: str) -> list[str]:
+    """Return the ids of a node's processes."""
+    return ip("netns", "pids", node).stdout.split()
+
+
+def kill_node(node: str) -> None:
+    """Kill all processes of a node at once."""
+    subprocess.run(["kill", "-KILL", *processes_on(node)], check=True)
+
+
+def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
+    """Start multi_node.sh with `arguments` on a node, and write its output to `log`."""
+    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+    place |= {"NPROC_PER_NODE": "1"} | more
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
+    command = ["ip", "netns", "exec", nodes[rank], "bash", str(SCRIPT), *arguments]
+    with log.open("w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+    """Wait for a condition, but shorter than pytest's own limit, so that a failure shows the logs."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not happened():
+        time.sleep(0.1)
+
+
+def wait_for_all(jobs: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all jobs have ended, or for `seconds`."""
+    wait_until(lambda: all(job.poll() is not None for job in jobs), seconds)

@@ -1,0 +1,219 @@
+"""A job that fails prints one line from one rank, whether all ranks fail, some of them, or none because one is silent.
+
+What the lines say is tested in one process, beside the code. Here is one job for each way in which they get out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from helpers.architectures import write_model
+from helpers.interruptions import steps_in
+from helpers.jobs import Job, TrainingRun, write_reviews
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+HERE = Path(__file__).parent
+TINY = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--eval_strategy=no"]
+BRIEF = [*TINY, "--max_steps=1", "--save_strategy=no"]
+ENDLESS = [*TINY, "--model=bert", "--max_steps=50000", "--save_strategy=no", "--ddp_timeout=15", "--output_dir=run"]
+NOT_FINITE = ["--learning_rate=1e30", "--warmup_steps=0", "--max_grad_norm=0", "--max_steps=9", "--output_dir=run"]
+ON_GPUS = str(HERE / "nodes_with_gpus.py")
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+ACCELERATE += ["--main_process_port=0", "--num_machines=1", "--dynamo_backend=no", "--mixed_precision=fp16"]
+ACCELERATE += ["--no_python"]
+# Rank 1 never answers a stop request. The default group's timeout stands for NCCL's, which is longer.
+SILENT_RANK = """
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from app.program import launch
+from app.distributed.process_group import join
+from app.distributed.preemption import StopRequest
+def main(settings):
+    with join(settings) as world, StopRequest(replace(world, timeout=timedelta(seconds=5))) as stop:
+        if world.rank == 1:
+            signal.pause()
+        stop.requested()
+        stop.requested()
+launch(main, None)
+"""
+
+
+def freeze_rank_1(job: Job, folder: Path) -> None:
+    job.wait_for(lambda: steps_in(folder / "run") >= 5)
+    job.rank(1).suspend()
+
+
+def move_run(job: Job, folder: Path) -> None:
+    job.wait_for(lambda: steps_in(folder / "run") >= 5)
+    (folder / "run").rename(folder / "moved")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job that fails.
+
+    Attributes:
+        flags: its command line.
+        line: what its one line contains.
+        during: what happens to it while it trains.
+        rank_status: the status of the ranks, which torchrun's summary names; torchrun's own is always 1.
+        writes: what it may write, besides the token cache.
+    """
+
+    flags: list[str]
+    line: str
+    program: str = "ddp_loop"
+    ranks: int = 2
+    status: int = 1
+    rank_status: int | None = 2
+    during: Callable[[Job, Path], None] | None = None
+    prefix: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+
+
+FAST = {"all ranks, in the data": Case([*BRIEF, "--csv=one_class.csv"], "one_class.csv")}
+CASES = FAST | {
+    "all ranks, in the flags": Case([*BRIEF, "--lerning_rate=1"], "did you mean --learning_rate", "trainer_run"),
+    "all ranks, in the backward pass": Case(
+        [*BRIEF, "--model=xlnet", "--output_dir=run"], "add --ddp_find_unused_parameters", writes=("run",)
+    ),
+    "all ranks, in a step that cannot be trained": Case(
+        [*TINY, *NOT_FINITE],
+        "the optimizer skipped this step",
+        "trainer_run",
+        ranks=1,
+        rank_status=1,
+        writes=("run",),
+    ),
+    "all ranks of the page": Case(["--csv=nope.csv"], "nope.csv: no such file", "minimal"),
+    "a rank without a GPU": Case(["app.ddp_loop", *BRIEF], "rank(s) 1 (", ON_GPUS, environment={"GPUS": "2,0"}),
+    "a rank with too few GPUs": Case(
+        ["app.ddp_loop", *BRIEF], "rank 1: --nproc_per_node=2", ON_GPUS, environment={"GPUS": "2,1"}
+    ),
+    "a rank with another flag": Case(
+        ["app.ddp_loop", *BRIEF],
+        "rank 1: unknown argument --lerning_rate",
+        ON_GPUS,
+        environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"},
+    ),
+    "a rank that writes": Case(
+        ENDLESS, "No such file or directory", "trainer_run", rank_status=1, during=move_run, writes=("moved",)
+    ),
+    # torchrun waits 30 s before it kills the frozen rank.
+    "a frozen rank": Case(
+        ENDLESS,
+        "rank 0 lost contact with rank(s) 1, after step",
+        ranks=3,
+        rank_status=None,
+        during=freeze_rank_1,
+        writes=("run",),
+    ),
+    "a rank that does not answer stop requests": Case(
+        ["--ddp_timeout=600"], "lost contact with rank(s) 1", "silent_rank.py", rank_status=None
+    ),
+    "the launcher of samebits": Case(
+        ["train", "--nproc_per_node=2", "--csv=nope.csv"],
+        "nope.csv: no such file",
+        "app.__main__",
+        ranks=0,
+        status=2,
+        rank_status=None,
+    ),
+    "the launcher of accelerate": Case(
+        [*BRIEF, "--output_dir=run"], "ACCELERATE_MIXED_PRECISION=fp16", ranks=0, rank_status=None, prefix=ACCELERATE
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
+)
+def test_a_job_that_fails_prints_one_line(case, tmp_path):
+    write_inputs(tmp_path, tmp_path)
+    (tmp_path / "silent_rank.py").write_text(SILENT_RANK)
+    for name in ("bert", "xlnet"):  # xlnet has parameters without a gradient
+        write_model(tmp_path / name, name)
+    before = set(tmp_path.iterdir())
+    flags = case.flags if case.program in ("minimal", "app.__main__") else [*case.flags, "--cache_dir=cache"]
+    if case.program not in ("minimal", ON_GPUS):
+        flags = [*flags, "--use_cpu", "--threads=1", "--disable_tqdm"]
+    with Job(
+        str(tmp_path / case.program) if case.program == "silent_rank.py" else case.program,
+        *flags,
+        cwd=tmp_path,
+        ranks=case.ranks,
+        prefix=case.prefix,
+        **case.environment,
+    ) as job:
+        if case.during:
+            case.during(job, tmp_path)
+        done = job.finish(120)
+    assert done.status == case.status, done.err
+    (line,) = done.error_lines
+    assert case.line in line
+    if case.rank_status is not None:
+        assert f"exitcode  : {case.rank_status}" in done.err
+    if case.rank_status == 2 and case.program != "minimal":
+        assert line in done.err.partition("Root Cause")[2], "torchrun's summary contains the line"
+    ours = done.err.partition("torch/distributed")[0] if "torch/distributed" in done.err else done.err
+    assert "Traceback" not in ours.partition("error: ")[0]
+    assert {path.name for path in set(tmp_path.iterdir()) - before} <= {"cache", *case.writes}
+
+
+# ---- mistakes of any rank, raised on all ----------------------------------------------------------------------------
+
+MISTAKES = {
+    "--csv=none.csv": "none.csv",
+    "--csv=one_class.csv": "one_class.csv",
+    "--train_batch_size=30": "--train_batch_size 30",
+    "--train_batch_size=4096": "--train_batch_size",
+    "--lerning_rate=1": "did you mean --learning_rate",
+    "--model=nobody/no-such-model": "nobody/no-such-model",
+    "--output_dir=full": "full",
+    "--output_dir=one_class.csv": "one_class.csv",
+    # of some ranks
+    "--csv=other-rows-{rank}.csv": "rank(s) 2",
+    "--csv=missing-on-one-{rank}.csv": "rank 1: ",
+    "--learning_rate=0.00{rank}1": "--learning_rate 0.0011 (rank 0: 0.0001)",
+}
+# A rank that did not raise the error would be waited for.
+SHARED_RUNS = {
+    "four_ranks": {
+        f"{number}-{path}": TrainingRun(path, [*BRIEF, flag]) for number, flag in enumerate(MISTAKES) for path in PATHS
+    }
+}
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    (folder / "full").mkdir()
+    (folder / "full" / "something").touch()
+    pd.DataFrame({"label": [1] * 9, "review": ["好"] * 9}).to_csv(folder / "one_class.csv", index=False)
+    write_reviews(folder / "reviews.csv", 90)
+    for rank in range(4):
+        write_reviews(folder / f"other-rows-{rank}.csv", 90 if rank != 2 else 91)
+        if rank != 1:
+            write_reviews(folder / f"missing-on-one-{rank}.csv", 90)
+
+
+def test_a_mistake_on_any_rank_is_raised_on_all_and_leaves_nothing(trained_by, shared_folder, tmp_path, hotel_csv):
+    outcomes = trained_by("four_ranks")
+    for number, named in enumerate(MISTAKES.values()):
+        for path in PATHS:
+            problem = outcomes[f"{number}-{path}"].problem
+            assert problem is not None
+            assert problem.startswith(("AgreedError: ", "UserError: "))
+            assert named in problem
+            assert len(problem.splitlines()) == 1
+    write_inputs(tmp_path, hotel_csv)
+    inputs = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    paths = {path.relative_to(shared_folder) for path in shared_folder.rglob("*")}
+    assert {path.parts[0] for path in paths - inputs} <= {"cache", "hub"}

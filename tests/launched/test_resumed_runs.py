@@ -1,0 +1,282 @@
+"""Law 4: a run that is interrupted and resumed, anywhere, is bitwise identical to an uninterrupted one.
+
+`CELLS` is the table of what is proven. Its runs share jobs with those of other files, except where a signal, a lost
+node or a restart needs a job of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from helpers.architectures import CONFIGS, write_model
+from helpers.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_and_return, stop, train_without_node
+from helpers.jobs import Outcome, TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
+from helpers.shared_jobs import JOBS, SharedRuns
+
+from app.runs.hashes import hash_results
+
+pytestmark = pytest.mark.launched
+PATHS = ("ddp_loop", "trainer_run")
+# 162 training rows: 10 steps per epoch. Checkpoints in the middle of an epoch and between two evaluations, with
+# dropout and clipping.
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--max_steps=16", "--warmup_steps=0"]
+FLAGS += ["--gradient_accumulation_steps=2", "--max_grad_norm=0.5", "--validation_size=0.1", "--eval_strategy=steps"]
+FLAGS += ["--eval_steps=6", "--save_strategy=steps", "--save_steps=4", "--save_total_limit=99", "--model=bert"]
+ANY_RANKS = ["--logical_ranks=4"]
+BEST = [*ANY_RANKS, "--load_best_model_at_end", "--metric_for_best_model=loss"]
+TWO = ["--logical_ranks=2"]
+VARIANTS = {
+    "best": BEST,
+    "tiny": [*BEST, "--model=tiny"],  # learns its tokenizer from the training rows
+    "three": ["--logical_ranks=3", "--train_batch_size=18"],
+    # After the last step, the learning rate is not zero, so an additional step would change the weights.
+    "constant": [*ANY_RANKS, "--lr_scheduler_type=constant"],
+    "overflow": [*ANY_RANKS, "--precision=fp16", "--learning_rate=1e-2"],
+    "power_sgd": [*TWO, "--model=tiny", "--ddp_comm_hook=power_sgd", "--save_steps=1", "--max_steps=8"],
+    "evaluated": [*BEST, "--eval_steps=4", "--eval_batch_size=4", "--save_steps=2"],  # step 4 is saved and evaluated
+    "long": [*BEST, "--max_steps=200", "--eval_steps=60", "--save_steps=20"],
+    # A restart must find the run still training: rendezvous of two nodes take seconds.
+    "slow": [*ANY_RANKS, "--model=tiny", "--max_steps=200", "--max_length=48", "--eval_steps=100", "--save_steps=5"],
+    "classes": [*TWO, "--max_steps=8", "--csv=three_classes.csv"],  # a bias that two ranks cannot share equally
+    "engine": [*TWO, "--max_steps=8"],
+    **{name: [*TWO, f"--model={name}"] for name in CONFIGS},
+}
+VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
+MUTATIONS = {"overflow": "large_loss_scale", "fsdp": "cpus_as_gpus"}  # by variant or strategy
+# Any ranks, strategy and path train these variants to the same bits as one process of ddp_loop.
+REFERENCES = dict.fromkeys(
+    ["best", "tiny", "constant", "overflow", "evaluated", "long", "slow"], ("ddp_loop", 1, "ddp")
+)
+CPU = {"device": "cpu"}
+DEEPSPEED = {
+    "stage-2": {"stage": 2},
+    "stage-3": {"stage": 3, "memory_efficient_linear": False},
+    "stage-3-offload": {
+        **{"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "memory_efficient_linear": False},
+        "stage3_param_persistence_threshold": 0,  # shards small parameters too
+    },
+}
+AT_THE_END, DAMAGED = "after the last step", "two damaged checkpoints"
+IN_EVALUATION, WITHOUT_REQUESTED = "SIGKILL in an evaluation", "SIGKILL without the requested checkpoint"
+NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An interruption, and where the run is before and after it: (ranks, strategy)."""
+
+    path: str
+    before: tuple[int, str]
+    after: tuple[int, str]
+    interruption: str
+    variant: str = "best"
+    more: tuple[str, ...] = ()  # flags of the resumed run
+
+    @property
+    def source(self) -> str:
+        """The name of the uninterrupted run before the interruption."""
+        return name_of(self.variant, self.path, *self.before)
+
+    @property
+    def reference(self) -> str:
+        """The name of the uninterrupted run that the resumed one has to equal."""
+        return name_of(self.variant, *reference_of(self))
+
+    @property
+    def name(self) -> str:
+        before, after = ("-".join(map(str, place)) for place in (self.before, self.after))
+        return f"{self.variant}-{self.path}-{before}-to-{after}-{self.interruption}".replace(" ", "_")
+
+
+def name_of(variant: str, path: str, ranks: int, strategy: str) -> str:
+    return f"{variant}-{path}-{ranks}-{strategy}"
+
+
+PLAIN = (2, "ddp")
+FAST_CELLS = [
+    Cell("ddp_loop", (1, "ddp"), (2, "zero3"), "step 8"),
+    Cell("trainer_run", (1, "zero3"), (2, "zero1"), "step 8", "tiny"),
+    Cell("trainer_run", PLAIN, PLAIN, "step 12"),
+    Cell("ddp_loop", PLAIN, PLAIN, DAMAGED),
+    *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
+    Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
+    # Before and after the first compressed step. DDP forms other buckets in the first step of a process, and here in
+    # the later ones, too.
+    *(Cell("ddp_loop", PLAIN, (2, "zero1"), f"step {n}", "power_sgd", ("--ddp_bucket_cap_mb=1",)) for n in (1, 5)),
+    *(Cell(path, PLAIN, PLAIN, "step 8", "batch_norm") for path in PATHS),  # buffers
+    Cell("trainer_run", (2, "stage-3-offload"), (2, "stage-3-offload"), "step 4", "engine"),
+]
+SLOW_CELLS = [
+    Cell("ddp_loop", (2, "zero3"), (4, "ddp"), "step 8"),
+    Cell("ddp_loop", (2, "zero1"), (4, "zero2"), "step 8"),
+    Cell("trainer_run", (2, "zero3"), (4, "ddp"), "step 8"),
+    Cell("trainer_run", (2, "ddp"), (4, "zero1"), "step 8"),
+    Cell("ddp_loop", (3, "ddp"), (3, "ddp"), "step 8", "three"),
+    *(Cell(path, PLAIN, PLAIN, "step 8", name) for path in PATHS for name in CONFIGS if name != "batch_norm"),
+    *(Cell(path, PLAIN, PLAIN, AT_THE_END, "batch_norm") for path in PATHS),
+    Cell("trainer_run", (2, "stage-2"), (2, "stage-2"), "step 4", "engine"),
+    Cell("trainer_run", (2, "stage-3"), (2, "stage-3"), "step 4", "classes"),
+    Cell("trainer_run", (2, "fsdp"), (2, "fsdp"), "step 4", "engine"),
+    Cell("ddp_loop", PLAIN, PLAIN, "SIGTERM to rank 1", "long"),
+    Cell("trainer_run", PLAIN, PLAIN, "SIGUSR1 to rank 0", "long"),
+    Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
+    Cell("ddp_loop", PLAIN, PLAIN, "SIGUSR1 to torchrun", "long"),
+    Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
+    *(Cell(path, PLAIN, PLAIN, IN_EVALUATION, "evaluated") for path in PATHS),
+    *(Cell(path, PLAIN, PLAIN, WITHOUT_REQUESTED, "evaluated") for path in PATHS),
+    Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "long"),
+    Cell("ddp_loop", (2, "zero3"), (2, "zero3"), NODE_MISSING, "slow"),
+]
+
+
+def flags_of(cell: Cell, strategy: str) -> list[str]:
+    flags = [*FLAGS, *VARIANTS[cell.variant]]
+    if strategy == "fsdp":
+        return [*flags, "--fsdp"]
+    return [*flags, f"--deepspeed={strategy}.json" if strategy in DEEPSPEED else f"--strategy={strategy}"]
+
+
+def uninterrupted(cell: Cell, path: str, strategy: str) -> TrainingRun:
+    return TrainingRun(path, flags_of(cell, strategy), MUTATIONS.get(cell.variant, MUTATIONS.get(strategy)))
+
+
+def resumed_step(cell: Cell) -> int | None:
+    """The step from which the run is resumed; None if its interruption needs a job of its own."""
+    if cell.interruption.startswith("step "):
+        return int(cell.interruption.removeprefix("step "))
+    return {AT_THE_END: 16, DAMAGED: 8}.get(cell.interruption)
+
+
+def resumed(cell: Cell) -> TrainingRun:
+    """The run after an interruption that needs no job of its own."""
+    flags = [*flags_of(cell, cell.after[1]), *cell.more]
+    mutation = MUTATIONS.get(cell.after[1])  # not that of the variant: the loss scale comes from the checkpoint
+    if cell.interruption.startswith("step "):
+        checkpoint = f"{cell.source}/checkpoints/checkpoint-{resumed_step(cell)}"
+        return TrainingRun(cell.path, [*flags, f"--resume_from_checkpoint={checkpoint}"], mutation)
+    checkpoints = f"{cell.name}/checkpoints/checkpoint"
+    damages = [("flip_bit", f"{checkpoints}-16/state-1-of-2.safetensors")]
+    damages += [("cut", f"{checkpoints}-12/state-0-of-2.safetensors")]
+    return TrainingRun(
+        cell.path,
+        [*flags, f"--output_dir={cell.name}", "--resume_from_checkpoint=auto"],
+        mutation,
+        copies=[(cell.source, cell.name)],
+        moves=[(f"{cell.name}/{name}", f"{cell.name}-{name}") for name in ("metrics.json", "predictions.csv")],
+        damages=damages if cell.interruption == DAMAGED else [],
+    )
+
+
+def job_of(ranks: int, strategy: str) -> str:
+    if strategy in (*DEEPSPEED, "fsdp"):
+        return "engines"
+    return {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks]
+
+
+def reference_of(cell: Cell) -> tuple[str, int, str]:
+    """The path, ranks and strategy of the uninterrupted run that the resumed one has to equal."""
+    return REFERENCES.get(cell.variant, (cell.path, *cell.before))
+
+
+def shared_runs(cells: Iterable[Cell]) -> SharedRuns:
+    runs: SharedRuns = {}
+    for cell in cells:
+        sources = [reference_of(cell)]
+        if resumed_step(cell) is not None or cell.interruption == WITHOUT_REQUESTED:
+            sources.append((cell.path, *cell.before))
+        for path, ranks, strategy in sources:
+            name = name_of(cell.variant, path, ranks, strategy)
+            runs.setdefault(job_of(ranks, strategy), {})[name] = uninterrupted(cell, path, strategy)
+    for cell in cells:
+        if resumed_step(cell) is not None:
+            runs.setdefault(job_of(*cell.after), {})[cell.name] = resumed(cell)
+    return runs
+
+
+SHARED_RUNS = shared_runs(FAST_CELLS)
+SLOW_SHARED_RUNS = shared_runs(SLOW_CELLS)
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 200)
+    reviews = pd.read_csv(folder / "reviews.csv")
+    reviews.loc[::3, "label"] = 2
+    reviews.to_csv(folder / "three_classes.csv", index=False)
+    for name in CONFIGS:
+        write_model(folder / name, name)
+    for name, zero in DEEPSPEED.items():
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero}))
+
+
+@pytest.fixture(scope="module")
+def after_signals(shared_folder) -> dict[str, tuple[int, Outcome]]:
+    """The step after which each run stopped, and the outcome of resuming it; one job resumes all."""
+    cells = [cell for cell in SLOW_CELLS if cell.interruption in SIGNALS]
+    steps = [
+        stop(cell.path, flags_of(cell, cell.before[1]), shared_folder / cell.name, cell.interruption) for cell in cells
+    ]
+    auto = "--resume_from_checkpoint=auto"
+    outcomes = run_many(
+        shared_folder, {cell.name: TrainingRun(cell.path, [*flags_of(cell, cell.after[1]), auto]) for cell in cells}
+    )
+    return {cell.name: (step, outcomes[cell.name]) for cell, step in zip(cells, steps, strict=True)}
+
+
+def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureRequest) -> None:
+    """Let the run `folder / cell.name` be interrupted and resumed, and check from which step it was resumed."""
+    flags, run = flags_of(cell, cell.before[1]), folder / cell.name
+    if cell.interruption in SIGNALS:
+        step, outcome = request.getfixturevalue("after_signals")[cell.name]
+        assert outcome.problem is None
+        assert 5 <= step < len(read_steps(folder / cell.reference))
+        assert f"(step {step})" in outcome.out
+    elif cell.interruption == IN_EVALUATION:
+        assert kill_in_evaluation(cell.path, [*flags, f"--output_dir={run}"], folder) == [4]
+    elif cell.interruption == WITHOUT_REQUESTED:
+        # It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed.
+        shutil.copytree(folder / cell.source, run)
+        requested = run / "checkpoints" / "checkpoint-2"
+        flags += ["--save_steps=1", "--save_total_limit=1", f"--resume_from_checkpoint={requested}"]
+        assert kill_in_evaluation(cell.path, flags, folder) == [2, 4]
+        assert not requested.exists()
+    elif cell.interruption == NODE_RETURNS:
+        lose_and_return(NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run))
+    else:
+        assert cell.interruption == NODE_MISSING
+        place = {"NNODES": "1:2", "MASTER_PORT": "29510"}
+        train_without_node(NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run, **place))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*FAST_CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)],
+    ids=lambda cell: cell.name,
+)
+def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, trained_by, shared_folder, request):
+    if cell.before[1] in DEEPSPEED:
+        require_deepspeed()
+    outcomes = {}
+    for job in sorted({job_of(*reference_of(cell)[1:]), job_of(*cell.before), job_of(*cell.after)}, key=[*JOBS].index):
+        outcomes |= trained_by(job)
+    require_success({name: outcomes[name] for name in (cell.reference, cell.source, cell.name) if name in outcomes})
+    step, uninterrupted_steps = resumed_step(cell), read_steps(shared_folder / cell.reference)
+    if step is None:
+        interrupt_and_resume(cell, shared_folder, request)
+    else:
+        assert f"(step {step})" in outcomes[cell.name].out
+    if step == 8:
+        assert uninterrupted_steps[7]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
+    if cell.interruption == DAMAGED:
+        assert re.findall(r"checkpoint-(16|12)\b", outcomes[cell.name].out) == ["16", "12"], "both are reported"
+    if cell.variant == "overflow":
+        norms = [line["grad_norm"] for line in uninterrupted_steps]
+        assert None in norms[:step], "no step before the checkpoint has overflowed"
+        assert norms[-1] is not None
+    assert hash_results(shared_folder / cell.name) == hash_results(shared_folder / cell.reference)
