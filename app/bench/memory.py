@@ -28,6 +28,7 @@ from ..distributed.world import World
 from ..flags import add_memory_flags
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
+from ..model.vocabulary import trimmed_vocabulary
 from ..plan.memory import gathered_after_forward
 from ..plan.step import plan_step
 from ..profiling.profiler import hide_profiler_messages
@@ -55,10 +56,17 @@ def main(settings: Settings, sizes: bool) -> None:
 def measure(name: str, settings: Settings, *, data: ReviewData, world: World) -> None:
     """Train a few steps and print one line per rank. Collective."""
     model = build_named(name, settings, data, world=world)
-    config = copy.deepcopy(model.config)
+    config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
     bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
-        plan = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology)
+        plan = plan_step(
+            settings,
+            config,
+            bench.data.plan,
+            n_tokens=None if vocabulary is None else len(vocabulary.used),
+            device=world.device,
+            topology=world.topology,
+        )
     optimization = bench.optimization(3)
     local = bench.strategy.local_optimizer(optimization.optimizer)
     gradients = 0

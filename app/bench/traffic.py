@@ -26,6 +26,7 @@ from ..common.formats import markdown_table
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..distributed.world import Topology, World
+from ..model.vocabulary import trimmed_vocabulary
 from ..plan.memory import bytes_of
 from ..plan.step import plan_step
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
@@ -52,10 +53,17 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
     """
     settings = replace(settings, max_steps=STEPS)  # PowerSGD begins to compress after a share of all steps
     model = build_model(settings, data, world).model
-    config = copy.deepcopy(model.config)
+    config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
     bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
-        plan = plan_step(settings, config, bench.data.plan, device=world.device, topology=world.topology)
+        plan = plan_step(
+            settings,
+            config,
+            bench.data.plan,
+            n_tokens=None if vocabulary is None else len(vocabulary.used),
+            device=world.device,
+            topology=world.topology,
+        )
         predicted = plan.traffic(settings.strategy)
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)

@@ -9,6 +9,7 @@ The tensors in a shard file are named after the parameter or buffer that they be
     model.<name>                            the weight or buffer
     exp_avg.<name>, exp_avg_sq.<name>       AdamW's moments of a parameter that has had a gradient
     step.<name>                             the number of its updates
+    unused_rows.<name>                      the rows of an embedding matrix that are not trained (model/vocabulary.py)
     power_sgd.<rank>.<name>                 that rank's state of `--ddp_comm_hook power_sgd`
 """
 
@@ -30,12 +31,14 @@ from ..common.errors import UserError
 from ..common.files import flush
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
+from ..model.vocabulary import trimmed_vocabulary
 from ..runs.schema import MODEL, SCHEDULE, SHARDS
 from ..strategies.base import Strategy, local_part, rows_of
 from ..strategies.optimization import MOMENTS, Optimization
 from .manager import COMPLETION_MARKER, MANIFEST
 
 POWER_SGD = "power_sgd.{rank}."
+UNUSED_ROWS = "unused_rows."
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
 
@@ -54,6 +57,9 @@ class TrainingState:
         # The row at which this rank's part of each sharded tensor begins.
         first_rows = {name: start for name, tensor in tensors.items() if (start := rows_of(tensor)[0]) is not None}
         parts = {name: _for_file(local_part(tensor)) for name, tensor in tensors.items()}
+        vocabulary = trimmed_vocabulary(self.model)
+        if vocabulary is not None and vocabulary.rows is not None:
+            parts[UNUSED_ROWS + vocabulary.names[0]] = vocabulary.rows
         file = folder / SHARDS.format(rank=self.world.rank, size=self.world.size)
         save_file(parts, file, metadata={FIRST_ROWS: json.dumps(first_rows)})
         flush(file)
@@ -178,7 +184,7 @@ class ShardReader:
         required = [f"model.{name}" for name in shapes]
         # A parameter that has had no gradient has no optimizer state.
         required += [f"{key}.{name}" for name in shapes if f"step.{name}" in self for key in (*MOMENTS, "step")]
-        present = [name for name in self.parts if not name.startswith(POWER_SGD.partition("{")[0])]
+        present = [name for name in self.parts if not name.startswith((POWER_SGD.partition("{")[0], UNUSED_ROWS))]
         return [
             *(f"{name} is missing" for name in required if name not in self),
             *(f"{name} does not belong to the model" for name in sorted(set(present) - set(required))),
@@ -237,13 +243,25 @@ def load_complete_weights(folder: Path, model: torch.nn.Module) -> None:
     with safe_open(folder / MODEL, framework="pt") as file:
         weights = ShardReader()
         weights.parts = {name: [(0, file)] for name in file.keys()}  # noqa: SIM118  # a file is not a dictionary
+        vocabulary = trimmed_vocabulary(model)
         for name, tensor in model.state_dict().items():
-            weights.copy_into(tensor, name)
+            if vocabulary is None or name not in vocabulary.names:
+                weights.copy_into(tensor, name)
+                continue
+            matrix = file.get_tensor(name)
+            start, length = rows_of(tensor)
+            used = vocabulary.used if start is None else vocabulary.used[start : start + length]
+            local_part(tensor).copy_(matrix[used])
+            if vocabulary.rows is not None:
+                vocabulary.rows.copy_(matrix[vocabulary.unused])
 
 
 def _copy_weights(shards: ShardReader, model: torch.nn.Module) -> None:
     for name, tensor in _weights(model):
         shards.copy_into(tensor, f"model.{name}")
+    vocabulary = trimmed_vocabulary(model)
+    if vocabulary is not None and vocabulary.rows is not None:
+        vocabulary.rows.copy_(shards.read_replicated(UNUSED_ROWS + vocabulary.names[0]))
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

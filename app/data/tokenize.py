@@ -87,9 +87,13 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
     return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
 
 
-def largest_token(rows: Dataset) -> int:
-    """Return the largest token id of all rows."""
-    return max(int(values.max()) for values in _chunks(rows, "input_ids"))
+def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
+    """Return the ids of the tokens that occur in the rows, int64, sorted."""
+    chunks = [values for values in _chunks(rows, "input_ids") if len(values)]
+    occurs = np.zeros(max((int(values.max()) for values in chunks), default=-1) + 1, dtype=bool)
+    for values in chunks:
+        occurs[values] = True
+    return np.flatnonzero(occurs)
 
 
 def count_of_tokens(rows: Dataset, lengths: NDArray[np.int64], ids: Collection[int]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+import datasets
 import pandas as pd
 import psutil
 from matplotlib.figure import Figure
@@ -44,6 +45,7 @@ SMALLEST_PART = 1e-3  # of the longest bar; smaller parts could not be seen
 def main() -> int:
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_plan_flags)
     options = argparse.Namespace(**own_flags)
+    datasets.disable_progress_bars()
     budget = None if options.device_memory is None else parse_size("device_memory", options.device_memory)
     ranks = default_nproc_per_node(settings) if options.ranks is None else options.ranks
     ranks_per_node = ranks if options.ranks_per_node is None else options.ranks_per_node

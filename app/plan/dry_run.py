@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint.resume import Resume, check_compatible
-from ..data.tokenize import hash_tokens, lengths_of, tokenize_in_memory
+from ..data.tokenize import hash_tokens, lengths_of
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..model.identity import ModelIdentity, describe_config, hash_code
@@ -12,7 +12,7 @@ from ..settings import Settings
 from ..training.build import check_rows
 from ..training.console import describe_resume
 from ..training.prepare import complete_settings, resolve_settings
-from .step import Sources, device_of, plan_step, read_sources
+from .step import Sources, plan_sources, read_sources
 from .tables import describe_run_plan
 
 
@@ -34,16 +34,14 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
                 config=sources.config,
             )
             check_sources(path_name, completed, sources, resume=resume)
-            plan = plan_step(
-                settings, sources.config, sources.batches, device=device_of(settings.use_cpu), topology=world.topology
-            )
+            plan = plan_sources(settings, sources, world.topology)
             print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
 
 
 def check_sources(path_name: str, settings: Settings, sources: Sources, *, resume: Resume) -> None:
     """Check the reviews' tokens, and that the checkpoint to resume from fits, as the run would."""
-    rows = tokenize_in_memory(sources.table, sources.tokenizer, settings.max_length)
-    check_rows(settings, sources.config, table=sources.table, rows=rows, lengths=lengths_of(rows))
+    table, rows, lengths = sources.table, sources.rows, lengths_of(sources.rows)
+    check_rows(settings, sources.config, table=table, rows=rows, lengths=lengths, tokens=sources.tokens)
     identity = ModelIdentity(
         sources.commit,
         describe_config(sources.config),

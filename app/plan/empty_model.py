@@ -27,6 +27,7 @@ from ..model.hub import first_line
 from ..model.inputs import expand_mask
 from ..model.load import build_from_config
 from ..model.precision import mixed_precision, training_dtype
+from ..model.vocabulary import trim_shapes
 from ..settings import Settings
 
 aten = torch.ops.aten
@@ -84,8 +85,11 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor
     return left.new_empty((*groups, rows, stride))[..., :columns]
 
 
-def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel:
+def empty_model(settings: Settings, config: PretrainedConfig, n_tokens: int | None = None) -> PreTrainedModel:
     """Return a classifier whose parameters have no data. Call and use it inside `without_data`.
+
+    Args:
+        n_tokens: the number of tokens that the model may get; None: all of its vocabulary.
 
     Raises:
         UserError: the model cannot classify sequences, or does not support `--activation_checkpointing`.
@@ -98,6 +102,8 @@ def empty_model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
+    if n_tokens is not None:
+        trim_shapes(model, n_tokens)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     model.train()
@@ -141,13 +147,15 @@ class Activations:
     weights: int = 0  # the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies
 
 
-def count_activations(settings: Settings, config: PretrainedConfig, *, rows: int, device: torch.device) -> Activations:
+def count_activations(
+    settings: Settings, config: PretrainedConfig, *, n_tokens: int | None = None, rows: int, device: torch.device
+) -> Activations:
     """Count the activations of a micro-batch from the model's own forward and backward passes.
 
     The rows are padded to `--max_length`. The device decides which kernels attention uses.
     """
     with without_data(device):
-        model = empty_model(settings, config)
+        model = empty_model(settings, config, n_tokens)
         parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere

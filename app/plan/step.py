@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset
+from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.formats import MIB
 from ..data.csv_table import ReviewTable
 from ..data.sampler import BatchPlan
 from ..data.split import Split
+from ..data.tokenize import occurring_tokens, tokenize_in_memory
 from ..distributed.world import Topology
 from ..model.hub import resolve_commit
 from ..model.load import classifier_config, load_tokenizer
+from ..model.vocabulary import tokens_of_model
 from ..settings import Settings
 from ..strategies.base import add_gradients_per_block
 from ..training.build import read_and_split
@@ -97,8 +102,14 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
     Raises:
         UserError: the data, the batch size or the model is invalid.
     """
-    sources = read_sources(settings, topology.ranks)
-    return plan_step(settings, sources.config, sources.batches, device=device_of(settings.use_cpu), topology=topology)
+    return plan_sources(settings, read_sources(settings, topology.ranks), topology)
+
+
+def plan_sources(settings: Settings, sources: Sources, topology: Topology) -> Plan:
+    """Plan a training step on the data and the model that have been read."""
+    n_tokens = len(tokens_of_model(sources.tokens, sources.tokenizer, sources.config))
+    device = device_of(settings.use_cpu)
+    return plan_step(settings, sources.config, sources.batches, n_tokens=n_tokens, device=device, topology=topology)
 
 
 def device_of(use_cpu: bool) -> torch.device:
@@ -115,6 +126,8 @@ class Sources:
     commit: str | None  # None for a model that is not on the Hub
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
+    rows: Dataset  # the tokens of all reviews
+    tokens: NDArray[np.int64]  # the ids that occur in them, sorted
 
 
 def read_sources(settings: Settings, ranks: int) -> Sources:
@@ -124,25 +137,35 @@ def read_sources(settings: Settings, ranks: int) -> Sources:
     config = classifier_config(
         settings, table.class_names, tokenizer, device=device_of(settings.use_cpu), commit=commit
     )
-    return Sources(table, split, batches, commit, tokenizer, config)
+    rows = tokenize_in_memory(table, tokenizer, settings.max_length)
+    return Sources(table, split, batches, commit, tokenizer, config, rows, occurring_tokens(rows))
 
 
 def plan_step(
-    settings: Settings, config: PretrainedConfig, batches: BatchPlan, *, device: torch.device, topology: Topology
+    settings: Settings,
+    config: PretrainedConfig,
+    batches: BatchPlan,
+    *,
+    n_tokens: int | None = None,
+    device: torch.device,
+    topology: Topology,
 ) -> Plan:
     """Plan a training step of a model.
+
+    Args:
+        n_tokens: as for `empty_model`.
 
     Raises:
         UserError: the model does not support `--activation_checkpointing`, or its computation depends on data.
     """
     with without_data(device):
-        model = empty_model(settings, config)
+        model = empty_model(settings, config, n_tokens)
         add_gradients_per_block(model)
         batch = empty_batch(model, batches.micro_size, settings.max_length)
         order = gradient_order(model, batch, settings.precision, device=device)
 
     @cache
     def count(rows: int, **changes: Any) -> Activations:
-        return count_activations(replace(settings, **changes), config, rows=rows, device=device)
+        return count_activations(replace(settings, **changes), config, n_tokens=n_tokens, rows=rows, device=device)
 
     return Plan(settings, model, order, batches, device, topology, count)

@@ -14,6 +14,7 @@ from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, re
 from ..checkpoint.state import load_complete_weights, write_weights
 from ..common.errors import RunError
 from ..distributed.collectives import first_failure
+from ..model.vocabulary import complete_state
 from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
 from ..strategies.base import Strategy, Tensors
 from .run_folder import RunFolder
@@ -52,6 +53,8 @@ class BestWeights:
             return
         before, self.best = self.best, Best(step, metrics[self.metric])
         state = strategy.gather_model_state(model)
+        if self.checkpoints.world.is_main_process:
+            state = complete_state(model, state)
         if not self.run_folder.is_reset:  # the next step changes the weights before they are written
             state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         self.run_folder.write_after_reset(lambda: self._save(state, before))

@@ -26,7 +26,17 @@ from ..distributed.collectives import all_gather_object, broadcast_object, gathe
 from ..distributed.world import World
 from ..model.identity import ModelIdentity
 from ..runs.folder import claim_folder, point_latest, remove_claimed
-from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, PROFILE_STAGING, RESULTS, RUNS, SETTINGS, SPLIT
+from ..runs.schema import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOGS,
+    PROFILE_STAGING,
+    RESULTS,
+    RUN_STATE_VERSION,
+    RUNS,
+    SETTINGS,
+    SPLIT,
+)
 from ..settings import Settings
 
 PACKAGES = (
@@ -227,6 +237,25 @@ def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "git_commit": git_commit(),
         "deepspeed_config": info.deepspeed_config,
+    }
+
+
+def run_state_content(info: RunInfo, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a checkpoint's run_state.json, which resuming needs besides the training state."""
+    return {
+        "format_version": RUN_STATE_VERSION,
+        "path": info.path_name,
+        "world_size": info.world.size,
+        "device": device_name(info.world.device),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "arithmetic": info.arithmetic,
+        "threads": torch.get_num_threads(),
+        "fingerprint": info.split.fingerprint,
+        "settings": info.settings.as_dict(),
+        "deepspeed_config": info.deepspeed_config,
+        **info.model.as_dict(),
+        **progress,
     }
 
 

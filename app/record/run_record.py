@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoint.manager import PREFIX, CheckpointManager, step_of
 from ..common.errors import Preempted, RunError
 from ..common.files import flush, write_json
-from ..common.machine import device_name, peak_memory_bytes
+from ..common.machine import peak_memory_bytes
 from ..common.terminal import hides_progress
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest
 from ..metrics.score import Scores
 from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
+from ..model.vocabulary import TrimmedVocabulary, complete_state
 from ..runs.schema import (
     CHECKPOINTS,
     EVALUATIONS,
     LOGS,
     MODEL_FOLDER,
     RUN_STATE,
-    RUN_STATE_VERSION,
     STEPS,
     checkpoint_files,
 )
@@ -44,14 +43,18 @@ from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
 from .results import metrics_content, mfu, stage_model, write_results
-from .run_folder import RunFolder
+from .run_folder import RunFolder, run_state_content
 from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
 
 
 class RunRecord:
     """The files of one run. Most methods are collective: every rank calls them in the same order."""
 
-    def __init__(self, run_folder: RunFolder, rows_of_step: RowsOfStep) -> None:
+    def __init__(
+        self, run_folder: RunFolder, rows_of_step: RowsOfStep, vocabulary: TrimmedVocabulary | None = None
+    ) -> None:
+        """`vocabulary` holds the embeddings that are not trained, if there are any."""
+        self.vocabulary = vocabulary
         self.run_folder, self.folder = run_folder, run_folder.path
         self.info, self.resume = run_folder.info, run_folder.resume
         self.settings, self.world = self.info.settings, self.info.world
@@ -139,7 +142,7 @@ class RunRecord:
             self.info,
             metrics=metrics,
             logits=logits,
-            stage=lambda: stage_model(self.folder, model, state, tokenizer=tokenizer),
+            stage=lambda: stage_model(self.folder, model, complete_state(model, state), tokenizer=tokenizer),
         )
         self.run_folder.unlock()
 
@@ -221,6 +224,9 @@ class RunRecord:
                 self.run_folder.reset()
                 self.steps.start_clock()  # removing checkpoints is not training
             self._append(STEPS.name, lines)
+        if self.vocabulary is not None:
+            done = [line["learning_rate"] for line in lines if line["grad_norm"] is not None]  # others were skipped
+            self.vocabulary.decay(done, self.settings.weight_decay)
         if failure is not None:
             raise failure
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
@@ -269,32 +275,17 @@ class RunRecord:
             if self.world.is_main_process:
                 for log in self.logs.values():  # resuming needs their lines, so they must survive a power failure too
                     log.flush()
-                write_json(staging / RUN_STATE, self._run_state(step))
+                progress = {
+                    "step": step,
+                    "total_steps": self.plan.total_steps,
+                    "totals": asdict(self.steps.totals),
+                    "best": asdict(self.best.best),
+                    "evaluations": self.logs[EVALUATIONS.name].count_lines(),
+                }
+                write_json(staging / RUN_STATE, run_state_content(self.info, progress))
                 flush(self.folder)
 
         saved = self.checkpoints.save(f"{PREFIX}{step}", fill_with_run_state, checkpoint_files(self.world.size))
         if saved and self.world.is_main_process:
             remove_unused_best(self.checkpoints.folder, self.best.best)
         self.steps.start_clock()
-
-    def _run_state(self, step: int) -> dict[str, Any]:
-        """Return the content of a checkpoint's run_state.json, which resuming needs besides the training state."""
-        return {
-            "format_version": RUN_STATE_VERSION,
-            "path": self.info.path_name,
-            "step": step,
-            "total_steps": self.plan.total_steps,
-            "world_size": self.world.size,
-            "device": device_name(self.world.device),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "arithmetic": self.info.arithmetic,
-            "threads": torch.get_num_threads(),
-            "fingerprint": self.info.split.fingerprint,
-            "settings": self.settings.as_dict(),
-            "deepspeed_config": self.info.deepspeed_config,
-            **self.info.model.as_dict(),
-            "totals": asdict(self.steps.totals),
-            "best": asdict(self.best.best),
-            "evaluations": self.logs[EVALUATIONS.name].count_lines(),
-        }

@@ -20,7 +20,7 @@ from ..data.csv_table import ReviewTable, list_rows, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.split import Indices, Split, count_duplicates, split_reviews
-from ..data.tokenize import count_of_tokens, count_truncated, hash_tokens, largest_token, lengths_of, tokenize
+from ..data.tokenize import count_of_tokens, count_truncated, hash_tokens, lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -32,6 +32,7 @@ from ..model.checkpointing import checkpoint_activations
 from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
 from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
+from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy, Zero1Strategy
@@ -51,6 +52,7 @@ class ReviewData:
     tokenizer: PreTrainedTokenizerBase
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
+    tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
     n_truncated: int  # reviews that had more than `max_length` tokens
     tokens_hash: str  # as returned by `hash_tokens`
 
@@ -157,15 +159,19 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
         tokenizer=tokenizer,
         rows=inputs,
         lengths=lengths_of(rows),
+        tokens=occurring_tokens(rows),
         n_truncated=count_truncated(rows),
         tokens_hash=hash_tokens(rows, tokenizer),
     )
 
 
-def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:
+def build_model(settings: Settings, data: ReviewData, world: World, *, trim: bool = True) -> Classifier:
     """Load the classifier on the CPU, with the same weights on every rank. Collective.
 
     The strategy places it on this rank's device, because a sharded model need not fit there as a whole.
+
+    Args:
+        trim: whether it has only the embeddings that training needs.
 
     Raises:
         AgreedError: a user's mistake on any rank.
@@ -174,7 +180,11 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         classifier = load_classifier(
             settings, data.table.class_names, data.tokenizer, device=world.device, commit=data.commit
         )
-        check_rows(settings, classifier.model.config, table=data.table, rows=data.rows, lengths=data.lengths)
+        config = classifier.model.config
+        check_rows(settings, config, table=data.table, rows=data.rows, lengths=data.lengths, tokens=data.tokens)
+        if trim:
+            tokens = tokens_of_model(data.tokens, data.tokenizer, config)
+            trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     wait_before_reads(classifier.model, world)
@@ -197,13 +207,20 @@ def check_fingerprints(fingerprint: str, world: World) -> None:
 
 
 def check_rows(
-    settings: Settings, config: PretrainedConfig, *, table: ReviewTable, rows: Dataset, lengths: NDArray[np.int64]
+    settings: Settings,
+    config: PretrainedConfig,
+    *,
+    table: ReviewTable,
+    rows: Dataset,
+    lengths: NDArray[np.int64],
+    tokens: NDArray[np.int64],
 ) -> None:
     """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
         rows: the tokens of all reviews, in the order of the table.
         lengths: int64 (n,), the number of tokens of each review.
+        tokens: the ids that occur in any of them, sorted.
 
     Raises:
         UserError: names the rows that it cannot process, and the remedy.
@@ -220,10 +237,10 @@ def check_rows(
             f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
             "--max_length, or use a tokenizer that truncates"
         )
-    size, largest = getattr(config.get_text_config(), "vocab_size", None), largest_token(rows)
-    if size is not None and largest >= size:
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and tokens[-1] >= size:
         raise UserError(
-            f"--model {settings.model}: its tokenizer returns token id {largest}, but its config has vocab_size "
+            f"--model {settings.model}: its tokenizer returns token id {tokens[-1]}, but its config has vocab_size "
             f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
         )
     if config.is_encoder_decoder:

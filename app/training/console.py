@@ -23,6 +23,7 @@ from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..metrics.score import Scores
 from ..model.load import Classifier
+from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_record import RunRecord
 from ..runs.hashes import DIGITS
 from ..runs.schema import LATEST, PREDICTIONS, RUNS
@@ -57,6 +58,8 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     threads, warmup = torch.get_num_threads(), warmup_steps(settings.warmup_steps, plan.total_steps)
     compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
+    vocabulary = trimmed_vocabulary(classifier.model)
+    n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     lines = [
         ("path", path_name),
         ("reviews", f"{table.path}{sample}"),
@@ -65,7 +68,8 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         *([("duplicates", duplicates)] if duplicates else []),
         ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
-        ("model", f"{classifier.origin}{commit}; {classifier.model.num_parameters() / 1e6:.1f} M parameters"),
+        ("model", f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters"),
+        *([("vocabulary", str(vocabulary))] if vocabulary else []),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),

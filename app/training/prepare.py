@@ -21,6 +21,7 @@ from ..distributed.environment import select_deepspeed_accelerator
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
+from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_folder import RunInfo, open_run
 from ..record.run_record import RunRecord
 from ..runs.folder import reject_used
@@ -161,7 +162,8 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         deepspeed_config=engine.config if engine else None,
     )
     rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
-    record = RunRecord(open_run(info, resume, measured_peak_flops=peak), rows_of_step)
+    run_folder = open_run(info, resume, measured_peak_flops=peak)
+    record = RunRecord(run_folder, rows_of_step, trimmed_vocabulary(classifier.model))
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)

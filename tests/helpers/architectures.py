@@ -71,7 +71,8 @@ def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     for attribute, value in tokenizer_changes.items():
         setattr(tokenizer, attribute, value)
-    config = CONFIGS[name].__class__(**(CONFIGS[name].to_diff_dict() | {"vocab_size": len(tokenizer)}))
+    size = 2 * len(tokenizer)  # so that training trims the vocabulary
+    config = CONFIGS[name].__class__(**(CONFIGS[name].to_diff_dict() | {"vocab_size": size}))
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
     return folder

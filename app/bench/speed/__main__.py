@@ -130,7 +130,9 @@ def open_task(model: str, settings: Settings, *, steps: int, rounds: int, world:
             table, split, _ = read_and_split(settings, world.size)
             settings = with_model(settings, model, table.texts.iloc[split.train], folder=folder / "model")
         data = build_data(settings, world)
-        yield OpenTask(Task(data, build_model(settings, data, world).model, steps, rounds + 1), settings, folder)
+        yield OpenTask(
+            Task(data, build_model(settings, data, world, trim=False).model, steps, rounds + 1), settings, folder
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,209 @@
+"""Train only the embeddings of tokens that occur in the reviews.
+
+BERT for Chinese has 21,128 tokens, of which a set of hotel reviews contains a fifth. The other rows of its embedding
+matrix get a gradient of zero in every step, which is nevertheless filled, summed over the ranks and processed by AdamW.
+So the model that is trained has only the rows of tokens that occur. The remaining rows stay on rank 0, out of the
+training step. All that AdamW would do to them is weight decay, which `decay` applies with the same rounding. Saved
+models have all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim.adam import adam
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+USED_AT_MOST = 0.9  # of all tokens; otherwise trimming the matrix would save next to nothing
+BLOCK = 1 << 16  # elements that are decayed at a time: 256 KiB, which fit into a core's cache
+_ATTRIBUTE = "trimmed_vocabulary"
+
+
+@dataclass
+class TrimmedVocabulary:
+    """The rows of an embedding matrix: those that are trained, and those that are not.
+
+    Attributes:
+        names: the parameter's names in the model's state dict; several if it is tied.
+        used: the token ids of the rows that the model has, int64, sorted.
+        unused: all other token ids, int64, sorted.
+        width: the number of elements of a row.
+        rows: the rows of the unused ids, (len(unused), width), on the CPU; None on all ranks except 0.
+    """
+
+    names: tuple[str, ...]
+    used: torch.Tensor
+    unused: torch.Tensor
+    width: int
+    rows: torch.Tensor | None = None
+
+    @property
+    def n_untrained(self) -> int:
+        """The number of parameters that are not trained."""
+        return len(self.unused) * self.width
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.used):,} of {len(self.used) + len(self.unused):,} tokens may occur; the others are not trained"
+        )
+
+    @torch.no_grad()
+    def decay(self, learning_rates: Iterable[float], weight_decay: float) -> None:
+        """Apply the weight decay of some optimizer steps, rounded as fused AdamW does on a CPU."""
+        if self.rows is None or weight_decay == 0:
+            return
+        factors = [decay_factor(learning_rate, weight_decay, self.rows.dtype) for learning_rate in learning_rates]
+        for block in self.rows.view(-1).split(BLOCK):
+            for factor in factors:
+                block.mul_(factor)
+
+    def join(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the complete matrix, in the order of the token ids, given the rows that are trained. On rank 0."""
+        assert self.rows is not None
+        complete = weight.new_empty(len(self.used) + len(self.unused), *weight.shape[1:])
+        complete[self.used] = weight
+        complete[self.unused] = self.rows.to(weight)
+        return complete
+
+
+def decay_factor(learning_rate: float, weight_decay: float, dtype: torch.dtype) -> float:
+    """Return the factor by which AdamW multiplies an element whose gradient and moments are 0.
+
+    It is about 1 - learning_rate * weight_decay, but compilers may round this expression once or twice. So AdamW itself
+    computes it, from elements that are 1.
+    """
+    elements = torch.ones(16, dtype=dtype)  # as many as fill a vector register
+    gradient, average, square = torch.zeros(3, 16, dtype=dtype)
+    adam(
+        [elements],
+        [gradient],
+        [average],
+        [square],
+        [],
+        [torch.zeros(())],
+        fused=True,
+        decoupled_weight_decay=True,
+        amsgrad=False,
+        beta1=0.9,
+        beta2=0.999,
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        eps=1e-8,
+        maximize=False,
+    )
+    return float(elements[0])
+
+
+def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:
+    """Return what `trim_vocabulary` has kept; None if the model has all rows."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+@torch.no_grad()
+def trim_vocabulary(model: PreTrainedModel, tokens: NDArray[np.int64], *, keep_unused: bool) -> None:
+    """Replace the embedding matrix by the rows of some tokens. Inputs remain the ids of the complete vocabulary.
+
+    Does nothing if the model needs nearly all rows, does not train them, or uses the matrix for anything else.
+
+    Args:
+        tokens: the ids of all tokens that the model may get, sorted.
+        keep_unused: whether this rank keeps the other rows.
+    """
+    owners = embeddings_to_trim(model, len(tokens))
+    if not owners:
+        return
+    weight: torch.Tensor = owners[0].weight
+    names = tuple(name for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
+    used = torch.from_numpy(tokens)
+    unused = torch.from_numpy(np.setdiff1d(np.arange(len(weight)), tokens))
+    rows = weight[unused].cpu() if keep_unused else None
+    positions = torch.full((len(weight),), len(tokens))  # an unexpected token raises an IndexError
+    positions[used] = torch.arange(len(tokens))
+    padding_idx = owners[0].padding_idx
+    replace_rows(
+        owners, weight[used], positions, padding_idx=None if padding_idx is None else int(positions[padding_idx])
+    )
+    setattr(model, _ATTRIBUTE, TrimmedVocabulary(names, used, unused, weight.shape[1], rows))
+
+
+def trim_shapes(model: PreTrainedModel, n_used: int) -> None:
+    """Do what `trim_vocabulary` does with `n_used` tokens, to a model whose tensors have no data."""
+    owners = embeddings_to_trim(model, n_used)
+    if owners:
+        weight = owners[0].weight.detach()
+        positions = torch.empty(len(weight), dtype=torch.int64)
+        padding_idx = None if owners[0].padding_idx is None else 0
+        replace_rows(owners, weight.new_empty(n_used, *weight.shape[1:]), positions, padding_idx=padding_idx)
+
+
+def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Embedding]:
+    """Return the modules that hold the embedding matrix of the tokens, of which a model needs `n_used` rows.
+
+    Returns an empty list if the matrix must not be trimmed, or if that is not worthwhile.
+    """
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # a model without such a matrix
+        return []
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if weight is None or not weight.requires_grad or len(weight) != size or n_used > USED_AT_MOST * size:
+        return []
+    owners = [module for module in model.modules() if any(p is weight for p in module._parameters.values())]
+    embeddings = [module for module in owners if isinstance(module, torch.nn.Embedding)]
+    are_plain = all(e.max_norm is None and not e.scale_grad_by_freq and not e.sparse for e in embeddings)
+    return embeddings if embeddings == owners and are_plain else []
+
+
+def replace_rows(
+    owners: Iterable[torch.nn.Embedding], weight: torch.Tensor, positions: torch.Tensor, *, padding_idx: int | None
+) -> None:
+    """Give embedding modules another matrix, and let them look up a token's row in it.
+
+    Args:
+        weight: the rows of the tokens that the model may get.
+        positions: the row of each token of the complete vocabulary, int64.
+        padding_idx: the row of padding, if the modules leave it without a gradient.
+    """
+    parameter = torch.nn.Parameter(weight)
+    for module in owners:
+        module.weight, module.num_embeddings, module.padding_idx = parameter, len(weight), padding_idx
+        # A module's buffers are moved to its device; this one is not part of the model's state.
+        module.register_buffer("positions", positions, persistent=False)
+        module.register_forward_pre_hook(_look_up, with_kwargs=True)
+
+
+def _look_up(
+    module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    (ids,) = args or kwargs.values()
+    return (module.positions[ids],), {}  # type: ignore[index]
+
+
+def tokens_of_model(
+    occurring: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> NDArray[np.int64]:
+    """Return the ids of the tokens that a model may get: those in the reviews, and special ones that it adds itself.
+
+    Args:
+        occurring: the ids in the reviews.
+    """
+    text_config = config.get_text_config()
+    names = ("pad", "bos", "eos", "decoder_start", "cls", "sep", "mask")
+    added: list[Any] = [getattr(text_config, f"{name}_token_id", None) for name in names]
+    flat = [part for value in added for part in (value if isinstance(value, list) else [value])]
+    special = [token for token in (*flat, *tokenizer.all_special_ids) if token is not None]
+    ids = np.union1d(occurring, np.array(special, dtype=np.int64))
+    return ids[(ids >= 0) & (ids < getattr(text_config, "vocab_size", 0))]
+
+
+def complete_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's state dict with the rows of all tokens. Call it on rank 0, with a complete state dict."""
+    vocabulary = trimmed_vocabulary(model)
+    if vocabulary is None:
+        return dict(state)
+    return dict(state) | dict.fromkeys(vocabulary.names, vocabulary.join(state[vocabulary.names[0]]))

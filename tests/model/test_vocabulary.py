@@ -1,0 +1,130 @@
+"""A model with the embeddings of some tokens only trains like the complete one, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.architectures import CONFIGS
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, BertTokenizer, PreTrainedModel, set_seed
+
+from app.model.vocabulary import (
+    TrimmedVocabulary,
+    complete_state,
+    embeddings_to_trim,
+    tokens_of_model,
+    trim_vocabulary,
+    trimmed_vocabulary,
+)
+from app.training.step import parameter_groups
+
+SIZE, END = 97, 3
+TOKENS = np.array([0, 1, 2, END, 5, 8, 13, 21, 34, 55, 89, 96])
+RATE, DECAY = 0.01, 0.1
+
+
+def build(name: str) -> PreTrainedModel:
+    set_seed(0)
+    ids = {"vocab_size": SIZE, "pad_token_id": 0, "eos_token_id": END, "bos_token_id": 2}
+    config = CONFIGS[name].__class__(**(CONFIGS[name].to_diff_dict() | ids))
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
+    return model.train()
+
+
+def train(model: PreTrainedModel, steps: int) -> list[float]:
+    """Train with AdamW, and return the losses."""
+    groups = parameter_groups(model, DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+    losses = []
+    for step in range(steps):
+        set_seed(step)  # dropout
+        ids = torch.from_numpy(np.random.default_rng(step).choice(TOKENS[4:], (4, 10)))
+        ids[:, -3:], ids[:, -1] = 0, END
+        loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=torch.tensor([0, 1, 1, 0])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trimmed_model_trains_bitwise_like_the_complete_one(name):
+    complete, trimmed = build(name), build(name)
+    trim_vocabulary(trimmed, TOKENS, keep_unused=True)
+    vocabulary = trimmed_vocabulary(trimmed)
+    assert vocabulary is not None
+    assert len(trimmed.get_input_embeddings().weight) == len(TOKENS)
+    assert train(trimmed, 3) == train(complete, 3)
+    vocabulary.decay([RATE] * 3, DECAY)
+    state, expected = complete_state(trimmed, trimmed.state_dict()), complete.state_dict()
+    assert state.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(state[key], expected[key])] == []
+
+
+@given(
+    st.lists(st.floats(1e-8, 0.9), min_size=1, max_size=5),
+    st.floats(0, 1),
+    st.integers(1, 200),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_the_decay_is_what_adamw_does_to_rows_without_gradients(learning_rates, weight_decay, n, dtype):
+    rows = torch.randn(n, 3, generator=torch.Generator().manual_seed(n), dtype=dtype)
+    expected = torch.nn.Parameter(rows.clone())
+    expected.grad = torch.zeros_like(rows)
+    optimizer = torch.optim.AdamW([expected], weight_decay=weight_decay, fused=True)
+    for rate in learning_rates:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    vocabulary = TrimmedVocabulary(("weight",), torch.arange(0), torch.arange(n), 3, rows)
+    vocabulary.decay(learning_rates, weight_decay)
+    # AdamW's loop for the elements that do not fill a vector may round differently (app.strategies.optimization).
+    whole = expected.numel() // 16 * 16
+    assert torch.equal(rows.view(-1)[:whole], expected.view(-1)[:whole])
+    torch.testing.assert_close(rows, expected.detach())
+
+
+def test_an_unexpected_token_is_an_error():
+    model = build("bert")
+    trim_vocabulary(model, TOKENS, keep_unused=False)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[1, 4]]))
+
+
+def test_a_matrix_that_is_not_only_an_embedding_is_not_trimmed():
+    assert len(embeddings_to_trim(build("bert"), len(TOKENS))) == 1
+    assert embeddings_to_trim(build("bert"), SIZE - 3) == []  # not worthwhile
+    frozen = build("bert")
+    frozen.get_input_embeddings().weight.requires_grad = False
+    assert embeddings_to_trim(frozen, len(TOKENS)) == []
+    tied = build("bert")
+    tied.head = torch.nn.Linear(32, SIZE)
+    tied.head.weight = tied.get_input_embeddings().weight
+    assert embeddings_to_trim(tied, len(TOKENS)) == []
+    scaled = build("bert")
+    scaled.get_input_embeddings().scale_grad_by_freq = True
+    assert embeddings_to_trim(scaled, len(TOKENS)) == []
+    state = complete_state(tied, tied.state_dict())
+    assert state.keys() == tied.state_dict().keys()
+
+
+def test_other_ranks_keep_no_unused_rows():
+    model = build("bert")
+    trim_vocabulary(model, TOKENS, keep_unused=False)
+    vocabulary = trimmed_vocabulary(model)
+    assert vocabulary is not None
+    vocabulary.decay([RATE], DECAY)
+    assert vocabulary.rows is None
+
+
+def test_tokens_of_a_model_include_its_special_ones(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"一二三四五"]))
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    config = copy.deepcopy(CONFIGS["bert"])
+    config.vocab_size, config.pad_token_id, config.eos_token_id = 10, 0, [8, 10]  # 10 is not in the vocabulary
+    tokens = tokens_of_model(np.array([2, 3, 6]), tokenizer, config)
+    assert tokens.tolist() == [0, 1, 2, 3, 4, 6, 8]
