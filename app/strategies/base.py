@@ -134,6 +134,8 @@ def clip_by_norm(
     """
     if gradients:
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+        if not coefficient.is_cuda and coefficient == 1:  # a product with 1 would read and write every gradient
+            return
         torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))
 
 
