@@ -40,7 +40,7 @@ from .common.valid import LARGEST_COUNT
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from .flags import add_compare_flags
 from .jobs import PATHS, run_job
-from .program import run_program
+from .program import run_program, select_precision
 from .report.bitwise import check_same_rows, first_difference
 from .report.explanation import IDENTICAL, conclude, explain
 from .runs.folder import create_folder
@@ -90,6 +90,7 @@ def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
 
 def parse() -> tuple[argparse.Namespace, Settings]:
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_compare_flags)
+    settings = select_precision(settings)
     options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")

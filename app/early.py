@@ -64,7 +64,7 @@ def check_flags(name: str, description: str | None) -> None:
         UserError: there is a mistake.
     """
     settings, _ = parse_flags(description, sys.argv[1:], OWN_FLAGS.get(name), rejected=REJECTED[name])
-    if name not in WITHOUT_RANKS:
+    if name not in WITHOUT_RANKS and settings.precision != "auto":  # which only torch can resolve
         check_accelerate_environment(settings.precision, settings.use_cpu)
     if name in PATHS:
         check_csv(settings)

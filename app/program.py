@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
@@ -125,6 +126,7 @@ def launch(
     try:
         try:
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, rejected=rejected)
+            settings = select_precision(settings)
             check_accelerate_environment(settings.precision, settings.use_cpu)
         except UserError as problem:
             with join(Settings(use_cpu=True), str(problem)):
@@ -135,6 +137,15 @@ def launch(
     except Exception as failure:  # before the process group was joined
         report_failure_to_connect(failure, rank)
     sys.exit(0)
+
+
+def select_precision(settings: Settings) -> Settings:
+    """Return the settings with the precision that `--precision auto` stands for on this rank's device."""
+    if settings.precision != "auto":
+        return settings
+    from .common.machine import automatic_precision  # here: `early` needs none of torch
+
+    return replace(settings, precision=automatic_precision(settings.use_cpu, rank_and_sizes()[2]))  # type: ignore[arg-type]
 
 
 def _interrupt_only_once() -> None:

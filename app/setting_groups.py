@@ -146,9 +146,10 @@ class TrainingSettings:
     seed: int = setting(
         42, "seed of the split, the initial weights, the data order and dropout", valid=between(0, LARGEST_COUNT)
     )
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
+    precision: Literal["fp32", "bf16", "fp16", "fp64", "auto"] = setting(
         "fp32",
-        "fp32, bf16 or fp16 (autocast; weights stay in fp32; fp16 with loss scaling) or fp64 (for numerical checks)",
+        "fp32, bf16 or fp16 (autocast; weights stay in fp32; fp16 with loss scaling), fp64 (for numerical checks), or "
+        "auto: bf16 on hardware that has instructions for it, otherwise fp32",
     )
     ddp_comm_hook: Literal["no", "fp16", "bf16", "power_sgd"] = setting(
         "no",

@@ -62,7 +62,7 @@ class Settings(
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
         if self.deepspeed is not None and self.strategy != "ddp":
             yield f"--deepspeed shards by its own configuration: remove --strategy {self.strategy}"
-        if self.deepspeed is not None and self.precision not in ("fp32", "bf16"):
+        if self.deepspeed is not None and self.precision not in ("fp32", "bf16", "auto"):
             yield f"--deepspeed trains in fp32 or bf16: remove --precision {self.precision}"
         if self.fsdp and (self.strategy != "ddp" or self.deepspeed is not None):
             yield "--fsdp, --deepspeed and --strategy exclude each other: give only one of them"

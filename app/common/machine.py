@@ -130,6 +130,18 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
     return best
 
 
+def automatic_precision(use_cpu: bool, local_rank: int) -> str:
+    """Return what `--precision auto` stands for on this rank's device: bf16 only if PyTorch need not emulate it.
+
+    Emulated, it is slower than fp32. This creates no CUDA context.
+    """
+    if torch.cuda.is_available() and not use_cpu:
+        is_native = bool(torch.version.hip) or torch.cuda.get_device_properties(local_rank).major >= 8
+    else:
+        is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if is_native else "fp32"
+
+
 def use_deterministic_algorithms() -> None:
     """Make CUDA compute identical bits every time on the same hardware and library versions.
 

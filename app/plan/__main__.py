@@ -31,7 +31,7 @@ from ..distributed.processes import check_gpus, default_nproc_per_node
 from ..distributed.world import Topology
 from ..flags import add_plan_flags
 from ..jobs import run_job
-from ..program import run_program
+from ..program import run_program, select_precision
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import STRATEGIES
@@ -44,6 +44,7 @@ SMALLEST_PART = 1e-3  # of the longest bar; smaller parts could not be seen
 
 def main() -> int:
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_plan_flags)
+    settings = select_precision(settings)
     options = argparse.Namespace(**own_flags)
     datasets.disable_progress_bars()
     budget = None if options.device_memory is None else parse_size("device_memory", options.device_memory)

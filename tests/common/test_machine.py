@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common import machine
-from app.common.machine import DATA_SHEETS, measure_peak_flops, peak_flops
+from app.common.machine import DATA_SHEETS, automatic_precision, measure_peak_flops, peak_flops
+from app.program import select_precision
+from app.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -81,3 +84,23 @@ def test_the_cpu_has_the_name_that_linux_reports_and_otherwise_its_architecture(
     assert machine.cpu_name() == "A CPU: 2 GHz"
     monkeypatch.setattr(machine, "usable_cores", lambda: {3, 5})
     assert machine.describe_machine(torch.device("cpu"))["machine"] == "A CPU: 2 GHz, 2 CPU cores"
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "expected"), [(True, False, "bf16"), (False, True, "bf16"), (False, False, "fp32")]
+)
+def test_automatic_precision_on_a_cpu_is_bf16_only_if_it_has_instructions_for_it(monkeypatch, avx512, amx, expected):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert automatic_precision(use_cpu=True, local_rank=0) == expected
+    assert select_precision(Settings(precision="auto", use_cpu=True)).precision == expected
+    assert select_precision(Settings(precision="fp16", use_cpu=True)).precision == "fp16"
+
+
+@pytest.mark.parametrize(("major", "expected"), [(7, "fp32"), (8, "bf16"), (9, "bf16")])
+def test_automatic_precision_on_a_gpu_is_that_of_this_ranks_device(monkeypatch, major, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    devices = {1: SimpleNamespace(major=major)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+    assert automatic_precision(use_cpu=False, local_rank=1) == expected
