@@ -97,8 +97,8 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
     ranks = resolve_nproc_per_node(options.nproc_per_node, settings, options.nnodes or "1")
     values = {name: value for name, value in vars(options).items() if value is not None} | {"nproc_per_node": ranks}
     flags = [f"--{name}={value}" for name, value in values.items()]
-    if set(values) <= {"nproc_per_node", "max_restarts"}:
-        flags.insert(0, "--standalone")
+    if options.nnodes in (None, "1") and set(values) <= {"nproc_per_node", "max_restarts", "nnodes"}:
+        flags.insert(0, "--standalone")  # on a free port, so that several jobs can run on this machine
     # Of the signals, torchrun's agent gets none but SIGQUIT: it would end the ranks after 30 s, whatever they still
     # save, and lose their status.
     return run_agent([*flags, "--signals_to_handle=SIGQUIT", "-m", f"{PACKAGE}.{module}", *rest])

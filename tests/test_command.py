@@ -225,6 +225,13 @@ def test_torchruns_environment_variables_connect_the_nodes(agents_flags, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("flags", "alone"), [([], True), (["--nnodes=1"], True), (["--nnodes=2"], False), (["--master_port=1"], False)]
+)
+def test_a_job_on_one_node_uses_a_free_port(agents_flags, flags, alone):
+    assert ("--standalone" in agents_flags("ddp_loop", "--use_cpu", *flags)) is alone
+
+
+@pytest.mark.parametrize(
     ("flags", "processes"), [([], 8), (["--use_cpu"], 2), (["--use-cpu"], 2), (["--use_cpu", "false"], 8)]
 )
 def test_a_benchmark_has_a_process_per_gpu_unless_it_uses_the_cpu(agents_flags, monkeypatch, flags, processes):

@@ -121,6 +121,7 @@ class SignalForwarder:
         if ranks and all(status == 0 for status in statuses):
             self.status = 0  # the signal came after the last step
         else:
+            # A rank that ends with 75 has saved a checkpoint together with all others, even if one has failed since.
             self.status = max(known, default=130)
             if not known:  # no rank has printed anything
                 print("interrupted", file=sys.stderr, flush=True)
