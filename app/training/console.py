@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
 from ..common.errors import escape_control_characters
-from ..common.machine import Arithmetic, describe_mixed
+from ..common.machine import Arithmetic, automatic_precision, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..data.csv_table import describe_dropped
 from ..data.split import describe_duplicates
@@ -86,17 +86,21 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
 
 
 def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:
-    """Return at most one line about GPUs that the run does not use, although `--use_cpu` is not set."""
+    """Return lines about GPUs, or parts of them, that the run does not use, although `--use_cpu` is not set."""
+    hints = []
     if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
         # One logical rank is the default of one rank, and not a limit for more of them.
         free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
         usable = next(n for n in range(gpus, 0, -1) if free.divides_among(n))
         if usable > 1:
             command = f"torchrun --standalone --nproc_per_node={usable} -m {PACKAGE}.{path_name}"
-            return [f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}"]
-    if world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
-        return ["the CPU is used: Apple's GPUs have neither fp64 nor communication between processes"]
-    return []
+            hints.append(f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}")
+    if world.device.type == "cuda" and settings.precision == "fp32":
+        if automatic_precision(use_cpu=False, local_rank=world.local_rank) == "bf16":
+            hints.append("fp32 does not use the GPU's matrix units; --precision bf16 does")
+    elif world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
+        hints.append("the CPU is used: Apple's GPUs have neither fp64 nor communication between processes")
+    return hints
 
 
 def describe_resume(resume: Resume) -> list[str]:

@@ -17,6 +17,7 @@ from app.distributed import process_group
 from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
 from app.distributed.world import World
 from app.settings import Settings
+from app.training import console
 from app.training.console import hints_about_devices
 
 
@@ -149,6 +150,7 @@ def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
         world = World(0, size, 0, size, torch.device(device), HashStore(), timedelta(seconds=1))
         return hints_about_devices("ddp_loop", Settings(**changes), world)
 
+    monkeypatch.setattr(console, "automatic_precision", lambda **_: "fp32")
     machine(8)
     command = "torchrun --standalone --nproc_per_node=8 -m app.ddp_loop"
     assert hints("cuda:0") == [f"1 of 8 GPUs is used; {command} uses all"]
@@ -159,6 +161,9 @@ def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
     assert hints("cuda:0", size=2) == hints("cpu", use_cpu=True) == []
     machine(1)
     assert hints("cuda:0") == []
+    monkeypatch.setattr(console, "automatic_precision", lambda **_: "bf16")
+    assert hints("cuda:0") == ["fp32 does not use the GPU's matrix units; --precision bf16 does"]
+    assert hints("cuda:0", precision="fp16") == hints("cpu", use_cpu=True) == []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     machine(0)
     assert hints("cpu")[0].startswith("the CPU is used: Apple's GPUs")
