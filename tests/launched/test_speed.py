@@ -11,6 +11,7 @@ from app.bench.speed.measure import OWN, RECIPES
 pytestmark = pytest.mark.launched
 
 
+@pytest.mark.slow  # tests/bench/speed trains every recipe on one rank
 def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
     flags = ["--use_cpu", "--threads", 1, "--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8]
     flags += ["--steps", 2, "--rounds", 1, "--output_dir", "out"]
