@@ -25,7 +25,14 @@ from .common.terminal import exit_on_interrupt, raise_on_interrupt
 
 BENCHMARKS = ("bench.speed", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
-WITHOUT_RANKS = ("compare", "plan", "bench.scaling", "experiments.same_bits", "experiments.fault_injection")
+WITHOUT_RANKS = (
+    "compare",
+    "plan",
+    "bench.scaling",
+    "bench.growth",
+    "experiments.same_bits",
+    "experiments.fault_injection",
+)
 OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}
 LARGEST_PORT = 2**16 - 1
 

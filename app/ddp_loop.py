@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from .checkpoint.state import TrainingState
 from .cli import TRAINER_ENGINES
@@ -207,7 +208,7 @@ def evaluate_during_training(step: int, prepared: Preparation, world: World) -> 
 # 8. EXACT EVALUATION.
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, eval_set: EvalSet, settings: Settings, *, world: World
+    model: PreTrainedModel, eval_set: EvalSet, settings: Settings, *, world: World
 ) -> tuple[Scores, NDArray[np.float64]]:
     """Score an eval set, each of its n rows exactly once. Collective.
 
@@ -221,7 +222,11 @@ def evaluate(
     model.eval()
     # Buffers such as BatchNorm's statistics differ between ranks after a step. Use rank 0's, which are also saved.
     broadcast_buffers(model, world)
-    shard: list[torch.Tensor] = []
+    # Allocated at once: small results between the memory of the batches would keep it from being used again.
+    shard = torch.empty(
+        len(eval_set.positions), len(model.config.id2label or ()), dtype=torch.float64, device=world.device
+    )
+    n_done = 0  # rows of this rank
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # correct rows, rows
     for batch, is_filler in zip(eval_set.loader, eval_set.is_filler, strict=True):
         inputs = to_device(batch, model, world)
@@ -232,7 +237,8 @@ def evaluate(
             continue
         counts[0] += (logits.argmax(dim=1) == labels).sum()
         counts[1] += len(labels)
-        shard.append(logits.double())  # stays on the device: a copy to the host would wait for each batch
+        shard[n_done : n_done + len(labels)] = logits  # on the device: a copy to the host would wait for each batch
+        n_done += len(labels)
 
     # Summing counts over the ranks is exact. Averaging the ranks' accuracies would not be, because one rank may have a
     # row more than another. DistributedSampler would make the shares equal by repeating rows, which count twice then.

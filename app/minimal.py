@@ -47,7 +47,7 @@ def main() -> None:
     # 2. THE DATA. Every rank reads all rows. Its sampler selects its share of a permutation that is the same on every
     #    rank: each world_size-th row. With drop_last, no row is repeated to make the shares equal.
     table, split, plan = read_and_split(settings, world_size)
-    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
+    tokenizer = load_tokenizer(settings, table.sample_texts(split.train))
     tokens = tokenizer(table.texts.tolist(), truncation=True, max_length=settings.max_length)["input_ids"]
     rows = Dataset.from_dict({"input_ids": tokens, "labels": table.labels})
     train, test, collate = rows.select(split.train), rows.select(split.test), DataCollatorWithPadding(tokenizer)

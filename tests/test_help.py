@@ -16,7 +16,7 @@ from app.cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser
 from app.common.errors import UserError
 from app.setting_groups import GROUPS
 
-WITHOUT_SETTINGS = ("minimal", "bench/scaling", "experiments/fault_injection")
+WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/fault_injection")
 PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 PROGRAMS = (
     *PATHS,

@@ -1,21 +1,33 @@
 """Read a CSV of labeled reviews into a `ReviewTable`, strictly checked and cleaned.
 
-This is the only module that opens the data file; `app.data.csv_checks` parses it.
+`app.data.csv_checks` reads the records. They are processed one by one: a file may be larger than the memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
+import math
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
 
+from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
-from .csv_checks import decode, list_names, parse_columns, quote_name, read_bytes
+from .csv_checks import hash_file, list_names, quote_name, read_columns
+
+Indices = NDArray[np.int64]
+MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
+FILE_VERSION = 1  # part of the cache key: increase it if the file's format changes
 
 # Every split fingerprint covers this text. Keep it word for word unless the rules themselves change.
 CLEANING_RULES = (
@@ -45,7 +57,8 @@ class ReviewTable:
             occur.
         class_names: The label value, as text, of each class id.
         rows: Data row of each kept review, int64 (n,).
-        texts: The reviews, str (n,) with a RangeIndex. The only copy of the text that a process holds.
+        texts: The reviews, str (n,) with a RangeIndex, in one Arrow array, which may be a mapped file. Take rows or
+            slices of it: a list of all reviews could be larger than the memory.
         labels: Class ids, int64 (n,).
     """
 
@@ -61,46 +74,61 @@ class ReviewTable:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def sample_texts(self, rows: Indices) -> pd.Series:
+        """Return the reviews of `sample_rows`, to learn a vocabulary from."""
+        return self.texts.iloc[sample_rows(rows)]
 
-def read_reviews(path: str | Path, text_column: str = "review", label_column: str = "label") -> ReviewTable:
+
+def read_reviews(
+    path: str | Path, text_column: str = "review", label_column: str = "label", *, cache_dir: Path | None = None
+) -> ReviewTable:
     """Read, check and clean a comma-separated CSV file with a header, in UTF-8 (with or without BOM) or GB18030.
 
     Only an empty field is missing: "NA", "null" and "nan" are reviews or labels like any other. Classes are sorted
     numerically if every label is an integer, otherwise by code point. Further columns are ignored.
 
+    Args:
+        cache_dir: Keeps the result in an Arrow file. Calls with the same content map this file, so that the processes
+            of a node share one copy of the reviews. By default, the reviews are in memory.
+
     Raises:
         UserError: The file cannot be read, is malformed (see `app.data.csv_checks`) or has no usable row, or its
             labels have a single value or too many values to be classes. The message names the file and, if possible,
-            line and column.
+            line and column. Or the cache folder cannot be read or written.
     """
     path = Path(path)
     if text_column == label_column:
         raise UserError(f"{path}: --text_column and --label_column both name {text_column!r}; they must differ")
-    try:
-        content = read_bytes(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    columns = parse_columns(path, decode(path, content), text_column=text_column, label_column=label_column)
-    texts, values = (pd.Series(column, dtype=str) for column in columns)
+    columns, sha256 = (text_column, label_column), hash_file(path)
+    if cache_dir is None:
+        texts = io.BytesIO()
+        rows = _parse(path, columns, texts, sha256=sha256)
+        return _to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer())))
+    recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES]
+    key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
+    file = cache_dir / f"rows-{key}.arrow"
 
-    no_review, no_label = _is_missing(texts), _is_missing(values)
-    reasons = {"no review": no_review, "no label": no_label & ~no_review}
-    dropped = {reason: np.flatnonzero(mask).tolist() for reason, mask in reasons.items() if mask.any()}
-    rows = np.flatnonzero(~(no_review | no_label)).astype(np.int64)
-    if not len(rows):
-        counts = ", ".join(f"{len(rows_dropped):,} with {reason}" for reason, rows_dropped in dropped.items())
-        raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
-    class_names, labels = _encode_labels(path, label_column, values.iloc[rows])
-    return ReviewTable(
-        path=path,
-        sha256=hashlib.sha256(content).hexdigest(),
-        rows_read=len(texts),
-        dropped=dropped,
-        class_names=class_names,
-        rows=rows,
-        texts=texts.iloc[rows].reset_index(drop=True),
-        labels=labels,
-    )
+    def write(staging: Path) -> None:
+        # The reviews go to the disk while the CSV is read. Mapped, they become a column of the Arrow file.
+        texts = staging.with_suffix(".txt")
+        with texts.open("wb") as sink:
+            rows = _parse(path, columns, sink, sha256=sha256)
+        with pa.memory_map(str(texts)) as mapped:
+            table = rows.to_arrow(mapped.read_buffer())
+            with staging.open("wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+                writer.write_table(table)
+
+    if not is_intact(file, key):
+        write_intact(file, key, write)
+    try:
+        return _to_table(path, sha256, pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
+    except (OSError, pa.ArrowInvalid) as problem:
+        raise UserError(f"--cache_dir {cache_dir}: cannot read {file.name} ({problem}); delete it") from None
+
+
+def sample_rows(rows: Indices) -> Indices:
+    """Return rows at equal distances, no more than `MAX_SAMPLE`; all rows if there are no more."""
+    return rows[:: max(1, math.ceil(len(rows) / MAX_SAMPLE))]
 
 
 def describe_dropped(table: ReviewTable) -> list[str]:
@@ -121,17 +149,75 @@ def _first_rows(rows: Sequence[int] | np.ndarray) -> str:
     return f"{numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
 
 
-def _is_missing(column: pd.Series) -> np.ndarray:
-    return ((column == "") | column.str.isspace()).to_numpy(bool)
+@dataclass(frozen=True)
+class _Rows:
+    """What is kept of a CSV file, without the reviews: `ends[i]` is where review i ends in their UTF-8 bytes."""
+
+    facts: dict[str, Any]  # `rows_read`, `dropped` and `class_names` of the table
+    row: array[int]
+    label: Indices
+    ends: array[int]
+
+    def to_arrow(self, texts: pa.Buffer) -> pa.Table:
+        """Return an Arrow table whose reviews are this buffer, which is not copied."""
+        # One array, because taking rows of several arrays would copy all of them.
+        offsets = np.concatenate([[0], self.ends]).astype(np.int64)
+        reviews = pa.LargeStringArray.from_buffers(len(self.row), pa.py_buffer(offsets), texts)
+        columns = {"row": np.asarray(self.row), "label": self.label, "review": reviews}
+        return pa.table(columns).replace_schema_metadata({"facts": json.dumps(self.facts)})
 
 
-def _encode_labels(path: Path, label_column: str, values: pd.Series) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the sorted class names and the class id of each value, int64."""
-    values = values.str.strip()
-    distinct: list[str] = values.unique().tolist()
-    if len(distinct) > _MAX_CLASSES or (len(distinct) > _ALWAYS_ALLOWED_CLASSES and 2 * len(distinct) > len(values)):
+def _to_table(path: Path, sha256: str, rows: pa.Table) -> ReviewTable:
+    facts = json.loads(rows.schema.metadata[b"facts"])
+    return ReviewTable(
+        path=path,
+        sha256=sha256,
+        rows_read=facts["rows_read"],
+        dropped=facts["dropped"],
+        class_names=tuple(facts["class_names"]),
+        rows=rows["row"].to_numpy(),
+        texts=pd.Series(pd.arrays.ArrowExtensionArray(rows["review"])),
+        labels=rows["label"].to_numpy(),
+    )
+
+
+def _parse(path: Path, columns: tuple[str, str], texts: BinaryIO, *, sha256: str) -> _Rows:
+    """Parse and clean a file row by row, and write the UTF-8 bytes of the kept reviews to `texts`."""
+    text_column, label_column = columns
+    no_review: list[int] = []
+    no_label: list[int] = []
+    kept, codes, ends = array("q"), array("q"), array("q")
+    n = end = 0
+    code_of: dict[str, int] = {}  # by label, without the whitespace around it
+    for text, label in read_columns(path, text_column=text_column, label_column=label_column):
+        if not text or text.isspace():
+            no_review.append(n)
+        elif not label or label.isspace():
+            no_label.append(n)
+        else:
+            end += texts.write(text.encode())
+            ends.append(end)
+            kept.append(n)
+            codes.append(code_of.setdefault(label.strip(), len(code_of)))
+        n += 1
+    if hash_file(path) != sha256:
+        raise UserError(f"{path}: has changed while it was read; start again")
+    dropped = {reason: rows for reason, rows in (("no review", no_review), ("no label", no_label)) if rows}
+    if not kept:
+        counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
+        raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
+    class_names, class_ids = _form_classes(path, label_column, list(code_of), n_rows=len(kept))
+    facts = {"rows_read": n, "dropped": dropped, "class_names": class_names}
+    return _Rows(facts, kept, class_ids[np.asarray(codes)], ends)
+
+
+def _form_classes(
+    path: Path, label_column: str, distinct: list[str], *, n_rows: int
+) -> tuple[tuple[str, ...], Indices]:
+    """Return the sorted class names and the class id of each distinct label, int64."""
+    if len(distinct) > _MAX_CLASSES or (len(distinct) > _ALWAYS_ALLOWED_CLASSES and 2 * len(distinct) > n_rows):
         raise UserError(
-            f"{path}: column {label_column!r} has {len(distinct):,} distinct values in {len(values):,} rows "
+            f"{path}: column {label_column!r} has {len(distinct):,} distinct values in {n_rows:,} rows "
             f"({list_names(distinct[:3])}, …): too many to be classes; choose another column with --label_column"
         )
     class_of_value = {value: _class_name(value) for value in distinct}
@@ -142,8 +228,7 @@ def _encode_labels(path: Path, label_column: str, values: pd.Series) -> tuple[tu
         raise UserError(
             f"{path}: column {label_column!r} has only one class, {quote_name(names[0])}; at least two are required"
         )
-    ids = {value: names.index(name) for value, name in class_of_value.items()}
-    return tuple(names), values.map(ids).to_numpy(np.int64)
+    return tuple(names), np.array([names.index(class_of_value[value]) for value in distinct], dtype=np.int64)
 
 
 def _class_name(value: str) -> str:

@@ -49,9 +49,12 @@ class EvalSet:
 
 
 def form_eval_batches(lengths: NDArray[np.int64], batch_size: int) -> list[list[int]]:
-    """Sort rows by length and divide them into batches, whose size affects padding, and thereby rounding."""
+    """Sort rows by length and divide them into batches, whose size affects padding, and thereby rounding.
+
+    The longest come first: while batches become longer, the free memory of the shorter ones is too small for them.
+    """
     by_length = np.argsort(lengths, kind="stable").tolist()
-    return [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+    return [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)][::-1]
 
 
 def build_eval_set(
@@ -70,7 +73,7 @@ def build_eval_set(
     work, because the batches are sorted by length.
     """
     own = batches[world.rank :: world.size]
-    filler = [batches[0][:1]] * (math.ceil(len(batches) / world.size) - len(own))
+    filler = [batches[-1][:1]] * (math.ceil(len(batches) / world.size) - len(own))
     loader: DataLoader[Any] = DataLoader(rows, batch_sampler=own + filler, **loader_options(collator, world.device))
     positions = [position for batch in own for position in batch]
     return EvalSet(name, labels, loader, [False] * len(own) + [True] * len(filler), positions)

@@ -223,7 +223,8 @@ class FullBatchSampler(DistributedSampler[Any]):
         return self.plan.steps_per_epoch * self.plan.global_size // self.plan.ranks
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.epoch_rows()[self.steps_done :].flatten().tolist())
+        # A list of all rows would take five times the memory of the tensor.
+        return (row for step in self.epoch_rows()[self.steps_done :] for row in step.tolist())
 
     def epoch_rows(self) -> torch.Tensor:
         """Return this process's rows of the complete epoch, int64 (steps, rows), in the order of its logical ranks."""

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
 from ..common.errors import UserError
-from .csv_table import CLEANING_RULES, ReviewTable
+from .csv_table import CLEANING_RULES, Indices, ReviewTable
 
-Indices = NDArray[np.int64]
+CHUNK = 10_000  # reviews that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,25 @@ def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
     Returns:
         `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
     """
-    test, validation = table.texts.iloc[split.test], table.texts.iloc[split.validation]
-    train_texts, validation_texts = set(table.texts.iloc[split.train]), set(validation)
+    hashes = _hash_texts(table.texts)
+
+    def count(part: Indices, other: Indices) -> int:
+        # Only reviews with the same hash are compared, so that the process does not hold a copy of all reviews.
+        same_hash = np.intersect1d(hashes[part], hashes[other])
+        part, other = (rows[np.isin(hashes[rows], same_hash)] for rows in (part, other))
+        return int(table.texts.iloc[part].isin(set(table.texts.iloc[other])).sum())
+
     return {
-        "test_in_train": int(test.isin(train_texts).sum()),
-        "test_in_validation": int(test.isin(validation_texts).sum()),
-        "validation_in_train": int(validation.isin(train_texts).sum()),
+        "test_in_train": count(split.test, split.train),
+        "test_in_validation": count(split.test, split.validation),
+        "validation_in_train": count(split.validation, split.train),
     }
+
+
+def _hash_texts(texts: pd.Series) -> NDArray[np.uint64]:
+    """Return a hash of each text, uint64 (n,)."""
+    chunks = (texts.iloc[start : start + CHUNK].to_numpy(object) for start in range(0, len(texts), CHUNK))
+    return np.concatenate([pd.util.hash_array(chunk, categorize=False) for chunk in chunks])
 
 
 def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: int) -> str | None:

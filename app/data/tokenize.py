@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, Features, Sequence, Value
 from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from ..common.cache import read_intact, write_intact
+from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
 from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
@@ -50,36 +51,27 @@ def tokenize(
     key = _cache_key(table, tokenizer, max_length)
     path = cache_dir / f"tokens-{key}.arrow"
     with local_main_process_first(world):
-        if world.local_rank == 0 and read_intact(path, key) is None:
+        if world.local_rank == 0 and not is_intact(path, key):
             if path.exists():
                 world.print_main(f"{path}: damaged; tokenizing again")
             hide_bar = hides_progress(disable_tqdm, world.is_main_process)
-            try:
-                # Arrow ignores the digest, which follows the end of its stream.
-                write_intact(
-                    path,
-                    key,
-                    lambda file: _tokenize(
-                        table,
-                        tokenizer,
-                        max_length,
-                        hide_bar=hide_bar,
-                        cache_file_name=str(file),
-                        new_fingerprint=key,
-                    ),
-                )
-            except OSError as problem:
-                reason = problem.strerror or problem
-                raise UserError(f"--cache_dir {cache_dir}: cannot be written: {reason}") from None
+
+            def write(file: Path) -> None:
+                schema = _schema(tokenizer)
+                with file.open("wb") as out, pa.ipc.new_stream(out, schema) as writer:
+                    for batch in _tokenize(table, tokenizer, max_length, hide_bar=hide_bar):
+                        writer.write_batch(batch)
+
+            write_intact(path, key, write)
         try:
-            return Dataset.from_file(str(path))
+            return Dataset.from_file(str(path))  # Arrow ignores the digest, which follows the end of its stream
         except (OSError, ValueError) as problem:
             raise UserError(f"--cache_dir {cache_dir}: cannot read {path.name} ({problem}); delete it") from None
 
 
 def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """Tokenize all reviews as `tokenize` does, without a file."""
-    return _tokenize(table, tokenizer, max_length, keep_in_memory=True)
+    return Dataset(pa.Table.from_batches(_tokenize(table, tokenizer, max_length), _schema(tokenizer)))
 
 
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
@@ -89,7 +81,7 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
 
 def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
     """Return the ids of the tokens that occur in the rows, int64, sorted."""
-    chunks = [values for values in _chunks(rows, "input_ids") if len(values)]
+    chunks = [values for values in map(_values, _chunks(rows, "input_ids")) if len(values)]
     occurs = np.zeros(max((int(values.max()) for values in chunks), default=-1) + 1, dtype=bool)
     for values in chunks:
         occurs[values] = True
@@ -98,10 +90,14 @@ def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
 
 def count_of_tokens(rows: Dataset, lengths: NDArray[np.int64], ids: Collection[int]) -> NDArray[np.int64]:
     """Return how many tokens of each row are among some ids, int64 (n,)."""
-    ends = np.cumsum(lengths)
-    is_hit = np.concatenate([np.isin(values, list(ids)) for values in _chunks(rows, "input_ids")])
-    before = np.concatenate([[0], np.cumsum(is_hit, dtype=np.int64)])  # the number of hits before each token
-    return np.asarray(before[ends] - before[ends - lengths], dtype=np.int64)
+    ids, counts, start = list(ids), [], 0
+    for chunk in _chunks(rows, "input_ids"):
+        ends = np.cumsum(lengths[start : start + len(chunk)])
+        hits = np.isin(_values(chunk), ids)
+        before = np.concatenate([[0], np.cumsum(hits, dtype=np.int64)])  # the number of hits before each token
+        counts.append(before[ends] - before[ends - lengths[start : start + len(chunk)]])
+        start += len(chunk)
+    return np.concatenate(counts)
 
 
 def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -114,15 +110,20 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     digest = hashlib.sha256(json.dumps([padding, names]).encode())
     digest.update(lengths_of(rows).tobytes())
     for name in names:
-        for values in _chunks(rows, name):
-            digest.update(values.astype(np.int32, copy=False).tobytes())
+        for chunk in _chunks(rows, name):
+            digest.update(np.ascontiguousarray(_values(chunk), dtype=np.int32).data)
     return digest.hexdigest()
 
 
-def _chunks(rows: Dataset, name: str) -> Iterator[NDArray[np.int32]]:
-    """Yield the values of a column of lists, in order."""
-    for chunk in rows.with_format("arrow")[name][:].chunks:
-        yield chunk.flatten().to_numpy(zero_copy_only=False)
+def _chunks(rows: Dataset, name: str) -> list[pa.ListArray]:
+    """Return a column of lists in parts of `CHUNK` rows, of which only those in use need memory."""
+    return list(rows.with_format("arrow")[name][:].chunks)
+
+
+def _values(chunk: pa.ListArray) -> NDArray[np.int32]:
+    """Return the values of all lists in order."""
+    values: NDArray[np.int32] = chunk.flatten().to_numpy(zero_copy_only=False)
+    return values
 
 
 def count_truncated(rows: Dataset) -> int:
@@ -148,33 +149,31 @@ def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_lengt
     return digest.hexdigest()[:32]
 
 
+def _schema(tokenizer: PreTrainedTokenizerBase) -> pa.Schema:
+    return Features(dict.fromkeys(_input_names(tokenizer), Sequence(Value("int32"))) | OWN_COLUMNS).arrow_schema
+
+
 def _tokenize(
-    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, *, hide_bar: bool = True, **options: Any
-) -> Dataset:
-    """Tokenize all reviews, with options of `Dataset.map`."""
-    names = _input_names(tokenizer)
-    features = Features(dict.fromkeys(names, Sequence(Value("int32"))) | OWN_COLUMNS)
-    labels = Dataset.from_dict({"labels": table.labels}, features=Features({"labels": OWN_COLUMNS["labels"]}))
-
-    def tokenize_chunk(chunk: dict[str, Any], positions: list[int]) -> dict[str, Any]:
-        texts = table.texts.iloc[positions].tolist()
-        encoding = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
-        bar.update(len(texts))
-        return {name: encoding[name] for name in names} | {
-            "length": [len(ids) for ids in encoding["input_ids"]],
-            "truncated": _were_truncated(texts, encoding, tokenizer=tokenizer, max_length=max_length),
-        }
-
+    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, *, hide_bar: bool = True
+) -> Iterator[pa.RecordBatch]:
+    """Tokenize all reviews, `CHUNK` at once. Tokenizers that are written in Rust use all cores of the process."""
     with tqdm(total=len(table), desc="tokenizing", unit=" reviews", leave=False, disable=hide_bar) as bar:
-        return labels.map(  # its own progress bar is disabled by quiet_libraries
-            tokenize_chunk,
-            with_indices=True,
-            batched=True,
-            batch_size=CHUNK,
-            features=features,
-            load_from_cache_file=False,
-            **options,
-        )
+        for start in range(0, len(table), CHUNK):
+            texts = table.texts.iloc[start : start + CHUNK].tolist()
+            encoding = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False)
+            columns = {name: _lists(encoding[name]) for name in _input_names(tokenizer)} | {
+                "labels": table.labels[start : start + CHUNK],
+                "length": np.fromiter(map(len, encoding["input_ids"]), np.int32, len(texts)),
+                "truncated": _were_truncated(texts, encoding, tokenizer=tokenizer, max_length=max_length),
+            }
+            yield pa.RecordBatch.from_pydict(columns, _schema(tokenizer))
+            bar.update(len(texts))
+
+
+def _lists(lists: list[list[int]]) -> pa.ListArray:
+    """Convert lists of integers, through one flat array, which is faster than one list after the other."""
+    offsets = np.cumsum([0, *map(len, lists)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.fromiter(chain.from_iterable(lists), np.int32, offsets[-1]))
 
 
 def _were_truncated(

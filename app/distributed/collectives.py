@@ -124,8 +124,11 @@ def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
 def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the tensors of all ranks, which have the same shape and dtype, stacked in rank order."""
     gathered = values.new_empty(world.size * values.numel())  # flat: gloo cannot gather into further dimensions
-    all_gather_single(gathered, values.flatten())
-    wait_for_device(world)  # every caller reads the result next
+    if values.device.type == "cpu":
+        all_gather_single(gathered, values.flatten(), group=world.control_group)  # NCCL has no tensors on the host
+    else:
+        all_gather_single(gathered, values.flatten())
+        wait_for_device(world)  # every caller reads the result next
     return gathered.view(world.size, *values.shape)
 
 
@@ -164,27 +167,27 @@ def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
         wait_for_device(world)
 
 
-def gather_rows(
-    positions: Sequence[int], shard: Sequence[torch.Tensor], n: int, *, world: World
-) -> NDArray[np.float64]:
+def gather_rows(positions: Sequence[int], shard: torch.Tensor, n: int, *, world: World) -> NDArray[np.float64]:
     """Gather the rows of all ranks and put them in order, on every rank.
 
     Args:
         positions: the position of each of this rank's rows among all n.
-        shard: this rank's batches of rows, each (rows, columns), in the order of `positions`.
+        shard: this rank's rows, float64 (rows, columns), in the order of `positions`.
         n: the number of rows on all ranks together.
 
     Returns:
         float64 (n, columns).
     """
-    rows = None
-    if shard:
-        wait_for_device(world)  # the rows of all batches are copied to the host at once
-        rows = torch.cat(list(shard)).double().cpu().numpy()
-    gathered = [(places, rows) for places, rows in all_gather_object((positions, rows), world) if rows is not None]
-    order = np.concatenate([places for places, _ in gathered])
+    wait_for_device(world)
+    shard = shard.cpu()
+    # The shards have different sizes. They are padded to the largest one; position n marks padding.
+    size = int(all_gather(torch.tensor([len(shard)]), world).max())
+    padded, places = shard.new_zeros(size, shard.shape[1]), torch.full((size,), n)
+    padded[: len(shard)], places[: len(shard)] = shard, torch.tensor(positions, dtype=torch.int64)
+    rows, order = all_gather(padded, world).flatten(0, 1).numpy(), all_gather(places, world).flatten().numpy()
+    rows, order = rows[order < n], order[order < n]
     assert np.array_equal(np.sort(order), np.arange(n)), "a row was evaluated twice or not at all"
-    in_order: NDArray[np.float64] = np.concatenate([rows for _, rows in gathered])[np.argsort(order)]
+    in_order: NDArray[np.float64] = rows[np.argsort(order)]
     return in_order
 
 

@@ -25,10 +25,10 @@ from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import render_template
 from ..common.terminal import hides_progress
-from ..data.csv_table import ReviewTable
+from ..data.csv_table import Indices, ReviewTable
 from ..data.loaders import Collator
 from ..data.sampler import plan_batches, resolve_train_batch_size
-from ..data.split import Indices, Split, split_reviews
+from ..data.split import Split, split_reviews
 from ..ddp_loop import evaluate
 from ..distributed.environment import check_environment
 from ..distributed.process_group import join

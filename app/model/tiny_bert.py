@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from ..common.cache import read_intact, write_intact
-from ..common.errors import UserError
 
 VOCABULARY_SIZE = 8_000
 MAX_TOKEN_LENGTH = 4  # characters; longer tokens are whole phrases, too rare to learn from a few thousand reviews
@@ -35,12 +34,9 @@ def cached_tokenizer(texts: Iterable[str], cache_dir: Path) -> PreTrainedTokeniz
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     path = cache_dir / f"vocabulary-{key}.json"
     if (content := read_intact(path, key)) is not None:
-        return wrap(Tokenizer.from_buffer(bytes(content)))
+        return wrap(Tokenizer.from_buffer(content))
     learned = learn_tokenizer(texts)
-    try:
-        write_intact(path, key, lambda file: file.write_text(learned.backend_tokenizer.to_str(), encoding="utf-8"))
-    except OSError as problem:
-        raise UserError(f"--cache_dir {cache_dir}: cannot be written: {problem.strerror or problem}") from None
+    write_intact(path, key, lambda file: file.write_text(learned.backend_tokenizer.to_str(), encoding="utf-8"))
     return learned
 
 

@@ -133,7 +133,7 @@ class Sources:
 def read_sources(settings: Settings, ranks: int) -> Sources:
     table, split, batches = read_and_split(settings, ranks)
     commit = resolve_commit(settings)
-    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit)
+    tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
     config = classifier_config(
         settings, table.class_names, tokenizer, device=device_of(settings.use_cpu), commit=commit
     )

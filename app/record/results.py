@@ -36,6 +36,7 @@ from ..strategies.base import Tensors
 from .run_folder import RunInfo, split_content
 from .steps import Totals
 
+CHUNK = 10_000  # test rows that are in memory at once
 MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
 TASK = "text-classification"
 CHINESE = {SAMPLE_CSV.name, DOWNLOADED_CSV.name}
@@ -148,10 +149,13 @@ def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: N
     with staging.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(map(escape, prediction_columns(names)))
-        for position, row, best in zip(split.test, probabilities, logits.argmax(axis=1), strict=True):
-            label, review = names[table.labels[position]], table.texts.iloc[position]
-            cells = [escape(label), escape(names[best]), *row.tolist(), escape(review)]
-            writer.writerow([int(table.rows[position]), *cells])
+        for start in range(0, len(split.test), CHUNK):
+            part = slice(start, start + CHUNK)
+            rows, labels, texts = (values[split.test[part]] for values in (table.rows, table.labels, table.texts.iloc))
+            predicted = logits[part].argmax(axis=1)
+            for row, label, best, shares, text in zip(rows, labels, predicted, probabilities[part], texts, strict=True):
+                cells = [escape(names[label]), escape(names[best]), *shares.tolist(), escape(text)]
+                writer.writerow([int(row), *cells])
     commit(staging, path)
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
@@ -16,13 +17,14 @@ from sklearn.pipeline import make_pipeline
 
 from ..common.errors import UserError
 from ..common.files import write_json
-from ..data.csv_table import ReviewTable, read_reviews
+from ..data.csv_table import ReviewTable, read_reviews, sample_rows
 from ..data.split import Split, split_reviews
 from ..runs.reader import Run
 from .statistics import wilson_interval
 
 RECIPE = "majority; tf-idf of characters 1-3, sublinear, min_df 2 from 1000 rows on; logistic regression, C 30"
 MANY_ROWS = 1_000
+CHUNK = 10_000  # test rows that are in memory at once
 
 
 def measure_baselines(run: Run) -> list[dict[str, Any]]:
@@ -72,6 +74,8 @@ def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
 
 
 def _measure(table: ReviewTable, split: Split) -> list[dict[str, Any]]:
+    train, labels = sample_rows(split.train), table.labels
+    sampled = f", {len(train):,} of {len(split.train):,} rows" if len(train) < len(split.train) else ""
     n_grams = TfidfVectorizer(
         analyzer="char", ngram_range=(1, 3), sublinear_tf=True, min_df=2 if len(split.train) >= MANY_ROWS else 1
     )
@@ -79,14 +83,15 @@ def _measure(table: ReviewTable, split: Split) -> list[dict[str, Any]]:
     # C and sublinear_tf are the best of a 3-fold cross-validation on the hotel reviews' training rows.
     classifiers = {
         "majority class": DummyClassifier(strategy="most_frequent"),
-        "TF-IDF + logistic regression": make_pipeline(n_grams, LogisticRegression(C=30, solver="newton-cg")),
+        f"TF-IDF + logistic regression{sampled}": make_pipeline(n_grams, LogisticRegression(C=30, solver="newton-cg")),
     }
-    texts, labels = table.texts.to_numpy(), table.labels
+    test = [split.test[start : start + CHUNK] for start in range(0, len(split.test), CHUNK)]
     # F1 as for the runs: of the second class if there are two, otherwise the unweighted mean.
     average = "binary" if len(table.class_names) == 2 else "macro"
     baselines = []
     for name, classifier in classifiers.items():
-        predicted = classifier.fit(texts[split.train], labels[split.train]).predict(texts[split.test])
+        classifier.fit(table.texts.iloc[train].to_numpy(object), labels[train])
+        predicted = np.concatenate([classifier.predict(table.texts.iloc[rows].to_numpy(object)) for rows in test])
         interval = wilson_interval(int((labels[split.test] == predicted).sum()), len(predicted))
         f1 = float(f1_score(labels[split.test], predicted, average=average, zero_division=0))
         entry = {"name": name, "accuracy": interval.estimate, "f1": f1, "interval": dataclasses.asdict(interval)}

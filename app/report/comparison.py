@@ -38,7 +38,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     """Return the content of comparison.json: everything that comparison.md and comparison.html show, in JSON types.
 
     Args:
-        baselines: train the baselines on the same rows, which takes about a minute per 100,000 rows.
+        baselines: train the baselines on the same rows, which takes up to half a minute.
 
     Raises:
         UserError: the runs have different splits, or a file is damaged.

@@ -169,13 +169,16 @@ class ReviewTrainer(Trainer):
         eval_set = next(candidate for candidate in sets if candidate.loader is dataloader)
         model = self.prepared.model.eval()
         broadcast_buffers(model, self.world)
-        shard: list[torch.Tensor] = []
+        device, n_classes = self.world.device, len(model.config.id2label)
+        shard, n_done = torch.empty(len(eval_set.positions), n_classes, dtype=torch.float64, device=device), 0
         for batch, is_filler in zip(dataloader, eval_set.is_filler, strict=True):
             _, logits, _ = self.prediction_step(model, batch, prediction_loss_only=False, ignore_keys=ignore_keys)
             class_logits = logits[0] if isinstance(logits, tuple) else logits  # some models return further outputs
             assert class_logits is not None
             if not is_filler:
-                shard.append(class_logits)
+                shard[n_done : n_done + len(class_logits)] = class_logits
+                n_done += len(class_logits)
+        assert n_done == len(shard), f"{n_done} rows were evaluated, not {len(shard)}"
         gathered = gather_rows(eval_set.positions, shard, len(eval_set), world=self.world)
         scores = score(gathered, eval_set.labels)
         names = ("accuracy", "f1", "precision", "recall", "loss")

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.csv_table import ReviewTable, list_rows, read_reviews
+from ..data.csv_table import Indices, ReviewTable, list_rows, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
-from ..data.split import Indices, Split, count_duplicates, split_reviews
+from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import count_of_tokens, count_truncated, hash_tokens, lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import (
     all_gather_object,
@@ -109,14 +109,17 @@ class ReviewData:
 
 
 def read_and_split(
-    settings: Settings, world_size: int, split_rows: SplitFunction = split_reviews
+    settings: Settings, world_size: int, split_rows: SplitFunction = split_reviews, *, cache_dir: Path | None = None
 ) -> tuple[ReviewTable, Split, BatchPlan]:
     """Read the reviews, split them, and divide the training rows into batches.
+
+    Args:
+        cache_dir: as for `read_reviews`.
 
     Raises:
         UserError: the file, the split or the batch size is invalid.
     """
-    table = read_reviews(settings.csv_path, settings.text_column, settings.label_column)
+    table = read_reviews(settings.csv_path, settings.text_column, settings.label_column, cache_dir=cache_dir)
     split = split_rows(
         table,
         test_size=settings.test_size,
@@ -133,15 +136,15 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
     Raises:
         AgreedError: a user's mistake on any rank.
     """
-    with raise_on_all_ranks(world):
-        table, split, plan = read_and_split(settings, world.size, split_rows)
+    cache_dir = Path(settings.cache_dir)
+    with local_main_process_first(world):  # it reads the CSV, and the others map what it has written
+        table, split, plan = read_and_split(settings, world.size, split_rows, cache_dir=cache_dir)
     check_fingerprints(split.fingerprint, world)
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
-    cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):
-        tokenizer = load_tokenizer(settings, table.texts.iloc[split.train], commit, cache_dir=cache_dir)
+        tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit, cache_dir=cache_dir)
     rows = tokenize(
         table,
         tokenizer,

@@ -17,7 +17,7 @@ from ..checkpoint.resume import Resume
 from ..common.errors import escape_control_characters
 from ..common.machine import Arithmetic, automatic_precision, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
-from ..data.csv_table import describe_dropped
+from ..data.csv_table import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
@@ -27,6 +27,7 @@ from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_record import RunRecord
 from ..runs.hashes import DIGITS
 from ..runs.schema import LATEST, PREDICTIONS, RUNS
+from ..setting_groups import TINY
 from ..settings import Settings
 from .build import ReviewData
 from .step import warmup_steps
@@ -51,6 +52,8 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         if table.path.resolve() == SAMPLE_CSV
         else ""
     )
+    n_sampled = len(sample_rows(split.train))
+    sampled = settings.model == TINY and n_sampled < len(split.train)
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
     commit = f" at {data.commit[:12]}" if data.commit else ""
@@ -69,6 +72,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters"),
+        *([("tokenizer", f"learned from {n_sampled:,} of {len(split.train):,} training rows")] if sampled else []),
         *([("vocabulary", str(vocabulary))] if vocabulary else []),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),

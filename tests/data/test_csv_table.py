@@ -23,8 +23,10 @@ from app.data.csv_table import describe_dropped, read_reviews
 GOOD = "label,review\n1,很好\n0,很差\n"
 
 
-@pytest.fixture
-def csv_file(tmp_path):
+@pytest.fixture(params=[1 << 20, 3], ids=["at once", "in chunks"])
+def csv_file(request, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.data.csv_checks.CHUNK", request.param)
+
     def write(content: str | bytes, encoding: str = "utf-8") -> Path:
         path = tmp_path / "reviews.csv"
         path.write_bytes(content if isinstance(content, bytes) else content.encode(encoding))

@@ -78,7 +78,9 @@ def test_every_rank_has_the_same_number_of_batches_and_filler_is_marked(n, ranks
 def test_rows_of_similar_length_are_evaluated_together():
     shares, lengths = eval_sets(40, 2, 5)
     for share in shares:
-        assert sorted(lengths[list(share.positions)]) == lengths[list(share.positions)].tolist()
+        of_batches = [lengths[batch].tolist() for batch in real_batches(share)]
+        assert of_batches == sorted(of_batches, reverse=True), "the longest come first"
+        assert all(batch == sorted(batch) for batch in of_batches)
 
 
 def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them():

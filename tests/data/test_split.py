@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
+from app.data import split as split_module
 from app.data.csv_table import ReviewTable, read_reviews
 from app.data.split import Split, count_duplicates, describe_duplicates, split_reviews
 
@@ -96,6 +97,16 @@ def test_reviews_that_occur_in_several_parts_are_counted():
         "1 of 4 test reviews also occur in training; 1 of 4 test reviews also occur in validation; "
         "1 of 2 validation reviews also occur in training: scores on new reviews may be lower"
     )
+
+
+def test_only_equal_reviews_are_duplicates_even_if_their_hashes_are_equal(monkeypatch):
+    monkeypatch.setattr(split_module, "_hash_texts", lambda texts: np.zeros(len(texts), dtype=np.uint64))
+    test_reviews_that_occur_in_several_parts_are_counted()
+
+
+def test_reviews_are_hashed_in_chunks(monkeypatch):
+    monkeypatch.setattr(split_module, "CHUNK", 2)
+    test_reviews_that_occur_in_several_parts_are_counted()
 
 
 def test_without_duplicates_there_is_no_line():

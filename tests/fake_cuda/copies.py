@@ -58,6 +58,6 @@ def _transfer(source: torch.Tensor, destination: torch.Tensor, non_blocking: boo
     launch("copy", reads, writes)
     if waits:
         guard.join(stream, HOST)
-    else:
+    elif host.numel() > 0:  # otherwise there is nothing to read too early
         access = Access(stream, guard.launch(stream), "copy without waiting")
         ALLOCATOR.host_memory_of(host).access(access, is_write=bool(reads))

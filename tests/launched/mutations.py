@@ -55,8 +55,8 @@ def one_label(world: World) -> Iterator[None]:
     """The label of the last row of the first step, in the order of `--train_sampling_strategy random`."""
     read = app.training.build.read_and_split
 
-    def read_changed(settings: Any, *arguments: Any) -> Any:
-        table, split, plan = read(settings, *arguments)
+    def read_changed(settings: Any, *arguments: Any, **options: Any) -> Any:
+        table, split, plan = read(settings, *arguments, **options)
         order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(settings.seed))
         labels = table.labels.copy()
         labels[split.train[order[plan.global_size - 1]]] ^= 1

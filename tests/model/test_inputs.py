@@ -265,5 +265,5 @@ def test_rows_are_gathered_only_after_the_device_is_done(monkeypatch):
     waits = []
     monkeypatch.setattr(collectives, "wait_for_device", waits.append)
     with process_group_of(0, 1) as world:
-        collectives.gather_rows([1, 0], [torch.ones(2, 3)], 2, world=world)
+        collectives.gather_rows([1, 0], torch.ones(2, 3, dtype=torch.float64), 2, world=world)
         assert waits == [world]

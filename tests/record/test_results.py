@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.run_records import Copies, add_steps, begin, correct_predictions
@@ -26,8 +27,8 @@ from transformers import (
 from app.common import files
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny_bert import learn_tokenizer
-from app.record import steps
-from app.record.results import mfu, stage_model
+from app.record import results, steps
+from app.record.results import mfu, stage_model, write_predictions
 from app.record.steps import Totals
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
@@ -128,6 +129,17 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
     assert run.metrics["hash"] == record.results_hash == hash_run(record.folder)
     assert record.results_hash in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
     assert record.results_hash[:16] in describe_result(correct_predictions(record)["scores"], record)
+
+
+def test_predictions_are_written_in_chunks(new_record, tmp_path, monkeypatch):
+    info = new_record(max_length=16)[0].info
+    logits = np.random.default_rng(0).normal(size=(len(info.split.test), 2))
+    write_predictions(tmp_path / "at_once.csv", info.table, info.split, logits=logits)
+    monkeypatch.setattr(results, "CHUNK", 5)
+    write_predictions(tmp_path / "in_chunks.csv", info.table, info.split, logits=logits)
+    content = (tmp_path / "in_chunks.csv").read_bytes()
+    assert content == (tmp_path / "at_once.csv").read_bytes()
+    assert content.count(b"\n") == 1 + len(info.split.test) > 6
 
 
 def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):

@@ -11,6 +11,7 @@ from helpers.run_folders import edit_json, write_run
 
 from app import compare
 from app.common.errors import UserError
+from app.data import csv_table
 from app.program import run_program
 from app.report import baselines
 from app.report.baselines import measure_baselines, reread_rows
@@ -51,6 +52,16 @@ def test_f1_of_more_than_two_classes_is_the_macro_average(review_csv, tmp_path):
     shares = run.predictions["label"].value_counts(normalize=True)
     assert majority["accuracy"] in shares.to_list()
     assert majority["f1"] < majority["accuracy"]  # the other classes contribute 0
+
+
+def test_many_rows_are_sampled_and_the_name_says_so(run, monkeypatch):
+    expected = measure_baselines(run)
+    monkeypatch.setattr(baselines, "CHUNK", 4)
+    assert measure_baselines(run) == expected, "test rows are predicted one by one"
+    monkeypatch.setattr(csv_table, "MAX_SAMPLE", 30)
+    _, sampled = measure_baselines(run)
+    assert sampled["name"] == "TF-IDF + logistic regression, 23 of 45 rows"
+    assert sampled["accuracy"] == 1.0
 
 
 def test_settings_that_are_null_are_the_defaults(run):

@@ -10,6 +10,7 @@ from helpers.architectures import write_model
 from transformers import BertConfig
 
 from app.common.errors import AgreedError
+from app.data import csv_table
 from app.distributed.world import World
 from app.record.run_folder import split_content
 from app.settings import Settings
@@ -56,3 +57,14 @@ def test_reviews_in_several_parts_are_counted_once_for_all_that_name_them(world,
     assert " 7 of " in "\n".join(lines)
     record.run_folder.unlock()
     assert len(counted) == 1
+
+
+def test_a_vocabulary_that_is_learned_from_a_sample_is_announced(world, review_csv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    monkeypatch.setattr(World, "print_main", lambda world, line: lines.append(line))
+    for at_most in (54, 20):
+        monkeypatch.setattr(csv_table, "MAX_SAMPLE", at_most)
+        settings = Settings(csv=str(review_csv(60)), max_length=16, use_cpu=True, train_batch_size=4)
+        prepare("ddp_loop", settings, world).record.run_folder.unlock()
+        assert ("tokenizer  learned from 18 of 54 training rows" in "\n".join(lines)) == (at_most == 20)

@@ -128,7 +128,7 @@ def open_task(model: str, settings: Settings, *, steps: int, rounds: int, world:
         settings = replace(settings, disable_tqdm=True)
         with raise_on_all_ranks(world):
             table, split, _ = read_and_split(settings, world.size)
-            settings = with_model(settings, model, table.texts.iloc[split.train], folder=folder / "model")
+            settings = with_model(settings, model, table.sample_texts(split.train), folder=folder / "model")
         data = build_data(settings, world)
         yield OpenTask(
             Task(data, build_model(settings, data, world, trim=False).model, steps, rounds + 1), settings, folder
