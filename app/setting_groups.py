@@ -55,6 +55,11 @@ class DataSettings:
         "maximum number of tokens per review, including special tokens; longer reviews are truncated",
         valid=count(3, "tokens"),
     )
+    pad_to_multiple_of: int = setting(
+        1,
+        "pad batches to a multiple of so many tokens: fewer different lengths, for which kernels may be faster",
+        valid=count(1, "tokens"),
+    )
     cache_dir: str = setting(
         "runs/cache",
         "folder of the cache of vocabularies and tokens, which all runs share; safe to delete",

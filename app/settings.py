@@ -58,6 +58,8 @@ class Settings(
     def _contradictions(self) -> Iterator[str]:
         """Yield the rules between settings that are broken."""
         engine, hook = self.trainer_engine, self.ddp_comm_hook
+        if self.pad_to_multiple_of > 0 and self.max_length % self.pad_to_multiple_of:
+            yield f"--pad_to_multiple_of {self.pad_to_multiple_of}: must divide --max_length {self.max_length}"
         if self.cpu_offload and self.strategy != "zero3":
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
         if self.deepspeed is not None and self.strategy != "ddp":

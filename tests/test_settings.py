@@ -67,3 +67,14 @@ def test_gradients_that_cannot_be_compressed_are_refused(settings, message):
 def test_gradients_can_be_rounded_with_any_precision(hook):
     for precision in ("fp32", "bf16", "fp16", "fp64"):
         Settings(precision=precision, ddp_comm_hook=hook, strategy="zero1", ddp_find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("multiple", "valid"), [(1, True), (8, True), (100, True), (7, False), (200, False), (0, False)]
+)
+def test_no_batch_is_padded_beyond_the_maximum_length(multiple, valid):
+    if valid:
+        assert Settings(max_length=200, pad_to_multiple_of=multiple).pad_to_multiple_of == multiple
+        return
+    with pytest.raises(UserError, match=f"--pad_to_multiple_of {multiple}: must"):
+        Settings(max_length=100 if multiple == 200 else 200, pad_to_multiple_of=multiple)

@@ -18,7 +18,10 @@ from ..distributed.world import World
 
 
 class Collator(DataCollatorWithPadding):
-    """Pad rows to the longest of a batch. Keep only the tokenizer's `model_input_names` and the labels."""
+    """Pad rows to the longest of a batch, or to the next multiple of a number of tokens.
+
+    Keep only the tokenizer's `model_input_names` and the labels.
+    """
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         names = {*self.tokenizer.model_input_names, "labels"}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # Every step depends on them.
 EVERY_STEP = (
-    *("max_length", "dropout", "attn_implementation", "train_batch_size", "logical_ranks", "learning_rate"),
-    "lr_scheduler_type",
+    *("max_length", "pad_to_multiple_of", "dropout", "attn_implementation", "train_batch_size", "logical_ranks"),
+    *("learning_rate", "lr_scheduler_type"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("train_sampling_strategy", "seed", "precision", "ddp_comm_hook", "deterministic"),
 )

@@ -55,10 +55,11 @@ class ReviewData:
     tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
     n_truncated: int  # reviews that had more than `max_length` tokens
     tokens_hash: str  # as returned by `hash_tokens`
+    pad_to_multiple_of: int = 1  # tokens
 
     @property
     def collator(self) -> Collator:
-        return Collator(self.tokenizer)
+        return Collator(self.tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
 
     @cached_property
     def duplicates(self) -> dict[str, int]:
@@ -165,6 +166,7 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
         tokens=occurring_tokens(rows),
         n_truncated=count_truncated(rows),
         tokens_hash=hash_tokens(rows, tokenizer),
+        pad_to_multiple_of=settings.pad_to_multiple_of,
     )
 
 

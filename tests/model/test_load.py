@@ -208,6 +208,8 @@ def test_the_tokenizer_returns_and_saves_the_inputs_that_the_model_accepts(
     batch = Collator(tokenizer)(rows)
     assert sorted(batch) == sorted([*accepted, "labels"])
     model(**batch).loss.backward()
+    padded = Collator(tokenizer, pad_to_multiple_of=8)(rows)
+    assert padded["input_ids"].shape[1] == -(-batch["input_ids"].shape[1] // 8) * 8
     tokenizer.save_pretrained(tmp_path / "saved")
     assert sorted(AutoTokenizer.from_pretrained(tmp_path / "saved").model_input_names) == sorted(accepted)
 
