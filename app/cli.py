@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 import yaml
 
 from .common.errors import UserError, shorten
-from .common.flag_hints import hint_for
 from .common.paths import PACKAGE, with_package_name
 from .setting_groups import GROUPS
 from .settings import Settings
@@ -128,6 +127,8 @@ class SettingsParser(OneLineParser):
             # Only flags that --help lists: a suggestion must not be rejected in turn.
             listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
             flags = {name[2:] for name in listed if name.startswith("--") and "-" not in name[2:]}
+            from .common.flag_hints import hint_for  # here, because only a mistake needs it
+
             hint = hint_for(unknown[0], flags)
             self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
         given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]

@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from transformers import PreTrainedModel
+
+from ..common.errors import UserError
 
 # The finalizer of MurmurHash3 (Austin Appleby, public domain) multiplies by these, and 2^32 divided by the golden ratio
 # spreads consecutive positions. As signed integers, since PyTorch has no shifts and products of unsigned ones.
@@ -122,6 +125,21 @@ class RowDropout(TorchFunctionMode):
             yield
         finally:
             self.__exit__(None, None, None)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute the activations of each layer in the backward pass, with the same dropout masks.
+
+    Activation checkpointing: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+
+    Raises:
+        UserError: the model does not support it.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
+    # transformers 5.23 warns that it has renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": True, "context_fn": contexts_of_checkpointing})
 
 
 def contexts_of_checkpointing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -21,8 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..common.errors import UserError, raised_by_model
-from ..model.checkpointing import checkpoint_activations
-from ..model.dropout import RowDropout
+from ..model.dropout import RowDropout, checkpoint_activations
 from ..model.hub import first_line
 from ..model.inputs import expand_mask
 from ..model.load import build_from_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from ..common.errors import AgreedError
 from ..data.sampler import BatchPlan
-from .compression import PowerSGD
+
+if TYPE_CHECKING:
+    from .compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
 # Ranges in a trace of torch.profiler, by which app/profiling/breakdown.py tells the parts of a step apart.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +25,11 @@ from .base import (
     clip_by_norm,
     sum_of_squares,
 )
-from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce
 from .optimization import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
+
+if TYPE_CHECKING:
+    from .compression import PowerSGD
 
 
 class DDPStrategy(PlainAdamW):
@@ -62,6 +64,8 @@ class DDPStrategy(PlainAdamW):
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         settings, plan, hook = self.settings, self.plan, self.settings.ddp_comm_hook
+        if hook != "no":
+            from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce  # here, because other runs do not need it
         if hook == "power_sgd":
             self.power_sgd = PowerSGD(self.parameters, self.world, total_steps=plan.total_steps, seed=settings.seed)
         elif hook != "no":  # even with one process, so that the results are the same

@@ -28,7 +28,7 @@ from ..distributed.collectives import (
     raise_on_all_ranks,
 )
 from ..distributed.world import World
-from ..model.checkpointing import checkpoint_activations
+from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
 from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
@@ -55,7 +55,7 @@ class ReviewData:
     tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
     n_truncated: int  # reviews that had more than `max_length` tokens
     tokens_hash: str  # as returned by `hash_tokens`
-    pad_to_multiple_of: int = 1  # tokens
+    pad_to_multiple_of: int  # to which the collator pads
 
     @property
     def collator(self) -> Collator:

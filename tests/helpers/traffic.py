@@ -21,7 +21,7 @@ from transformers import (
 from app.bench.harness import Bench
 from app.bench.traffic import Counts, as_counts, count_third_step
 from app.distributed.world import Topology, World
-from app.model.checkpointing import checkpoint_activations
+from app.model.dropout import checkpoint_activations
 from app.model.precision import training_dtype
 from app.plan.step import plan_step
 from app.settings import Settings

@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from app.common.errors import UserError
-from app.model.checkpointing import checkpoint_activations
-from app.model.dropout import RowDropout
+from app.model.dropout import RowDropout, checkpoint_activations
 from app.plan.empty_model import count_activations, without_data
 from app.settings import Settings
 
