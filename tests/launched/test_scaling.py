@@ -59,8 +59,10 @@ def link() -> Iterator[ShapedLink]:
             unavailable(str(refusal))
 
 
-def samebits_namespaces() -> set[str]:
-    return {line.split()[0] for line in run_command(["ip", "netns", "list"]).stdout.splitlines() if "samebits" in line}
+def namespaces_of(job: Job) -> list[str]:
+    """Return the network namespaces that a job has created. Other tests may create and remove theirs meanwhile."""
+    names = [line.split()[0] for line in run_command(["ip", "netns", "list"]).stdout.splitlines()]
+    return [name for name in names if name.startswith(f"samebits-{job.torchrun.pid}-")]
 
 
 @pytest.mark.parametrize("shape", [Link(1, 5), Link(1, 0.1), Link(0.2, 20)], ids=str)
@@ -82,11 +84,10 @@ def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(link: ShapedLink,
 def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--ranks", 2, "--links", "1:1", "--rounds", 1, "--steps", 1, "--length", 16, "--rows", 2]
     flags += ["--train_batch_size", 4, "--output_dir", tmp_path / "out"]
-    before = samebits_namespaces()
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
         done = job.finish()
     assert done.status == 0, done.err
-    assert samebits_namespaces() <= before
+    assert not namespaces_of(job)
     report = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]
     assert "<svg" in (tmp_path / "out" / "scaling.html").read_text()
     measured = {**report["one_node"], **report.get("two_nodes", {})}
@@ -104,15 +105,15 @@ def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> N
 
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--ranks", 2, "--links", "1:1", "--rounds", 100, "--output_dir", tmp_path / "out"]
-    before = samebits_namespaces()
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
         # The last job is just being started when its log appears.
         job.wait_for(
             (tmp_path / "out" / "nodes-1.log" if os.geteuid() == 0 else tmp_path / "out" / "ranks-2.log").exists
         )
+        assert len(namespaces_of(job)) == (2 if os.geteuid() == 0 else 0)
         os.kill(job.torchrun.pid, signal.SIGINT)
         done = job.finish()
         assert done.status == 130, done.err
         assert "every job that was started has ended" in done.err
-    assert samebits_namespaces() <= before
+    assert not namespaces_of(job)
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]

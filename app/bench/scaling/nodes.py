@@ -65,7 +65,7 @@ def network_namespaces() -> Iterator[list[str]]:
     if shutil.which("ip", path=SYSTEM_PATH) is None:
         raise NamespacesUnavailable("two nodes on one machine need Linux with iproute2 (the command ip)")
     unique = uuid.uuid4().hex[:8]
-    names = [f"samebits-{unique}-{node}" for node in range(2)]
+    names = [f"samebits-{os.getpid()}-{unique}-{node}" for node in range(2)]
     keeper = ["bash", "-c", KEEPER, "keeper", *names]
     # Started first, so that nothing can remain. It is not in this session: Ctrl-C must not end it.
     with subprocess.Popen(
