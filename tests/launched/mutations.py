@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from accelerate import DistributedType, PartialState
 
@@ -120,7 +121,9 @@ def fp32_norm(world: World) -> Iterator[None]:
     """The squares of the gradients are summed in fp32."""
 
     def sum_in_fp32(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+        # One after another: some kernels add in pairs, whose errors may happen to cancel.
+        squares = np.concatenate([tensor.square().flatten().numpy() for tensor in tensors])
+        return torch.tensor(np.add.accumulate(squares, dtype=np.float32)[-1])
 
     with patch_everywhere("sum_of_squares", sum_in_fp32):
         yield
