@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .common.errors import UserError
+from .common.errors import UserError, shorten
 from .common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from .setting_groups import (
     CheckpointSettings,
@@ -59,7 +59,8 @@ class Settings(
         """Yield the rules between settings that are broken."""
         engine, hook = self.trainer_engine, self.ddp_comm_hook
         if self.pad_to_multiple_of > 0 and self.max_length % self.pad_to_multiple_of:
-            yield f"--pad_to_multiple_of {self.pad_to_multiple_of}: must divide --max_length {self.max_length}"
+            multiple, length = (shorten(str(number)) for number in (self.pad_to_multiple_of, self.max_length))
+            yield f"--pad_to_multiple_of {multiple}: must divide --max_length {length}"
         if self.cpu_offload and self.strategy != "zero3":
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
         if self.deepspeed is not None and self.strategy != "ddp":

@@ -261,6 +261,8 @@ EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 
 @example("warmup_steps", "1e308", "linear")
 @example("eval_batch_size", "9" * 400, "linear")
 @example("threads", "9" * 400, "linear")
+@example("pad_to_multiple_of", "9" * 400, "linear")
+@example("max_length", "9" * 400, "linear")
 @example("per_device_train_batch_size", "3501", "linear")
 @example("logical_ranks", "1", "linear")
 @example("logical_ranks", "3", "linear")
