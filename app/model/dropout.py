@@ -73,10 +73,10 @@ class RowDropout(TorchFunctionMode):
         """Do what `torch.nn.functional.dropout` does."""
         if not training or p == 0:
             return input
-        if p == 1 or inplace or not 2 <= input.ndim <= 4 or len(input) != len(self.rows):
+        if not 0 < p < 1 or inplace or not 2 <= input.ndim <= 4 or len(input) != len(self.rows):
             result: torch.Tensor = functional.dropout(input, p, training, inplace)
             return result
-        dropped = round(p * LEVELS)  # of LEVELS
+        dropped = min(round(p * LEVELS), LEVELS - 1)  # of LEVELS: not all of them, because the rest is scaled
         # The mask has the values 0 and -1, which the scale turns into 0 and 1 / (1 - p).
         return (input * self.mask(input, dropped)).mul_(-LEVELS / (LEVELS - dropped))
 

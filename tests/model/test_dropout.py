@@ -143,6 +143,23 @@ def test_without_dropout_the_tensor_is_returned(arguments):
         assert functional.dropout(x, *arguments) is x
 
 
+def test_a_probability_that_rounds_to_1_still_has_a_scale():
+    with RowDropout(42, 0, range(4)):
+        result = functional.dropout(torch.ones(4, 64, 512), 0.99999)
+    assert set(result.unique().tolist()) == {0, 2**15}
+
+
+def test_a_probability_of_1_drops_all_elements():
+    with RowDropout(42, 0, range(4)):
+        assert not functional.dropout(torch.ones(4, 6), 1.0).any()
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_an_impossible_probability_is_rejected_as_by_pytorch(p):
+    with RowDropout(42, 0, range(4)), pytest.raises(ValueError, match="between 0 and 1"):
+        functional.dropout(torch.ones(4, 6), p)
+
+
 @pytest.mark.parametrize("shape", [(4,), (5, 3), (4, 2, 2, 2, 2)])
 def test_a_tensor_without_rows_gets_a_mask_per_micro_batch(shape):
     with RowDropout(42, 0, range(4)):
