@@ -26,8 +26,9 @@ from ..common.errors import UserError
 FIRST_FACTOR, SECOND_FACTOR, GOLDEN_RATIO = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32, 0x9E3779B9 - 2**32
 LEVELS = 1 << 15  # a probability is rounded to a multiple of 1 / LEVELS, which needs 15 bits of a 16-bit integer
 CALLS = 64  # dropouts whose keys are computed together
-# Places that are reserved for the last dimension, in pairs of elements, and for the one before it. A position has the
-# same number whatever part of them a tensor has, because the size of a dimension may include padding.
+# The numbers of positions leave room for 4096 pairs of elements in the last dimension and for 8192 elements in the one
+# before it. So they do not depend on how much padding these dimensions include, unless one of them is longer. In 32
+# bits, 128 heads then have positions of their own.
 PLACES = (1 << 12, 1 << 13)
 
 NOTE_ON_DRAWS = (
@@ -40,8 +41,9 @@ class RowDropout(TorchFunctionMode):
     """A context in which a forward pass has dropout masks that belong to the rows of the global batch.
 
     It replaces each `torch.nn.functional.dropout` of a tensor (rows, …) of two to four dimensions, such as hidden
-    states (rows, tokens, features) and eager attention's weights (rows, heads, tokens, tokens). Everything else that a
-    model draws at random has a seed per micro-batch: `draws_per_micro_batch` tells whether there is anything else.
+    states (rows, tokens, features) and eager attention's weights (rows, heads, tokens, tokens), unless it works in
+    place. Everything else that a model draws at random has a seed per micro-batch: `draws_per_micro_batch` tells
+    whether there is anything else.
     """
 
     def __init__(self, seed: int, step: int, rows: range) -> None:

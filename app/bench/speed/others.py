@@ -1,4 +1,4 @@
-"""The recipes of others, written as in their documentation: they use nothing of this project but the rows.
+"""The recipes of others, written as in their documentation: they use nothing of this project but data and weights.
 
 None of them accumulates gradients: each rank trains on its share of the global batch at once.
 """
