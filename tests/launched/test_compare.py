@@ -95,6 +95,35 @@ def test_the_remedy_that_compare_names_makes_different_runs_identical(compare, t
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--logical_ranks", 2]], ids=["no flags", "as in README"])
+def test_two_processes_and_one_as_people_type_them(launch, compare, tmp_path, flags):
+    """README's three lines, with and without the flag that it adds."""
+    brief = ["--csv", SAMPLE_CSV, "--max_length", 32, "--max_steps", 4, "--eval_strategy", "no", "--use_cpu"]
+    for path, ranks in (("ddp_loop", 2), ("trainer_run", 1)):
+        done = launch(path, *brief, *flags, ranks=ranks)
+        assert done.status == 0, done.err
+    runs = [tmp_path / "runs" / path / "latest" for path in ("ddp_loop", "trainer_run")]
+    status, lines = compare(*runs, "--assert_equal", "--no_baselines", "--output_dir", "report")
+    page, report = ((tmp_path / "report" / f"comparison.{kind}").read_text() for kind in ("html", "md"))
+    if flags:
+        assert (status, lines) == (0, [])
+        assert "itwise identical" in page
+        assert "itwise identical" in report
+        return
+    (line,) = lines
+    threads = [json.loads((run / "settings.json").read_text())["threads"] for run in runs]  # by the number of cores
+    cause = "ranks 2 and 1, logical ranks 2 and 1"
+    remedy = "--logical_ranks 2"
+    if threads[0] != threads[1]:
+        cause, remedy = f"{cause}, threads {threads[0]} and {threads[1]}", f"{remedy} --threads {threads[0]}"
+    explanation = f"rained differently: {cause}; start both with {remedy}"
+    assert status == 1
+    assert line.endswith(f"; t{explanation}")
+    assert f"**T{explanation}.**" in report
+    assert f"T{explanation}." in " ".join(re.sub("<[^>]*>", "", page).split())
+
+
 def test_comparing_two_runs_without_a_report_imports_nothing_that_takes_seconds():
     slow = ("matplotlib", "sklearn", "scipy", "datasets", "evaluate")
     code = f"import sys, app.compare; print([name for name in {slow} if name in sys.modules])"
