@@ -3,40 +3,69 @@
     python -m app.bench.scaling
     python -m app.bench.scaling --ranks 1 2 --links 1:5 --rounds 3
     python -m app.bench.scaling --links --link_gbit 100 --link_latency_us 10
+    python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100 --straggler_percent 3
+    python -m app.bench.scaling --profile runs/ddp_loop/latest --parameters 60e6
 
 Starts torchrun jobs with 1, 2, 4 and 8 ranks on this machine's CPU, and one on two network namespaces with a shaped
-link between them (needs root; left out otherwise). Writes scaling.html and scaling.json into `--output_dir`.
-docs/scaling.md explains the measurements, the model that predicts them and clusters of up to 1,024 ranks, and the page.
+link between them (needs root; left out otherwise). With `--step_ms` or `--profile` it starts none, and only predicts a
+cluster, such as of GPUs: from the time of a step without exchanges, or from the folder of a run with `--profile N`.
+Writes scaling.html and scaling.json into `--output_dir`. docs/scaling.md explains the measurements, the model that
+predicts them and clusters of up to 1,024 ranks, and the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from ...cli import OneLineParser, count, positive
+import torch
+
+from ...cli import OneLineParser, command_line, count, positive
 from ...common.cores import usable_cores
 from ...common.errors import UserError, escape_control_characters, shorten
 from ...common.files import write_json, write_text
+from ...common.machine import describe_machine
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ..harness import SIZES
-from ..page import as_html, as_markdown
-from .cluster import ClusterFlags, Hop
+from ..page import Section, as_html, as_markdown
+from .cluster import Hop
+from .cluster_section import ClusterFlags, cluster_section
 from .measure import ScalingPlan, measure, open_jobs
 from .nodes import Link
 from .predict import fit
 from .report import describe, raw_data, sections
+from .step_profile import LINK, NODE, StepProfile, from_step_time, profile_input, read_profile
 from .task_job import check_temporary_folder
 
 TITLE = "Scaling"
 DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")  # Gbit/s and milliseconds
 MOST_RANKS = 64  # on one machine
+MOST_PARAMETERS = 1e12
+MEASUREMENT_FLAGS = ("model", "ranks", "links", "train_batch_size", "length", "threads", "steps", "rounds")
 
 
 def main() -> int:
     arguments = parse()
+    profile = step_profile(arguments)
+    cluster = cluster_flags(arguments, profile)
+    if profile is None:
+        predict_from_measurements(arguments, cluster)
+        return 0
+    source = profile_input(profile, round(arguments.parameters), cluster)
+    facts = {**describe_machine(torch.device("cpu")), "command": command_line()}
+    section = cluster_section(source, cluster)
+    data = {"computation": asdict(source.computation), "sections": {section.name: section.data}}
+    write_report(create_folder(arguments.output_dir, RUNS / "scaling"), facts, [section], data=data)
+    return 0
+
+
+def predict_from_measurements(arguments: argparse.Namespace, cluster: ClusterFlags) -> None:
     plan = ScalingPlan(
         size=arguments.model,
         ranks=sorted(set(arguments.ranks)),
@@ -49,26 +78,23 @@ def main() -> int:
         threads=arguments.threads,
     )
     check(plan)
-    cluster = ClusterFlags(
-        ranks_per_node=arguments.ranks_per_node,
-        link=hop(arguments, "link"),
-        node=hop(arguments, "node"),
-        batch=arguments.cluster_batch_size,
-    )
     folder = create_folder(arguments.output_dir, RUNS / "scaling")
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
         method = jobs.nodes[1].method if jobs.nodes else None
     n_cores = len(usable_cores())
     fits = fit(rounds, n_cores, plan.threads)
-    facts = describe(plan, method)
     report = sections(plan, rounds, fits, flags=cluster, n_cores=n_cores)
+    write_report(folder, describe(plan, method), report, data=raw_data(plan, rounds, fits, report=report))
+
+
+def write_report(folder: Path, facts: dict[str, str], report: Sequence[Section], *, data: Mapping[str, Any]) -> None:
+    """Print the tables, and write the page and the numbers."""
     for section in report:
         print(f"\n{as_markdown(section)}")
-    write_json(folder / "scaling.json", {"machine": facts, **raw_data(plan, rounds, fits, report=report)})
+    write_json(folder / "scaling.json", {"machine": facts, **data})
     write_text(folder / "scaling.html", as_html(TITLE, facts, report, json_name="scaling.json"))
     print(escape_control_characters(f"written to {folder}/: scaling.html, scaling.json"))
-    return 0
 
 
 def parse() -> argparse.Namespace:
@@ -85,21 +111,68 @@ def parse() -> argparse.Namespace:
     add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
     add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
     add("--ranks_per_node", type=count, default=8, metavar="N", help="of the predicted cluster (default: 8)")
+    add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
+    add("--profile", metavar="RUN", help="the same, from the folder of a run with --profile N")
+    add("--parameters", type=positive, metavar="N", help="of the model with --step_ms or --profile, such as 60e6")
+    straggler = "standard deviation of the ranks' computation in a step (default: that of the --profile, otherwise 0)"
+    add("--straggler_percent", type=percentage, metavar="X", help=straggler)
     add("--cluster_batch_size", type=count, default=1024, metavar="N", help="its rows, strong scaling (default: 1024)")
-    add("--link_gbit", type=positive, metavar="X", help="rate between its nodes (default: measured, unshaped link)")
-    add("--link_latency_us", type=positive, metavar="X", help="latency between its nodes in microseconds")
-    add("--node_gbit", type=positive, metavar="X", help="rate between the ranks of a node (default: measured)")
-    add("--node_latency_us", type=positive, metavar="X", help="latency between the ranks of a node in microseconds")
+    assumed = " (default: measured; with --step_ms or --profile: {:g})"
+    for kind, where, default in (("link", "between its nodes", LINK), ("node", "between the ranks of a node", NODE)):
+        rate, latency = (assumed.format(number) for number in (8e-9 / default.beta, default.alpha * 1e6))
+        add(f"--{kind}_gbit", type=positive, metavar="X", help=f"Gbit/s {where}{rate}")
+        add(f"--{kind}_latency_us", type=positive, metavar="X", help=f"microseconds of a message {where}{latency}")
     add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/scaling/)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    source = next((name for name in ("step_ms", "profile") if getattr(arguments, name) is not None), None)
+    for name in MEASUREMENT_FLAGS if source else ():
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UserError(f"--{name}: with --{source}, nothing is measured")
+    return arguments
 
 
-def hop(arguments: argparse.Namespace, kind: str) -> Hop | None:
-    """Return the message that `--<kind>_gbit` and `--<kind>_latency_us` describe; None: neither is given."""
+def step_profile(arguments: argparse.Namespace) -> StepProfile | None:
+    """Return the step that `--step_ms` or `--profile` describes; None: steps are measured.
+
+    Raises:
+        UserError: flags contradict each other, or the run has no profile.
+    """
+    step_ms, run, parameters = arguments.step_ms, arguments.profile, arguments.parameters
+    if step_ms is None and run is None:
+        if parameters is not None:
+            raise UserError("--parameters: give --step_ms or --profile, too; otherwise --model has them")
+        return None
+    if step_ms is not None and run is not None:
+        raise UserError("--step_ms and --profile exclude each other: give only one of them")
+    if parameters is None:
+        raise UserError("--parameters: is missing: the number of the model's parameters, such as 60e6")
+    if not 1 <= parameters <= MOST_PARAMETERS:
+        raise UserError(f"--parameters {parameters:g}: must be from 1 to {MOST_PARAMETERS:g}")
+    return read_profile(Path(run)) if step_ms is None else from_step_time(step_ms, arguments.rows)
+
+
+def cluster_flags(arguments: argparse.Namespace, profile: StepProfile | None) -> ClusterFlags:
+    percent = arguments.straggler_percent
+    return ClusterFlags(
+        ranks_per_node=arguments.ranks_per_node,
+        link=hop(arguments, "link", LINK if profile else None),
+        node=hop(arguments, "node", NODE if profile else None),
+        batch=arguments.cluster_batch_size,
+        variation=percent / 100 if percent is not None else profile.variation if profile else 0.0,
+    )
+
+
+def hop(arguments: argparse.Namespace, kind: str, assumed: Hop | None) -> Hop | None:
+    """Return the message that `--<kind>_gbit` and `--<kind>_latency_us` describe; None: it is measured."""
     gbit, microseconds = getattr(arguments, f"{kind}_gbit"), getattr(arguments, f"{kind}_latency_us")
-    if (gbit is None) != (microseconds is None):
-        raise UserError(f"--{kind}_gbit and --{kind}_latency_us: give both or neither")
-    return None if gbit is None else Hop(microseconds / 1e6, 8 / (gbit * 1e9))
+    if assumed is None:
+        if (gbit is None) != (microseconds is None):
+            raise UserError(f"--{kind}_gbit and --{kind}_latency_us: give both or neither")
+        return None if gbit is None else Hop(microseconds / 1e6, 8 / (gbit * 1e9))
+    return Hop(
+        assumed.alpha if microseconds is None else microseconds / 1e6,
+        assumed.beta if gbit is None else 8 / (gbit * 1e9),
+    )
 
 
 def check(plan: ScalingPlan) -> None:
@@ -112,6 +185,14 @@ def check(plan: ScalingPlan) -> None:
         raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
     if plan.length > 512:
         raise UserError(f"--length {plan.length}: must be at most 512, which is what BERT's position embedding has")
+
+
+def percentage(text: str) -> float:
+    """Parse a standard deviation. If it were larger, the normal distribution would have many negative times."""
+    value = 0.0 if text == "0" else positive(text)
+    if value > 50:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from 0 to 50")
+    return value
 
 
 def link(text: str) -> Link:

@@ -15,7 +15,7 @@ from ...common.machine import describe_machine
 from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
 from ..rounds import Interval
-from .cluster import ClusterFlags, cluster_section
+from .cluster_section import ClusterFlags, cluster_section, measured_input
 from .measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
 from .predict import DISTURBED, Fits, measured_interval, over, predict, rounds_used
 
@@ -23,6 +23,11 @@ COLUMNS = ("rows per rank", "rounds", "measured", "range", "predicted", "interva
 ABOUT_RATIOS = (
     "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
     "Vertical lines: the interval of T(N) alone."
+)
+
+ABOUT_SUPERLINEAR = (
+    "Where a measured speedup exceeds the number of ranks, the efficiency is shown as 100%: the steps of one rank were "
+    "disturbed, or the smaller part of a batch fits the caches better."
 )
 
 
@@ -72,7 +77,7 @@ def sections(
         _one_node(plan, one_node, n_cores),
         *([_two_nodes(nodes)] if nodes else []),
         _inputs(rounds, fits),
-        cluster_section(plan, fits, flags, measured=own_core),
+        cluster_section(measured_input(plan, fits, flags, measured=own_core), flags),
     ]
 
 
@@ -105,7 +110,9 @@ def _one_node(plan: ScalingPlan, comparisons: Comparisons, n_cores: int) -> Sect
             for key, comparison in of_mode.items()
         ]
         per = f"{plan.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
-        tables.append(Table(f"{mode} scaling: {per}", ["ranks", *COLUMNS, "speedup", "efficiency"], rows))
+        above = any(float(row[-2]) > key.ranks for row, key in zip(rows, of_mode, strict=True) if row[-2])
+        note = ABOUT_SUPERLINEAR if above else ""
+        tables.append(Table(f"{mode} scaling: {per}", ["ranks", *COLUMNS, "speedup", "efficiency"], rows, note))
         if base is None:
             continue
         ratio = "speedup" if mode == "strong" else "efficiency"
@@ -154,7 +161,7 @@ def _ratio_cells(key: Configuration, comparison: Comparison, base: float | None)
     if base is None:
         return ["", ""]
     speedup = base / comparison.measured.middle * (key.ranks if key.mode == "weak" else 1)
-    return [f"{speedup:.2f}", f"{speedup / key.ranks:.0%}"]
+    return [f"{speedup:.2f}", f"{min(1.0, speedup / key.ranks):.0%}"]
 
 
 def _range(times: Interval) -> str:

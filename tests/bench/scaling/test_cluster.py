@@ -1,13 +1,34 @@
-"""All-reduces on a cluster, and the computation of other numbers of rows."""
+"""All-reduces on a cluster, the computation of other numbers of rows, stragglers, and the section of the report."""
 
 from __future__ import annotations
+
+import math
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.alpha_beta import ring_all_reduce, tree_all_reduce
-from app.bench.scaling.cluster import ALGORITHMS, Cluster, Hop, computation_of_rows, predict_cluster_step
+from app.bench.scaling.cluster import (
+    ALGORITHMS,
+    Cluster,
+    Hop,
+    LinearComputation,
+    expected_maximum,
+    fit_rows,
+    predict_cluster_step,
+    straggling,
+)
+from app.bench.scaling.cluster_section import (
+    ClusterFlags,
+    ClusterInput,
+    Scenario,
+    cluster_section,
+    predicted_steps,
+    ratios_over_one_rank,
+)
+from app.bench.scaling.measure import MODES
 from app.bench.scaling.predict import Computation
 
 WITHIN, BETWEEN = Hop(1.0, 0.01), Hop(10.0, 0.1)
@@ -63,21 +84,71 @@ def test_a_straight_line_through_the_measured_rows_is_recovered():
     def of(rows: float) -> Computation:
         return Computation(0.5 + 0.25 * rows, ((100, 0.1 * rows), (200, 0.2 + 0.2 * rows)))
 
-    measured = {rows: of(rows) for rows in (4, 8, 16)}
+    line = fit_rows({rows: of(rows) for rows in (4, 8, 16)})
     for rows in (1, 2.5, 8, 1024):
-        found, expected = computation_of_rows(rows, measured), of(rows)
+        found, expected = line.of_rows(rows), of(rows)
         assert found.seconds == pytest.approx(expected.seconds)
         assert [size for size, _ in found.buckets] == [100, 200]
         assert [at for _, at in found.buckets] == pytest.approx([at for _, at in expected.buckets])
 
 
-@given(first=st.floats(1e-4, 10), second=st.floats(1e-4, 10), rows=st.floats(1, 10**5))
-def test_noise_makes_no_computation_free(first, second, rows):
-    """On a busy machine, half the rows can take longer, or less than half the time."""
-    measured = {2: Computation(first, ((100, first),)), 4: Computation(second, ((100, second),))}
-    found = computation_of_rows(rows, measured)
-    assert found.seconds > 0
-    assert found.seconds <= computation_of_rows(2 * rows, measured).seconds
+@st.composite
+def noisy_computations(draw):
+    """Computations of 2 to 4 numbers of rows whose times have nothing to do with each other, as on a busy machine."""
+    measured = {}
+    for rows in draw(st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True)):
+        first, second, update = (draw(st.floats(1e-4, 10)) for _ in range(3))
+        measured[rows] = Computation(first + second + update, ((100, first), (200, first + second)))
+    return measured
+
+
+@given(measured=noisy_computations())
+def test_no_fit_has_a_negative_constant_or_slope(measured):
+    line = fit_rows(measured)
+    assert min(*line.constant, *line.per_row) >= 0
+    for rows in (1, 1024):
+        found = line.of_rows(rows)
+        assert 0 <= found.buckets[0][1] <= found.buckets[1][1] <= found.seconds
+        assert found.seconds > 0
+
+
+@given(measured=noisy_computations(), variation=st.floats(0, 0.5), slow=st.floats(1, 2))
+def test_no_predicted_efficiency_exceeds_100_percent(measured, variation, slow):
+    """A line with a negative constant, or lines of two buckets that cross, could make T(1) more than N times T(N)."""
+    scenarios = [
+        Scenario(1.0, WITHIN, BETWEEN),
+        Scenario(1 / slow, Hop(0, 0), Hop(0, 0)),
+        Scenario(slow, *[BETWEEN] * 2),
+    ]
+    source = ClusterInput(fit_rows(measured), scenarios, 8, ["about"])
+    flags = ClusterFlags(8, None, None, batch=1024, variation=variation)
+    for mode, algorithm in product(MODES, ALGORITHMS):
+        ratios = ratios_over_one_rank(predicted_steps(mode, algorithm, source, flags=flags))
+        for ranks, ratio in ratios.items():
+            assert ratio.high / (ranks if mode == "strong" else 1) <= 1 + 1e-9
+
+
+def test_the_slowest_of_several_ranks_in_closed_form():
+    """Order statistics of the normal distribution, of which the first five have a closed form."""
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-9)
+    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi))
+    assert expected_maximum(3) == pytest.approx(1.5 / math.sqrt(math.pi))
+    assert expected_maximum(4) == pytest.approx(3 / math.sqrt(math.pi) * (0.5 + math.asin(1 / 3) / math.pi))
+    assert expected_maximum(1000) == pytest.approx(3.24144, abs=1e-5), "Tippett's table"
+    assert straggling(2, 0.1) == pytest.approx(1.0564189584)
+    assert straggling(1024, 0.0) == 1
+
+
+def test_stragglers_lengthen_the_computation_and_not_the_exchange():
+    computation = LinearComputation((100,), (0.0, 0.5), (0.25, 0.0))  # 2 s with 8 rows, then 0.5 s
+    source = ClusterInput(computation, [Scenario(1.0, Hop(0.5, 0.0), Hop(1.0, 0.0))], 8, [])
+    section = cluster_section(source, ClusterFlags(2, None, None, batch=16, variation=0.2))
+    two = section.data["weak"]["ring"]["2"]
+    assert two["middle"] == pytest.approx(2.5 * (1 + 0.2 / math.sqrt(math.pi)) + 2 * 0.5)
+    assert section.data["weak"]["ring"]["1"]["middle"] == pytest.approx(2.5)
+    # 16 rows per step: 4 s on one rank.
+    assert section.data["strong"]["ring"]["1"]["middle"] == pytest.approx(4.5)
+    assert "varies by 20.0%" in section.paragraphs[0]
 
 
 def test_a_step_on_one_rank_is_its_computation():

@@ -15,7 +15,8 @@ import pytest
 from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import measure as scaling_measure
-from app.bench.scaling.cluster import ClusterFlags, Hop
+from app.bench.scaling.cluster import Hop
+from app.bench.scaling.cluster_section import ClusterFlags
 from app.bench.scaling.gloo_ring import simulate_ring
 from app.bench.scaling.measure import (
     ALL_REDUCE_SIZES,
@@ -157,6 +158,22 @@ def test_the_report_marks_what_is_measured_and_what_is_predicted():
     assert set(map(int, data["sections"]["cluster"]["strong"]["ring"])) == {2**n for n in range(11)}
 
 
+def test_a_measured_efficiency_above_100_percent_is_explained():
+    slow_start = synthetic_round()
+    one = Configuration("strong", 1, 32)
+    slow_start[one] = Measurement({"seconds": 3 * true_step(one)}, 0.0)
+    strong, weak = (
+        part
+        for part in sections(PLAN, [slow_start], fit([slow_start], 2, 1), flags=CLUSTER, n_cores=2)[0].parts
+        if isinstance(part, Table)
+    )
+    speedup, efficiency = strong.rows[1][-2:]
+    assert float(speedup) > 2
+    assert efficiency == "100%"
+    assert "the steps of one rank were disturbed" in strong.note
+    assert weak.note == ""
+
+
 def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     plan = ScalingPlan("BERT 4 x 312", [2], [], 32, 8, 64, 3, 3, threads=1)
     whole = synthetic_round()
@@ -264,6 +281,13 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--node_latency_us", "1"], "--node_gbit and --node_latency_us: give both or neither"),
         (["--link_gbit", "-1", "--link_latency_us", "1"], "--link_gbit: -1: must be a number above 0"),
         (["--model", "huge"], "--model: invalid choice: 'huge'"),
+        (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
+        (["--step_ms", "250"], "--parameters: is missing"),
+        (["--step_ms", "250", "--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1e+12"),
+        (["--step_ms", "250", "--profile", "runs"], "--step_ms and --profile exclude each other"),
+        (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
+        (["--profile", "nowhere", "--parameters", "6e7"], "--profile nowhere: [Errno 2] No such file"),
+        (["--straggler_percent", "60"], "--straggler_percent: 60: must be from 0 to 50"),
         (["--speed", "1"], "unrecognized arguments: --speed 1"),
     ],
 )
