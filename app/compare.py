@@ -37,6 +37,7 @@ from .cli import as_flags, parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
+from .distributed.environment import requested_threads
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from .flags import add_compare_flags
 from .jobs import PATHS, run_job
@@ -115,6 +116,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if options.ablate and options.nproc_per_node == "auto":
         options.nproc_per_node = str(CPU_PROCESSES)  # simulated in one process, whatever GPUs there are
     if not options.runs:  # finished runs need no processes
+        if not settings.threads:
+            requested_threads()  # a mistake in it is reported before anything is written
         of_ranks = replace(settings, use_cpu=settings.use_cpu or options.ablate)
         options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, of_ranks)
     if options.ablate and options.nproc_per_node & (options.nproc_per_node - 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cli import as_flags
-from .common.cores import usable_cores
+from .distributed.environment import default_threads
 from .distributed.launcher import TorchrunJob, torchrun_command
 from .settings import Settings
 
@@ -12,8 +12,8 @@ PATHS = ("ddp_loop", "trainer_run")
 
 def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
-    # If it is unset, torchrun prints a warning. The ranks set the same number themselves.
-    threads = settings.threads or max(1, len(usable_cores()) // nproc_per_node)
+    # If it is unset, torchrun prints a warning. The ranks would choose the same number themselves.
+    threads = settings.threads or default_threads(settings.logical_ranks or nproc_per_node)
     command = torchrun_command(module, as_flags(settings), nproc_per_node=nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()

@@ -20,6 +20,7 @@ from .distributed.environment import (
     check_environment,
     rank_and_sizes,
     report_to_torchrun,
+    requested_threads,
     started_by_torchrun,
 )
 from .settings import Settings
@@ -128,8 +129,10 @@ def launch(
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, rejected=rejected)
             settings = select_precision(settings)
             check_accelerate_environment(settings.precision, settings.use_cpu)
+            if not settings.threads:
+                requested_threads()
         except UserError as problem:
-            with join(Settings(use_cpu=True), str(problem)):
+            with join(Settings(use_cpu=True, threads=1), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem
         main(settings, **own_flags)
     except KeyboardInterrupt:

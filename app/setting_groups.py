@@ -227,8 +227,8 @@ class ProcessSettings:
     )
     threads: int = setting(
         0,
-        "CPU threads per rank, which affect rounding; 0: as in the run to resume, otherwise the node's cores divided "
-        "by --logical_ranks or, if not set, by its ranks",
+        "CPU threads per rank, which affect rounding; 0: as in the run to resume, otherwise OMP_NUM_THREADS, otherwise "
+        "the node's cores divided by --logical_ranks or, if not set, by its ranks",
         valid=between(0, MAX_THREADS),
     )
     ddp_find_unused_parameters: bool = setting(

@@ -139,6 +139,26 @@ def test_an_invalid_environment_is_reported(start, capsys):
     assert capsys.readouterr().err.startswith("error: ACCELERATE_MIXED_PRECISION=bf16")
 
 
+def test_an_invalid_number_of_threads_is_reported_unless_the_flag_takes_its_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    status, out, err, imported = run(tmp_path, "app.ddp_loop", "--max_steps=1")
+    assert (status, out) == (2, "")
+    assert err == ["error: OMP_NUM_THREADS='many': must be a whole number between 1 and 1024"]
+    assert imported & HEAVY == set()
+    _, _, err, _ = run(tmp_path, "app.ddp_loop", "--threads=1", "--csv=missing.csv")
+    assert err == ["error: missing.csv: no such file"]
+
+
+@pytest.mark.parametrize(("value", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_passively_unless_the_user_decides_otherwise(tmp_path, monkeypatch, value, policy):
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")  # OpenMP prints its settings when it is loaded
+    if value is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", value)
+    _, _, err, _ = run(tmp_path, "app.minimal")  # imports torch, and ends because torchrun has not started it
+    # scikit-learn has a copy of OpenMP of its own.
+    assert {line.partition("'")[2].rstrip("'") for line in err if "OMP_WAIT_POLICY" in line} == {policy}
+
+
 def test_a_program_without_ranks_ignores_the_variables_of_ranks(start, capsys):
     for program in early.WITHOUT_RANKS:
         assert start(program, RANK="1") is None

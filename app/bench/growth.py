@@ -28,13 +28,13 @@ from matplotlib.figure import Figure as Drawing
 
 from ..cli import OneLineParser, command_line, count
 from ..common.charts import MARKERS, SERIES_COLORS, render_svg, show_values
-from ..common.cores import usable_cores
 from ..common.errors import RunError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import MIB
 from ..common.machine import describe_machine
 from ..common.paths import PACKAGE
 from ..data.csv_table import ReviewTable, read_reviews
+from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..program import run_program
 from ..runs.folder import create_folder
@@ -144,7 +144,7 @@ def measure(path: Path, run: Path, ranks: int, *, log: Path) -> Start:
     cache = path.parent / "cache"
     flags = ["--csv", path, "--cache_dir", cache, "--output_dir", run, *FLAGS]
     command = torchrun_command(f"{PACKAGE}.ddp_loop", flags, nproc_per_node=ranks)
-    threads = max(1, len(usable_cores()) // ranks)
+    threads = default_threads(ranks)
     start, cold, started = Start(), not cache.exists(), time.time()
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}, stdout=log) as job:
         while job.running:

@@ -14,6 +14,7 @@ import psutil
 from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
 from ..common.paths import PACKAGE
+from ..setting_groups import MAX_THREADS
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 LOWEST |= {"TORCHELASTIC_RESTART_COUNT": 0}
@@ -143,6 +144,35 @@ def report_to_torchrun(problem: str) -> None:
             # torchrun's own format: it also accepts a text as the message, but prints two lines of warnings then.
             message = {"message": problem, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def default_threads(ranks: int) -> int:
+    """Return the CPU threads of a rank without `--threads`: OMP_NUM_THREADS, otherwise the node's cores / `ranks`.
+
+    Raises:
+        UserError: the user's OMP_NUM_THREADS is invalid.
+    """
+    return requested_threads() or max(1, cores_of_node() // ranks)
+
+
+def requested_threads() -> int | None:
+    """Return the user's OMP_NUM_THREADS; None if it is not set.
+
+    Raises:
+        UserError: it is invalid.
+    """
+    # torchrun (if it starts several processes), accelerate and `join` set it in their own process or in its children.
+    # What counts is what the launcher was started with, which these changes do not affect.
+    started_by_launcher = {"TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    text = ""
+    with suppress(psutil.Error):  # the launcher has just ended, or belongs to another user
+        text = psutil.Process(os.getppid() if started_by_launcher else None).environ().get("OMP_NUM_THREADS", "")
+    number = text.partition(",")[0].strip()  # the others are for nested parallel regions
+    if not text:
+        return None
+    if number.isascii() and number.isdecimal() and len(number) <= 9 and 0 < int(number) <= MAX_THREADS:
+        return int(number)
+    raise UserError(f"OMP_NUM_THREADS={shorten(text)!r}: must be a whole number between 1 and {MAX_THREADS}")
 
 
 def cores_of_node() -> int:

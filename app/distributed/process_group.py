@@ -22,7 +22,7 @@ from ..common.errors import RunError
 from ..common.machine import unusable_accelerator, use_deterministic_algorithms
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
-from .environment import cores_of_node, rank_and_sizes
+from .environment import default_threads, rank_and_sizes
 from .failure import ON_ALL_RANKS, ShortErrorHandler, exit_line, exit_now, report_failure, report_failure_to_connect
 from .rendezvous import open_store, wait_for_keys
 from .world import Topology, World, common_ranks_per_node, create_node_groups
@@ -60,8 +60,8 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     """Connect the ranks; return this rank's world, and its problem or None."""
     rank, size, local_rank, local_size = rank_and_sizes()
     # With --logical_ranks, the number must not depend on the number of processes, because it affects rounding.
-    threads = settings.threads or max(1, cores_of_node() // (settings.logical_ranks or local_size))
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # if it is unset, accelerate chooses another number
+    threads = settings.threads or default_threads(settings.logical_ranks or local_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise accelerate may choose another number
     torch.set_num_threads(threads)
 
     if size > local_size:

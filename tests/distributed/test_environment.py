@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
+from app.distributed import environment
 from app.distributed.environment import (
     LOWEST,
     NEEDED_BY_RANK,
     check_accelerate_environment,
     check_environment,
+    default_threads,
+    requested_threads,
 )
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -187,3 +192,57 @@ def test_an_accelerate_variable_that_contradicts_the_settings_is_rejected(
     assert value in message
     assert remedy in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.fixture
+def started_with(monkeypatch):
+    """Set the variables with which this process (`own`) and the process that started it (`launcher`) were started."""
+
+    def start(own: dict[str, str], launcher: dict[str, str], **changed: str) -> None:
+        environments = {None: own, os.getppid(): launcher}
+        process = lambda pid: SimpleNamespace(environ=lambda: environments[pid])  # noqa: E731
+        monkeypatch.setattr(environment.psutil, "Process", process)
+        for name in ("TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in changed.items():
+            monkeypatch.setenv(name, value)
+
+    monkeypatch.setattr(environment, "cores_of_node", lambda: 8)
+    return start
+
+
+def test_a_users_number_of_threads_is_distinguished_from_torchruns(started_with):
+    by_torchrun = {"TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    started_with(by_torchrun, {}, **by_torchrun)
+    assert default_threads(2) == 4
+    started_with(by_torchrun, {"OMP_NUM_THREADS": "1"}, **by_torchrun)
+    assert default_threads(2) == 1
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
+    started_with(by_accelerate, {}, **by_accelerate)
+    assert default_threads(2) == 4
+    started_with({"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "5"})
+    assert default_threads(2) == 3
+    started_with({}, {"OMP_NUM_THREADS": "5"}, OMP_NUM_THREADS="2")  # set by an earlier `join` of this process
+    assert default_threads(16) == 1
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", None), ("6", 6), ("1024", 1024), (" 4,2 ", 4)])
+def test_numbers_that_openmp_accepts_are_honored(started_with, value, threads):
+    started_with({"OMP_NUM_THREADS": value}, {})
+    assert requested_threads() == threads
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1025", "many", " ", "²", "9" * 5000, "1\n2", "\x1b[31m"])
+def test_another_number_of_threads_is_one_line(started_with, value):
+    started_with({"OMP_NUM_THREADS": value}, {})
+    with pytest.raises(UserError, match=r"must be a whole number between 1 and 1024$") as problem:
+        requested_threads()
+    assert len(str(problem.value).splitlines()) == 1
+
+
+def test_an_environment_that_cannot_be_read_is_no_request(monkeypatch):
+    def denied(pid):
+        raise psutil.AccessDenied(pid)
+
+    monkeypatch.setattr(environment.psutil, "Process", denied)
+    assert requested_threads() is None
