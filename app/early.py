@@ -16,7 +16,13 @@ from .cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser, parse_flags, 
 from .common.errors import UserError, escape_unencodable_output
 from .common.paths import PACKAGE
 from .data.csv_checks import check_file
-from .distributed.environment import check_accelerate_environment, check_environment, rank_and_sizes, requested_threads
+from .distributed.environment import (
+    check_accelerate_environment,
+    check_environment,
+    rank_and_sizes,
+    requested_threads,
+    split_off_local_rank,
+)
 from .flags import add_communication_flags, add_compare_flags, add_memory_flags, add_plan_flags
 from .program import print_mistake
 from .settings import Settings
@@ -63,7 +69,10 @@ def check_flags(name: str, description: str | None) -> None:
     Raises:
         UserError: there is a mistake.
     """
-    settings, _ = parse_flags(description, sys.argv[1:], OWN_FLAGS.get(name), rejected=REJECTED[name])
+    arguments = sys.argv[1:]
+    if name not in WITHOUT_RANKS:
+        arguments, _ = split_off_local_rank(arguments)  # `launch` checks it: only some ranks may have a wrong one
+    settings, _ = parse_flags(description, arguments, OWN_FLAGS.get(name), rejected=REJECTED[name])
     if name not in WITHOUT_RANKS and settings.precision != "auto":  # which only torch can resolve
         check_accelerate_environment(settings.precision, settings.use_cpu)
     if name not in WITHOUT_RANKS and not settings.threads:

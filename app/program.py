@@ -18,9 +18,11 @@ from .common.terminal import as_interrupt, raise_on_interrupt
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,
+    check_local_rank,
     rank_and_sizes,
     report_to_torchrun,
     requested_threads,
+    split_off_local_rank,
     started_by_torchrun,
 )
 from .settings import Settings
@@ -70,6 +72,7 @@ def run_rank(program: Callable[[], None]) -> int:
     try:
         if not started_by_torchrun() and not {"-h", "--help"} & set(sys.argv[1:]):
             raise UserError(f"start it with torchrun: torchrun --standalone --nproc_per_node=2 -m {program_name()}")
+        _remove_local_rank()
         program()
     except UserError as problem:
         return print_mistake(problem, rank_and_sizes()[0])
@@ -126,6 +129,7 @@ def launch(
         sys.exit(0)  # rank 0 prints the help
     try:
         try:
+            _remove_local_rank()
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, rejected=rejected)
             settings = select_precision(settings)
             check_accelerate_environment(settings.precision, settings.use_cpu)
@@ -140,6 +144,18 @@ def launch(
     except Exception as failure:  # before the process group was joined
         report_failure_to_connect(failure, rank)
     sys.exit(0)
+
+
+def _remove_local_rank() -> None:
+    """Remove the `--local-rank=N` that torch.distributed.launch adds to the command line.
+
+    Raises:
+        UserError: it contradicts LOCAL_RANK.
+    """
+    sys.argv[1:], added = split_off_local_rank(sys.argv[1:])
+    check_local_rank(added)
+    if added and rank_and_sizes()[0] == 0:
+        print("warning: --local-rank is not needed: torchrun sets LOCAL_RANK instead", file=sys.stderr, flush=True)
 
 
 def select_precision(settings: Settings) -> Settings:

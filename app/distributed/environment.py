@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,6 +136,20 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, by default of a single process."""
     rank, size, local_rank, local_size = (int(os.environ.get(name, alone)) for name, alone in SINGLE_PROCESS.items())
     return rank, size, local_rank, local_size
+
+
+def split_off_local_rank(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into the program's own arguments and the `--local-rank=N` of torch.distributed.launch."""
+    added = [text for text in arguments if text.startswith(("--local-rank=", "--local_rank="))]
+    return [text for text in arguments if text not in added], added
+
+
+def check_local_rank(arguments: Sequence[str]) -> None:
+    """Raise `UserError` if an argument from `split_off_local_rank` contradicts LOCAL_RANK."""
+    local_rank = rank_and_sizes()[2]
+    for text in arguments:
+        if text.partition("=")[2] != str(local_rank):
+            raise UserError(f"{shorten(text)}: LOCAL_RANK is {local_rank}: remove the flag, the launcher sets it")
 
 
 def report_to_torchrun(problem: str) -> None:

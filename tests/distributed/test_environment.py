@@ -20,8 +20,10 @@ from app.distributed.environment import (
     NEEDED_BY_RANK,
     check_accelerate_environment,
     check_environment,
+    check_local_rank,
     default_threads,
     requested_threads,
+    split_off_local_rank,
 )
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -192,6 +194,21 @@ def test_an_accelerate_variable_that_contradicts_the_settings_is_rejected(
     assert value in message
     assert remedy in message
     assert len(message.splitlines()) == 1
+
+
+def test_the_local_rank_that_torch_distributed_launch_passes(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    own, added = split_off_local_rank(["--local-rank=1", "--csv", "--local_rank", "--local_rank=0"])
+    assert own == ["--csv", "--local_rank"]
+    check_local_rank(added[:1])
+    with pytest.raises(UserError, match="--local_rank=0: LOCAL_RANK is 1"):
+        check_local_rank(added)
+    monkeypatch.delenv("LOCAL_RANK")
+    check_local_rank(["--local_rank=0"])
+    for value in ("1", "-1", "", "x\n" * 500):
+        with pytest.raises(UserError) as problem:
+            check_local_rank([f"--local_rank={value}"])
+        assert len(str(problem.value)) < 200
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ CASES = FAST | {
         ON_GPUS,
         environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"},
     ),
+    "a rank with another local rank": Case([*BRIEF, "--local_rank=0"], "rank 1: --local_rank=0: LOCAL_RANK is 1"),
     "a rank that writes": Case(
         ENDLESS, "No such file or directory", "trainer_run", rank_status=1, during=move_run, writes=("moved",)
     ),
