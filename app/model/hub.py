@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,15 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
             raise
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
         reason = NOT_CACHED if offline else f"its {what} cannot be loaded: {_reason(problem)}"
-        raise UserError(f"--model {settings.model}: {reason}") from None
+        raise model_error(settings, problem, reason) from None
+
+
+def model_error(settings: ModelSettings, problem: Exception, reason: str) -> UserError:
+    """Return the error that names the flag to change: the model, or an attention implementation that it cannot use."""
+    if settings.attn_implementation and re.search("Flash ?Attention|attention implementation", str(problem)):
+        sentence = first_line(problem).partition(". ")[0]  # the others ask to open an issue
+        return UserError(f"--attn_implementation {settings.attn_implementation}: {sentence}")
+    return UserError(f"--model {settings.model}: {reason}")
 
 
 def _reason(problem: Exception) -> str:

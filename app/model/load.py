@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ..common.errors import UserError, raised_by_model
 from ..setting_groups import TINY, ModelSettings
 from ..settings import Settings
-from .hub import fetch, first_line
+from .hub import fetch, first_line, model_error
 from .identity import describe_config
 from .precision import training_dtype
 from .tiny_bert import cached_tokenizer, learn_tokenizer, tiny_config
@@ -222,7 +222,7 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     """Return a classifier with new weights, with options of `from_config`, such as `dtype`.
 
     Raises:
-        UserError: the model cannot classify sequences.
+        UserError: the model cannot classify sequences, or the attention implementation cannot be used.
     """
     try:
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
@@ -231,7 +231,7 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     except Exception as problem:
         if not (isinstance(problem, ValueError | AttributeError | TypeError | ImportError) or raised_by_model(problem)):
             raise
-        raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
+        raise model_error(settings, problem, first_line(problem)) from None
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
+from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -307,6 +308,23 @@ def error_message(settings: Settings) -> str:
     assert len(str(caught.value).splitlines()) == 1
     assert settings.model in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("name", "attention", "message"),
+    [
+        ("fnet", "sdpa", r"FNet\w+ does not support .* yet$"),
+        pytest.param(
+            *("bert", "flash_attention_2", "FlashAttention2 .*cannot be used"),
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="its package is installed"),
+        ),
+    ],
+)
+def test_an_attention_implementation_that_cannot_be_used_is_named(folder, weights, name, attention, message):
+    settings = Settings(model=folder(name, weights), attn_implementation=attention)
+    with pytest.raises(UserError, match=f"^--attn_implementation {attention}: {message}"):
+        load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
 
 
 def test_anything_that_is_not_a_model_is_rejected(tmp_path, folder, monkeypatch):
