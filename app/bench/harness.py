@@ -109,13 +109,16 @@ def build_named(name: str, settings: Settings, data: ReviewData, *, world: World
 
 def build_bert(name: str, seed: int) -> PreTrainedModel:
     """Build an untrained BERT of `SIZES` with the same weights on every rank, on the CPU."""
-    layers, hidden, heads, intermediate = SIZES[name]
     set_seed(seed)
-    config = BertConfig(
+    model: PreTrainedModel = BertForSequenceClassification(bert_config(name))
+    return model
+
+
+def bert_config(name: str) -> BertConfig:
+    layers, hidden, heads, intermediate = SIZES[name]
+    return BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
     )
-    model: PreTrainedModel = BertForSequenceClassification(config)
-    return model
 
 
 def set_up(settings: Settings, world: World) -> Bench:

@@ -83,16 +83,18 @@ def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(link: ShapedLink,
 
 def test_the_benchmark_measures_predicts_and_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--ranks", 2, "--links", "1:1", "--rounds", 1, "--steps", 1, "--length", 16, "--rows", 2]
-    flags += ["--train_batch_size", 4, "--output_dir", tmp_path / "out"]
+    flags += ["--train_batch_size", 4, "--strategies", "zero1", "zero2", "zero3", "--output_dir", tmp_path / "out"]
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
         done = job.finish()
     assert done.status == 0, done.err
     assert not namespaces_of(job)
     report = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]
+    by_strategy = report["strategies"]
+    assert len(by_strategy) == 4 * 2
     assert "<svg" in (tmp_path / "out" / "scaling.html").read_text()
-    measured = {**report["one_node"], **report.get("two_nodes", {})}
+    measured = {**by_strategy, **report.get("two_nodes", {})}
     if "not measured: two nodes" not in done.out:
-        assert len(measured) == 2 + 2
+        assert len(measured) == 8 + 2
         # A broadcast, and an all-reduce of more than 50 MiB: the link's time alone is a lower bound of the step's.
         assert measured["weak, 2 rank(s), 1 Gbit/s, 1 ms"]["measured"]["middle"] > 0.4
     for one in measured.values():

@@ -25,29 +25,45 @@ from typing import Any
 import torch
 
 from ...cli import OneLineParser, command_line, count, positive
-from ...common.cores import usable_cores
 from ...common.errors import UserError, escape_control_characters, shorten
 from ...common.files import write_json, write_text
 from ...common.machine import describe_machine
+from ...distributed.processes import count_gpus
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
+from ...settings import STRATEGIES
 from ..harness import SIZES
 from ..page import Section, as_html, as_markdown
 from .cluster import Hop
 from .cluster_section import ClusterFlags, cluster_section
-from .measure import ScalingPlan, measure, open_jobs
+from .configuration import FIT_RANKS, ScalingPlan
+from .measure import measure, open_jobs
+from .models import check_length, model_config
 from .nodes import Link
 from .predict import fit
 from .report import describe, raw_data, sections
 from .step_profile import LINK, NODE, StepProfile, from_step_time, profile_input, read_profile
+from .strategies import plan_strategies
 from .task_job import check_temporary_folder
 
 TITLE = "Scaling"
+DEFAULT_RANKS = (1, 2, 4, 8)
 DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")  # Gbit/s and milliseconds
 MOST_RANKS = 64  # on one machine
 MOST_PARAMETERS = 1e12
-MEASUREMENT_FLAGS = ("model", "ranks", "links", "train_batch_size", "length", "threads", "steps", "rounds")
+MEASUREMENT_FLAGS = (
+    "model",
+    "ranks",
+    "links",
+    "train_batch_size",
+    "length",
+    "threads",
+    "steps",
+    "rounds",
+    "strategies",
+    "use_cpu",
+)
 
 
 def main() -> int:
@@ -66,25 +82,32 @@ def main() -> int:
 
 
 def predict_from_measurements(arguments: argparse.Namespace, cluster: ClusterFlags) -> None:
+    gpus = count_gpus(arguments.use_cpu)
+    ranks = arguments.ranks or [n for n in DEFAULT_RANKS if n <= (gpus or n)]
+    links = arguments.links if arguments.links is not None else [] if gpus else [link(text) for text in DEFAULT_LINKS]
     plan = ScalingPlan(
-        size=arguments.model,
-        ranks=sorted(set(arguments.ranks)),
-        links=list(dict.fromkeys(arguments.links)),
+        model=arguments.model,
+        ranks=sorted(set(ranks)),
+        links=list(dict.fromkeys(links)),
         batch=arguments.train_batch_size,
         rows=arguments.rows,
         length=arguments.length,
         steps=arguments.steps,
         rounds=arguments.rounds,
         threads=arguments.threads,
+        strategies=tuple(dict.fromkeys(("ddp", *arguments.strategies))),
+        gpus=gpus,
     )
     check(plan)
+    config = model_config(plan.model, use_cpu=not plan.gpus)
+    check_length(config, plan.length)
     folder = create_folder(arguments.output_dir, RUNS / "scaling")
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
         method = jobs.nodes[1].method if jobs.nodes else None
-    n_cores = len(usable_cores())
-    fits = fit(rounds, n_cores, plan.threads)
-    report = sections(plan, rounds, fits, flags=cluster, n_cores=n_cores)
+    fits = fit(rounds, plan.n_cores, plan.threads)
+    model = plan_strategies(config, plan.length, not plan.gpus) if len(plan.strategies) > 1 else None
+    report = sections(plan, rounds, fits, flags=cluster, model=model)
     write_report(folder, describe(plan, method), report, data=raw_data(plan, rounds, fits, report=report))
 
 
@@ -100,10 +123,16 @@ def write_report(folder: Path, facts: dict[str, str], report: Sequence[Section],
 def parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     add = parser.add_argument
-    add("--model", choices=list(SIZES), default=next(iter(SIZES)), help="architecture (default: %(default)s)")
-    add("--ranks", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N", help="on this machine (default: 1 2 4 8)")
-    links = f"links between two nodes, as Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)})"
-    add("--links", type=link, nargs="*", default=[link(x) for x in DEFAULT_LINKS], metavar="RATE:DELAY", help=links)
+    names = f"{', '.join(SIZES)}, or a name or folder as in training (default: %(default)s)"
+    add("--model", default=next(iter(SIZES)), metavar="NAME", help=names)
+    on_machine = "on this machine (default: 1 2 4 8; at most the number of GPUs)"
+    add("--ranks", type=count, nargs="+", metavar="N", help=on_machine)
+    add("--use_cpu", action="store_true", help="use the CPU and gloo, although there are GPUs")
+    shapes = f"Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)}; on GPUs: none)"
+    links = f"links between two nodes, as {shapes}"
+    strategies = "compared with ddp (default: ddp only)"
+    add("--strategies", choices=STRATEGIES, nargs="+", default=["ddp"], metavar="NAME", help=strategies)
+    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=links)
     add("--train_batch_size", type=count, default=32, metavar="N", help="rows of a step, strong scaling (default: 32)")
     add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
     add("--length", type=count, default=64, metavar="N", help="tokens of a row, at most 512 (default: 64)")
@@ -181,10 +210,15 @@ def check(plan: ScalingPlan) -> None:
     for ranks in (*plan.ranks, *([2] if plan.links else [])):
         if plan.batch % ranks:
             raise UserError(f"--train_batch_size {plan.batch} cannot be divided among {ranks} ranks")
+    if plan.gpus and plan.links:
+        raise UserError("--links: two nodes on one machine share its CPU, but there are GPUs: add --use_cpu")
+    if 0 < plan.gpus < (most := max(FIT_RANKS, plan.ranks[-1])):
+        raise UserError(
+            f"--ranks {most}: this machine has {plan.gpus} GPU(s), each rank needs one, and predictions need "
+            f"{FIT_RANKS} ranks: add --use_cpu"
+        )
     if plan.ranks[-1] > MOST_RANKS:
         raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
-    if plan.length > 512:
-        raise UserError(f"--length {plan.length}: must be at most 512, which is what BERT's position embedding has")
 
 
 def percentage(text: str) -> float:

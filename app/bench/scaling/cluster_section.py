@@ -23,7 +23,7 @@ from .cluster import (
     predict_cluster_step,
     straggling,
 )
-from .measure import MODES, ScalingPlan
+from .configuration import MODES, ScalingPlan
 from .predict import Fits, over
 
 LARGEST_CLUSTER = 1024  # ranks
@@ -89,10 +89,10 @@ def measured_input(
     plan: ScalingPlan, fits: Fits, flags: ClusterFlags, *, measured: Mapping[int, Interval]
 ) -> ClusterInput:
     """Return the input from measurements. `measured`: steps of weak scaling of ranks that have a core each."""
-    computation = fit_rows(fits.computation)
+    computation = fit_rows(fits.by_rows())
     scenarios = [
         Scenario(spread, flags.node or _hop(local), flags.link or _hop(link or local))
-        for spread, local, link in fits.with_bounds(sum(computation.sizes))
+        for spread, local, link, _ in fits.with_bounds(sum(computation.sizes))
     ]
     _, within, between = scenarios[0]
     assumed = "not measured: assumed to be as fast as within this machine"

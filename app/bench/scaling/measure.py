@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 from tqdm import tqdm
@@ -16,28 +16,14 @@ from tqdm import tqdm
 from ...common.cores import usable_cores
 from ...common.terminal import hides_progress
 from ..rounds import in_rounds
+from .configuration import FIT_RANKS, Alone, Configuration, ScalingPlan
 from .nodes import Link, NamespacesUnavailable, ShapedLink, shaped_link
 from .task_job import TaskJob, task_job
 
-MODES = ("strong", "weak")
-FIT_RANKS = 2  # the fit sees no more than two ranks
 ALL_REDUCE_SIZES = tuple(4**n for n in range(6, 14))  # 4 KiB to 64 MiB
 ALL_REDUCE_REPETITIONS = 5
 # Of psutil.cpu_times(): guests are user time, too, and interrupts are mostly the packets of the jobs themselves.
 NOT_COUNTED = ("idle", "iowait", "irq", "softirq", "guest", "guest_nice")
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Ranks that train together: on this machine, or one on each of two nodes if there is a link."""
-
-    mode: str  # of MODES: rows of a step that are divided among the ranks, or a number of rows for each rank
-    ranks: int
-    rows: int  # of each rank in a step
-    link: Link | None = None
-
-    def __str__(self) -> str:
-        return f"{self.mode}, {self.ranks} rank(s), " + ("one node" if self.link is None else str(self.link))
 
 
 @dataclass(frozen=True)
@@ -49,35 +35,12 @@ class Measurement:
 
 
 # What a round measures, each of these once: a step of each configuration; for each number of rows per rank, a step of
-# two ranks that exchange nothing; and all-reduces of two ranks on this machine, and on two nodes with an unshaped link.
-Key = Configuration | int | Literal["local", "link"]
+# two ranks that exchange nothing; all-reduces of two ranks on this machine, and on two nodes with an unshaped link; and
+# further collectives of two ranks on this machine.
+Key = Configuration | Alone | str
+# What the strategies call in addition to all-reduces.
+COLLECTIVES = {"ddp": (), "zero1": ("broadcast",)} | dict.fromkeys(("zero2", "zero3"), ("all-gather", "all-to-all"))
 Round = dict[Key, Measurement]
-
-
-@dataclass(frozen=True)
-class ScalingPlan:
-    """The measurements to make."""
-
-    size: str  # of the model, a key of `harness.SIZES`
-    ranks: Sequence[int]
-    links: Sequence[Link]
-    batch: int  # rows of a step in strong scaling
-    rows: int  # of each rank in weak scaling
-    length: int  # tokens of a row
-    steps: int  # of a configuration in each round
-    rounds: int
-    threads: int
-
-    def configurations(self, links: bool) -> list[Configuration]:
-        """Return all configurations, with or without two nodes."""
-        places: list[tuple[int, Link | None]] = [(ranks, None) for ranks in self.ranks]
-        if links:
-            places += [(2, link) for link in self.links]
-        return [
-            Configuration(mode, ranks, self.batch // ranks if mode == "strong" else self.rows, link)
-            for ranks, link in places
-            for mode in MODES
-        ]
 
 
 @dataclass(frozen=True)
@@ -111,10 +74,10 @@ def open_jobs(plan: ScalingPlan, folder: Path) -> Iterator[Jobs]:
             except NamespacesUnavailable as problem:
                 print(f"not measured: two nodes: {problem}")
             else:
-                start = task_job(plan.size, 1, plan.threads, log=folder / "nodes.log", namespaces=link.names)
+                start = task_job(plan, 1, log=folder / "nodes.log", namespaces=link.names)
                 nodes = stack.enter_context(start), link
         local = {
-            n: stack.enter_context(task_job(plan.size, n, plan.threads, log=folder / f"ranks-{n}.log"))
+            n: stack.enter_context(task_job(plan, n, log=folder / f"ranks-{n}.log"))
             for n in sorted({*plan.ranks, FIT_RANKS})
         }
         jobs = Jobs(local, nodes)
@@ -133,7 +96,8 @@ def measure(plan: ScalingPlan, jobs: Jobs) -> list[Round]:
     rows = {key.rows for key in configurations if key.ranks > 1} | {plan.rows}
     if len(rows) == 1:  # the computation on a cluster is a straight line through two points or more
         rows.add(2 * plan.rows)
-    keys: list[Key] = [*sorted(rows), "local"]
+    keys: list[Key] = [Alone(n, strategy) for strategy in plan.strategies for n in sorted(rows)]
+    keys += ["local", *sorted({name for strategy in plan.strategies for name in COLLECTIVES[strategy]})]
     keys += ["link"] if jobs.nodes is not None else []
     keys += configurations
     with tqdm(desc="measuring", unit=" jobs", total=plan.rounds * len(keys), disable=hides_progress()) as bar:
@@ -164,13 +128,16 @@ def _perform(key: Key, plan: ScalingPlan, jobs: Jobs) -> Any:
     """Let a job measure something: see `Key`."""
     if isinstance(key, Configuration):
         job = jobs.local[key.ranks] if key.link is None else _shape(key.link, jobs)[0]
-        return job.perform(rows=key.rows, exchange=True, length=plan.length, steps=plan.steps)
-    if isinstance(key, int):
-        return jobs.local[FIT_RANKS].perform(rows=key, exchange=False, length=plan.length, steps=plan.steps)
-    if key == "local":
-        return jobs.local[FIT_RANKS].perform(sizes=ALL_REDUCE_SIZES, repeat=ALL_REDUCE_REPETITIONS)
-    nodes, link = _shape(Link(), jobs)
-    return [_measure_link(size, nodes, link) for size in ALL_REDUCE_SIZES]
+        steps = {"rows": key.rows, "strategy": key.strategy, "length": plan.length, "steps": plan.steps}
+        return job.perform(exchange=True, **steps)
+    two_ranks = jobs.local[FIT_RANKS]
+    if isinstance(key, Alone):
+        return two_ranks.perform(exchange=False, length=plan.length, steps=plan.steps, **key._asdict())
+    if key == "link":
+        nodes, link = _shape(Link(), jobs)
+        return [_measure_link(size, nodes, link) for size in ALL_REDUCE_SIZES]
+    collective = "all-reduce" if key == "local" else key
+    return two_ranks.perform(collective=collective, sizes=ALL_REDUCE_SIZES, repeat=ALL_REDUCE_REPETITIONS)
 
 
 def _shape(shape: Link, jobs: Jobs) -> tuple[TaskJob, ShapedLink]:
@@ -184,6 +151,6 @@ def _measure_link(size: int, nodes: TaskJob, link: ShapedLink) -> dict[str, floa
     """Time an all-reduce; count half of the CPU time that emulating the link takes as each rank's."""
     before = link.cpu_seconds()
     result: dict[str, float]
-    (result,) = nodes.perform(sizes=[size], repeat=ALL_REDUCE_REPETITIONS)
+    (result,) = nodes.perform(collective="all-reduce", sizes=[size], repeat=ALL_REDUCE_REPETITIONS)
     emulation = (link.cpu_seconds() - before) / (ALL_REDUCE_REPETITIONS + 1) / 2
     return result | {"cpu_seconds": result["cpu_seconds"] + emulation}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..alpha_beta import AlphaBeta, fit_alpha_beta
 from ..rounds import Interval, median_of
+from .configuration import FIT_RANKS, Alone, Configuration
 from .gloo_ring import simulate_ring
-from .measure import FIT_RANKS, Configuration, Key, Round
+from .measure import COLLECTIVES, Key, Round
 from .nodes import Link
 
 
@@ -130,6 +131,15 @@ def two_nodes(link: Link, wall: AlphaBeta, cpu: AlphaBeta) -> Network:
     return Network(finish, cpu.seconds)
 
 
+class Bound(NamedTuple):
+    """Inputs of a prediction: as fitted, or all of them at the same end of their intervals."""
+
+    spread: float  # the time of computations, relative to the median
+    local: AlphaBeta
+    link: AlphaBeta | None
+    collectives: dict[str, AlphaBeta]
+
+
 DISTURBED = 0.1  # share of the CPU time that other processes may use
 
 
@@ -142,21 +152,31 @@ class Fits:
     """
 
     slowdown: float  # how much longer the measurements took than with a core for each thread
-    computation: dict[int, Computation]  # of a rank, by its number of rows
+    computation: dict[Alone, Computation]  # of a rank
     spread: tuple[float, float]  # shortest and longest computation, relative to the median
     local: AlphaBeta  # all-reduce among two ranks on one node, in seconds
     local_cpu: AlphaBeta  # CPU seconds of each rank in it
     link: AlphaBeta | None  # the same for two nodes and an unshaped link; None: not measured
     link_cpu: AlphaBeta | None
+    collectives: dict[str, AlphaBeta] = field(default_factory=dict)  # others among two ranks on one node, in seconds
 
-    def with_bounds(self, size: int) -> Iterator[tuple[float, AlphaBeta, AlphaBeta | None]]:
-        """Yield the relative time of computations, `local` and `link`: as fitted, at the lower and the upper bound.
+    def by_rows(self) -> dict[int, Computation]:
+        """Return the computation under `ddp`, by the number of rows."""
+        return {key.rows: computation for key, computation in self.computation.items() if key.strategy == "ddp"}
+
+    def with_bounds(self, size: int) -> Iterator[Bound]:
+        """Yield everything as fitted, at the lower bound and at the upper bound.
 
         The bounds are the fastest and the slowest round, and the exchanges' 95% prediction interval at a size in bytes.
         """
-        yield 1.0, self.local, self.link
+        yield Bound(1.0, self.local, self.link, self.collectives)
         for end, spread in enumerate(self.spread):
-            yield spread, _at_bound(self.local, size, end), self.link and _at_bound(self.link, size, end)
+            yield Bound(
+                spread,
+                _at_bound(self.local, size, end),
+                self.link and _at_bound(self.link, size, end),
+                {name: _at_bound(line, size, end) for name, line in self.collectives.items()},
+            )
 
 
 def _at_bound(line: AlphaBeta, size: int, end: int) -> AlphaBeta:
@@ -179,19 +199,23 @@ def rounds_used(rounds: Sequence[Round], key: Key) -> str:
 def fit(rounds: Sequence[Round], cores: int, threads: int) -> Fits:
     """Fit the model to the measurements with two ranks of a number of threads each, on this machine's cores."""
     slowdown = Cores(cores, FIT_RANKS, threads).slowdown
-    results = {rows: usable_results(rounds, rows) for rows in rounds[0] if isinstance(rows, int)}
-    computation = {rows: _median_computation(several) for rows, several in results.items()}
-    ratios = [result["seconds"] / computation[rows].seconds for rows, several in results.items() for result in several]
+    results = {key: usable_results(rounds, key) for key in rounds[0] if isinstance(key, Alone)}
+    computation = {key: _median_computation(several) for key, several in results.items()}
+    ratios = [result["seconds"] / computation[key].seconds for key, several in results.items() for result in several]
     local = usable_results(rounds, "local")
     link = usable_results(rounds, "link") if "link" in rounds[0] else None
     return Fits(
         slowdown,
-        {rows: median.scaled(1 / slowdown) for rows, median in computation.items()},
+        {key: median.scaled(1 / slowdown) for key, median in computation.items()},
         (min(ratios), max(ratios)),
         _fit_medians(local, "seconds").scaled(1 / slowdown),
         _fit_medians(local, "cpu_seconds"),
         _fit_medians(link, "seconds") if link else None,
         _fit_medians(link, "cpu_seconds") if link else None,
+        {
+            name: _fit_medians(usable_results(rounds, name), "seconds").scaled(1 / slowdown)
+            for name in sorted({name for names in COLLECTIVES.values() for name in names} & set(rounds[0]))
+        },
     )
 
 
@@ -212,9 +236,9 @@ def predict(configuration: Configuration, fits: Fits, *, cores: int, threads: in
     """Predict the time of a step with two or more ranks, and its bounds: see `Fits.with_bounds`."""
     # Two nodes are network namespaces, which share the cores of this machine.
     shared = Cores(cores, configuration.ranks, threads)
-    computation = fits.computation[configuration.rows]
+    computation = fits.computation[Alone(configuration.rows)]
     steps = []
-    for spread, local, link in fits.with_bounds(computation.size):
+    for spread, local, link, _ in fits.with_bounds(computation.size):
         if configuration.link is None:
             network = local_network(local, fits.local_cpu, shared)
         else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -12,14 +12,18 @@ from ...cli import command_line
 from ...common.charts import Series, points_with_ranges
 from ...common.formats import format_bandwidth, format_size
 from ...common.machine import describe_machine
+from ...plan.step import Plan
 from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
 from ..rounds import Interval
 from .cluster_section import ClusterFlags, cluster_section, measured_input
-from .measure import FIT_RANKS, MODES, Configuration, Key, Round, ScalingPlan
+from .comparison import COLUMNS, Comparison, Comparisons, cells, measured_speedup, numbers
+from .configuration import MODES, Alone, Configuration, ScalingPlan
+from .measure import Key, Round
 from .predict import DISTURBED, Fits, measured_interval, over, predict, rounds_used
+from .strategies import predict_strategy
+from .strategy_section import strategy_section
 
-COLUMNS = ("rows per rank", "rounds", "measured", "range", "predicted", "interval", "error")
 ABOUT_RATIOS = (
     "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
     "Vertical lines: the interval of T(N) alone."
@@ -31,50 +35,53 @@ ABOUT_SUPERLINEAR = (
 )
 
 
-class Comparison(NamedTuple):
-    """The time of a step: measured, predicted (None for one rank), and the number of rounds that were used."""
-
-    measured: Interval
-    predicted: Interval | None
-    used: str
-
-
-Comparisons = Mapping[Configuration, Comparison]
-
-
 def describe(plan: ScalingPlan, method: str | None) -> dict[str, str]:
     """Return facts about the machine and the job, by name. `method`: of shaping the link between two nodes, if any."""
     return {
-        "model": f"{plan.size}, {plan.length} tokens per row",
+        "model": f"{plan.model}, {plan.length} tokens per row",
         "threads": f"{plan.threads} per rank",
         "link": method or "none",
         "rounds": f"{plan.rounds} of {plan.steps} steps",
-        **describe_machine(torch.device("cpu")),
+        **describe_machine(torch.device("cuda", 0) if plan.gpus else torch.device("cpu")),
         "command": command_line(),
     }
 
 
 def sections(
-    plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, *, flags: ClusterFlags, n_cores: int
+    plan: ScalingPlan,
+    rounds: Sequence[Round],
+    fits: Fits,
+    *,
+    flags: ClusterFlags,
+    model: Plan | None = None,
 ) -> list[Section]:
+    """Return all sections. `model`: the plan of its training step, for strategies other than `ddp`."""
+
+    def predicted(key: Configuration) -> Interval:
+        if model is None:
+            return predict(key, fits, cores=plan.n_cores, threads=plan.threads)
+        return predict_strategy(key, fits, model, cores=plan.n_cores, threads=plan.threads)
+
     comparisons = {
         key: Comparison(
             measured_interval(key, rounds),
-            predict(key, fits, cores=n_cores, threads=plan.threads) if key.ranks > 1 else None,
+            predicted(key) if key.ranks > 1 else None,
             rounds_used(rounds, key),
         )
         for key in rounds[0]
         if isinstance(key, Configuration)
     }
-    one_node = {key: comparison for key, comparison in comparisons.items() if key.link is None}
+    all_strategies = {key: comparison for key, comparison in comparisons.items() if key.link is None}
+    one_node = {key: comparison for key, comparison in all_strategies.items() if key.strategy == "ddp"}
     nodes = {key: comparison for key, comparison in comparisons.items() if key.link is not None}
     own_core = {
         key.ranks: comparison.measured
         for key, comparison in one_node.items()
-        if key.mode == "weak" and key.ranks * plan.threads <= n_cores
+        if key.mode == "weak" and key.ranks * plan.threads <= plan.n_cores
     }
     return [
-        _one_node(plan, one_node, n_cores),
+        _one_node(plan, one_node),
+        *([strategy_section(plan, all_strategies, model)] if model else []),
         *([_two_nodes(nodes)] if nodes else []),
         _inputs(rounds, fits),
         cluster_section(measured_input(plan, fits, flags, measured=own_core), flags),
@@ -86,27 +93,32 @@ def raw_data(plan: ScalingPlan, rounds: Sequence[Round], fits: Fits, *, report: 
     return {
         "plan": asdict(plan) | {"links": [str(link) for link in plan.links]},
         "rounds": [{_name(key): asdict(result) for key, result in measured.items()} for measured in rounds],
-        "fits": asdict(fits),
+        "fits": {
+            **asdict(replace(fits, computation={})),
+            "computation": {_computation_name(key): asdict(work) for key, work in fits.computation.items()},
+        },
         "sections": {section.name: section.data for section in report},
     }
 
 
+def _computation_name(key: Alone) -> str:
+    return str(key.rows) if key.strategy == "ddp" else f"{key.strategy}, {key.rows}"
+
+
 def _name(key: Key) -> str:
-    if isinstance(key, int):
-        return f"computation of {key} rows, {FIT_RANKS} ranks"
-    return f"all-reduce, {key}" if isinstance(key, str) else str(key)
+    return f"all-reduce, {key}" if key in ("local", "link") else str(key)
 
 
 # ---- measured and predicted ------------------------------------------------------------------------------------------
 
 
-def _one_node(plan: ScalingPlan, comparisons: Comparisons, n_cores: int) -> Section:
+def _one_node(plan: ScalingPlan, comparisons: Comparisons) -> Section:
     tables, figures = [], []
     for mode in MODES:
         of_mode = {key: comparison for key, comparison in comparisons.items() if key.mode == mode}
-        base = next((comparison.measured.middle for key, comparison in of_mode.items() if key.ranks == 1), None)
+        base = next((comparison.measured for key, comparison in of_mode.items() if key.ranks == 1), None)
         rows = [
-            [str(key.ranks), *_cells(key, comparison), *_ratio_cells(key, comparison, base)]
+            [str(key.ranks), *cells(key, comparison), *measured_speedup(key, comparison.measured, base)]
             for key, comparison in of_mode.items()
         ]
         per = f"{plan.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
@@ -117,22 +129,25 @@ def _one_node(plan: ScalingPlan, comparisons: Comparisons, n_cores: int) -> Sect
             continue
         ratio = "speedup" if mode == "strong" else "efficiency"
         title = f"{mode} scaling: {ratio} over one rank"
-        points = {key.ranks: over(base, comparison.measured) for key, comparison in of_mode.items()}
-        model = {key.ranks: over(base, times) for key, (_, times, _) in of_mode.items() if times}
+        points = {key.ranks: over(base.middle, comparison.measured) for key, comparison in of_mode.items()}
+        model = {key.ranks: over(base.middle, times) for key, (_, times, _) in of_mode.items() if times}
         series = [Series("measured", points), Series("predicted", model, predicted=True)]
         svg = over_ranks(title, ratio, series, ideal=float if mode == "strong" else lambda n: 1.0)
         figures.append(Figure(title, svg, ABOUT_RATIOS))
-    about = (
-        f"All ranks share {n_cores} CPU core(s), so more ranks than cores cannot be faster. "
-        "docs/scaling.md#what-is-measured explains how times are measured and predicted."
-    )
+    shared = f"All ranks share {plan.n_cores} CPU core(s), so more ranks than cores cannot be faster."
+    about = ["Each rank has a GPU." if plan.gpus else shared]
+    about += ["docs/scaling.md#what-is-measured explains how times are measured and predicted."]
     return Section(
-        "one_node", "Strong and weak scaling on this machine", [about], [*tables, *figures], _numbers(comparisons)
+        "one_node",
+        "Strong and weak scaling on this machine",
+        [" ".join(about)],
+        [*tables, *figures],
+        numbers(comparisons),
     )
 
 
 def _two_nodes(comparisons: Comparisons) -> Section:
-    rows = [[f"{key.mode}, {key.link}", *_cells(key, comparison)] for key, comparison in comparisons.items()]
+    rows = [[f"{key.mode}, {key.link}", *cells(key, comparison)] for key, comparison in comparisons.items()]
     parts: list[Table | Figure] = [Table("step times", ["link", *COLUMNS], rows)]
     for mode in MODES:
         of_mode = {str(key.link): comparison for key, comparison in comparisons.items() if key.mode == mode}
@@ -144,50 +159,21 @@ def _two_nodes(comparisons: Comparisons) -> Section:
         svg = points_with_ranges(title, "time of a step", series, show=format_seconds, reference=0)
         parts.append(Figure(title, svg))
     about = "The nodes are network namespaces on this machine: docs/scaling.md#the-link-between-two-nodes."
-    return Section("two_nodes", "Two nodes and a shaped link", [about], parts, _numbers(comparisons))
-
-
-def _cells(key: Configuration, comparison: Comparison) -> list[str]:
-    """Return the cells of `COLUMNS`."""
-    measured, predicted, used = comparison
-    cells = [str(key.rows), used, format_seconds(measured.middle), _range(measured)]
-    if predicted is None:
-        return [*cells, "", "", ""]
-    error = predicted.middle / measured.middle - 1
-    return [*cells, format_seconds(predicted.middle), _range(predicted), f"{error:+.1%}"]
-
-
-def _ratio_cells(key: Configuration, comparison: Comparison, base: float | None) -> list[str]:
-    if base is None:
-        return ["", ""]
-    speedup = base / comparison.measured.middle * (key.ranks if key.mode == "weak" else 1)
-    return [f"{speedup:.2f}", f"{min(1.0, speedup / key.ranks):.0%}"]
-
-
-def _range(times: Interval) -> str:
-    return f"{format_seconds(times.low)} to {format_seconds(times.high)}"
-
-
-def _numbers(comparisons: Comparisons) -> dict[str, Any]:
-    return {
-        str(key): {
-            "ranks": key.ranks,
-            "rows_per_rank": key.rows,
-            "measured": comparison.measured._asdict(),
-            "predicted": comparison.predicted and comparison.predicted._asdict(),
-        }
-        for key, comparison in comparisons.items()
-    }
+    return Section("two_nodes", "Two nodes and a shaped link", [about], parts, numbers(comparisons))
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
 def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
-    buckets = next(iter(fits.computation.values())).buckets
+    buckets = next(iter(fits.by_rows().values())).buckets
     times = [
-        [str(rows), rounds_used(rounds, rows), *map(format_seconds, [work.seconds, *(at for _, at in work.buckets)])]
-        for rows, work in fits.computation.items()
+        [
+            str(rows),
+            rounds_used(rounds, Alone(rows)),
+            *map(format_seconds, [work.seconds, *(at for _, at in work.buckets)]),
+        ]
+        for rows, work in fits.by_rows().items()
     ]
     local_rounds, link_rounds = rounds_used(rounds, "local"), rounds_used(rounds, "link") if fits.link else ""
     lines = [
@@ -195,6 +181,7 @@ def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
         ("one node, CPU time per rank", local_rounds, fits.local_cpu),
         ("two nodes, unshaped link", link_rounds, fits.link),
         ("two nodes, CPU time per rank", link_rounds, fits.link_cpu),
+        *((f"{name}, one node", rounds_used(rounds, name), line) for name, line in fits.collectives.items()),
     ]
     exchanges = [
         [name, used, format_seconds(line.alpha), format_bandwidth(line.beta), f"{line.relative_error:.0%}"]
@@ -220,5 +207,13 @@ def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
             "all-reduce among two ranks: α + β x bytes", ["", "rounds", "α", "1 / β", "median error"], exchanges, shared
         ),
     ]
+    sharded = [
+        [key.strategy, str(key.rows), rounds_used(rounds, key), format_seconds(work.seconds)]
+        for key, work in fits.computation.items()
+        if key.strategy != "ddp"
+    ]
+    if sharded:
+        header = ["strategy", "rows per rank", "rounds", "step"]
+        tables.insert(1, Table("the same under other strategies", header, sharded, shared))
     data = {"disturbed": disturbed, "measurements": len(measurements)}
     return Section("inputs", "What the predictions are made from", [about], tables, data)

@@ -17,6 +17,7 @@ import psutil
 from ...common.errors import RunError, UserError, shorten
 from ...common.paths import PACKAGE
 from ...distributed.launcher import TorchrunJob, torchrun_command
+from .configuration import ScalingPlan
 from .nodes import ADDRESSES, INTERFACE, inside
 
 START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
@@ -99,11 +100,10 @@ def check_temporary_folder() -> None:
 
 
 @contextmanager
-def task_job(size: str, ranks: int, threads: int, *, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
+def task_job(plan: ScalingPlan, ranks: int, *, log: Path, namespaces: Sequence[str] = ()) -> Iterator[TaskJob]:
     """Start a job without waiting for it; end it at the end of the block.
 
     Args:
-        size: the model, a key of `harness.SIZES`.
         ranks: on each node.
         log: file for what the job prints; with two nodes, the first one's.
         namespaces: of two nodes; none: one node, in this namespace.
@@ -115,8 +115,8 @@ def task_job(size: str, ranks: int, threads: int, *, log: Path, namespaces: Sequ
         listener.bind(str(folder / "socket"))
         listener.listen()
         listener.setblocking(False)
-        flags = [f"--size={size}", f"--socket={folder / 'socket'}", "--use_cpu", f"--threads={threads}"]
-        flags += [f"--train_batch_size={world_size}", "--disable_tqdm"]
+        flags = [f"--architecture={plan.model}", f"--socket={folder / 'socket'}", f"--threads={plan.threads}"]
+        flags += [f"--train_batch_size={world_size}", "--disable_tqdm", *([] if plan.gpus else ["--use_cpu"])]
         job_command = partial(torchrun_command, f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks)
         commands, variables = [job_command()], {}
         if namespaces:

@@ -28,7 +28,7 @@ from app.bench.scaling.cluster_section import (
     predicted_steps,
     ratios_over_one_rank,
 )
-from app.bench.scaling.measure import MODES
+from app.bench.scaling.configuration import MODES
 from app.bench.scaling.predict import Computation
 
 WITHIN, BETWEEN = Hop(1.0, 0.01), Hop(10.0, 0.1)

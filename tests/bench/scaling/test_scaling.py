@@ -14,19 +14,13 @@ import pytest
 
 from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
+from app.bench.scaling import configuration
 from app.bench.scaling import measure as scaling_measure
 from app.bench.scaling.cluster import Hop
 from app.bench.scaling.cluster_section import ClusterFlags
+from app.bench.scaling.configuration import Alone, Configuration, ScalingPlan
 from app.bench.scaling.gloo_ring import simulate_ring
-from app.bench.scaling.measure import (
-    ALL_REDUCE_SIZES,
-    Configuration,
-    Measurement,
-    Round,
-    ScalingPlan,
-    measure,
-    open_jobs,
-)
+from app.bench.scaling.measure import ALL_REDUCE_SIZES, Measurement, Round, measure, open_jobs
 from app.bench.scaling.nodes import Link, NamespacesUnavailable
 from app.bench.scaling.predict import fit, measured_interval, predict, rounds_used, usable_results
 from app.bench.scaling.report import raw_data, sections
@@ -34,9 +28,15 @@ from app.program import run_program
 
 MIB = 2**20
 PLAN = ScalingPlan("BERT 4 x 312", [1, 2, 4], [Link(1, 5)], 32, 8, 64, 3, 3, threads=1)
+pytestmark = pytest.mark.usefixtures("two_cores")
 CLUSTER = ClusterFlags(8, Hop(10e-6, 8 / 100e9), None, batch=1024)
 FORWARD, UPDATE, PER_ROW = 0.01, 0.05, 0.025  # seconds
 LOCAL, LINK = (0.001, 1e-9), (0.002, 1.5e-9)  # α and β
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(configuration, "usable_cores", lambda: {0, 1})
 
 
 def computation(rows: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def true_step(key: Configuration) -> float:
 def synthetic_round(noise: float = 1.0, others: float = 0.0) -> Round:
     found: Round = {key: Measurement({"seconds": true_step(key) * noise}, others) for key in PLAN.configurations(True)}
     for rows in (8, 16):
-        found[rows] = Measurement(computation(rows), others)
+        found[Alone(rows)] = Measurement(computation(rows), others)
     found["local"] = Measurement(all_reduces(*LOCAL), others)
     found["link"] = Measurement(all_reduces(*LINK), others)
     return found
@@ -100,7 +100,7 @@ def test_cores_that_two_ranks_share_while_they_are_measured_do_not_count_twice(c
     """As measured: 0.26 s, half of the small bucket's exchange, because no core is idle, and the large bucket's."""
     fits = fit([synthetic_round()] * 3, cores, threads)
     assert fits.slowdown == 2
-    assert fits.computation[8].seconds == pytest.approx(0.13), "with a core for each thread"
+    assert fits.computation[Alone(8)].seconds == pytest.approx(0.13), "with a core for each thread"
     two = predict(Configuration("weak", 2, 8), fits, cores=cores, threads=threads)
     # CPU time is no waiting time, so it is not converted; it displaces twice as much of a computation that shares.
     assert two.middle == pytest.approx(0.26 + 2 * (0.001 + 0.002097152) / 2 + 0.001 + 0.0524288)
@@ -121,7 +121,7 @@ def test_the_report_shows_how_many_rounds_a_row_is_based_on():
     calm, disturbed = synthetic_round(), synthetic_round(others=0.5)
     assert rounds_used([calm, disturbed, calm], "local") == "2 of 3"
     assert rounds_used([disturbed, disturbed], "local") == "all 2, disturbed"
-    report = sections(PLAN, [calm, disturbed], fit([calm, disturbed], 2, 1), flags=CLUSTER, n_cores=2)
+    report = sections(PLAN, [calm, disturbed], fit([calm, disturbed], 2, 1), flags=CLUSTER)
     for section in report[:3]:
         for table in section.parts:
             if isinstance(table, Table):
@@ -140,7 +140,7 @@ def test_other_processes_are_those_on_the_cores_of_this_process(monkeypatch):
 def test_the_report_marks_what_is_measured_and_what_is_predicted():
     rounds = [synthetic_round(noise) for noise in (0.98, 1.0, 1.02)]
     fits = fit(rounds, 2, 1)
-    report = sections(PLAN, rounds, fits, flags=CLUSTER, n_cores=2)
+    report = sections(PLAN, rounds, fits, flags=CLUSTER)
     page = as_html("Scaling", {}, report, json_name="scaling.json")
     assert "<script" not in page
     assert "scaling.json in full precision" in page
@@ -164,7 +164,7 @@ def test_a_measured_efficiency_above_100_percent_is_explained():
     slow_start[one] = Measurement({"seconds": 3 * true_step(one)}, 0.0)
     strong, weak = (
         part
-        for part in sections(PLAN, [slow_start], fit([slow_start], 2, 1), flags=CLUSTER, n_cores=2)[0].parts
+        for part in sections(PLAN, [slow_start], fit([slow_start], 2, 1), flags=CLUSTER)[0].parts
         if isinstance(part, Table)
     )
     speedup, efficiency = strong.rows[1][-2:]
@@ -179,12 +179,12 @@ def test_without_nodes_and_with_one_number_of_ranks_there_is_a_report():
     whole = synthetic_round()
     kept = {key: one for key, one in whole.items() if key != "link" and not isinstance(key, Configuration)}
     kept |= {key: whole[key] for key in plan.configurations(False)}
-    report = sections(plan, [kept], fit([kept], 2, 1), flags=CLUSTER, n_cores=2)
+    report = sections(plan, [kept], fit([kept], 2, 1), flags=CLUSTER)
     assert [section.name for section in report] == ["one_node", "inputs", "cluster"]
     between = replace(CLUSTER, link=None)
-    text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), flags=between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(plan, [kept], fit([kept], 2, 1), flags=between)[-1]).split())
     assert "1 GB/s (not measured: assumed to be as fast as within this machine)" in text
-    text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), flags=between, n_cores=2)[-1]).split())
+    text = " ".join(as_markdown(sections(PLAN, [whole], fit([whole], 2, 1), flags=between)[-1]).split())
     assert "0.667 GB/s (measured over the unshaped link)" in text
 
 
@@ -194,13 +194,13 @@ def test_a_line_whose_bytes_take_no_time_has_no_bandwidth():
         found[key] = Measurement(all_reduces(alpha, 0.0), others=0.0)
     fits = fit([found], 2, 1)
     assert fits.local.beta == 0
-    report = sections(PLAN, [found], fits, flags=replace(CLUSTER, link=None), n_cores=2)
+    report = sections(PLAN, [found], fits, flags=replace(CLUSTER, link=None))
     assert "500 µs per message and – (measured on this machine)" in " ".join(as_markdown(report[-1]).split())
 
 
 def test_nodes_of_a_cluster_are_complete():
     rounds = [synthetic_round()]
-    cluster = sections(PLAN, rounds, fit(rounds, 2, 1), flags=replace(CLUSTER, ranks_per_node=6), n_cores=2)[-1]
+    cluster = sections(PLAN, rounds, fit(rounds, 2, 1), flags=replace(CLUSTER, ranks_per_node=6))[-1]
     assert list(map(int, cluster.data["strong"]["ring"])) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
 
 
@@ -234,7 +234,7 @@ def no_namespaces(monkeypatch):
     """Jobs are fakes, and there are no network namespaces."""
 
     @contextmanager
-    def task_job(size, ranks, *_, **__):
+    def task_job(plan, ranks, *_, **__):
         yield FakeJob(ranks)
 
     @contextmanager
@@ -252,16 +252,16 @@ def test_without_root_two_nodes_are_left_out_with_a_line(no_namespaces, tmp_path
     assert capsys.readouterr().out == "not measured: two nodes: not root\n"
     assert len(rounds) == PLAN.rounds
     for one in rounds:
-        assert set(one) == {8, 16, "local", *PLAN.configurations(links=False)}
+        assert set(one) == {Alone(8), Alone(16), "local", *PLAN.configurations(links=False)}
         for key in PLAN.configurations(links=False):
             assert one[key].result == {"seconds": key.rows + 2.0, "ranks": key.ranks}
-        assert one[16].result == {"seconds": 16.0, "ranks": 2}
+        assert one[Alone(16)].result == {"seconds": 16.0, "ranks": 2}
 
 
 def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
     plan = replace(PLAN, ranks=[1, 2], links=[], rows=16)
     with open_jobs(plan, tmp_path) as jobs:
-        assert {16, 32} <= set(measure(plan, jobs)[0])
+        assert {Alone(16), Alone(32)} <= set(measure(plan, jobs)[0])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--link_gbit", "100"], "--link_gbit and --link_latency_us: give both or neither"),
         (["--node_latency_us", "1"], "--node_gbit and --node_latency_us: give both or neither"),
         (["--link_gbit", "-1", "--link_latency_us", "1"], "--link_gbit: -1: must be a number above 0"),
-        (["--model", "huge"], "--model: invalid choice: 'huge'"),
+        (["--model", "./huge"], "--model ./huge: "),
         (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
         (["--step_ms", "250"], "--parameters: is missing"),
         (["--step_ms", "250", "--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1e+12"),
