@@ -11,6 +11,11 @@ from .configuration import Configuration
 
 COLUMNS = ("rows per rank", "rounds", "measured", "range", "predicted", "interval", "error")
 
+ABOUT_SUPERLINEAR = (
+    "Where a measured speedup exceeds the number of ranks, the efficiency is shown as 100%: the steps of one rank were "
+    "disturbed, or the smaller part of a batch fits the caches better."
+)
+
 
 class Comparison(NamedTuple):
     """The time of a step: measured, predicted (None for one rank), and the number of rounds that were used."""
@@ -37,8 +42,18 @@ def measured_speedup(key: Configuration, measured: Interval, base: Interval | No
     """Return the cells for speedup and efficiency. `base`: the measured step of one rank, if there is one."""
     if base is None:
         return ["", ""]
-    speedup = base.middle / measured.middle * (key.ranks if key.mode == "weak" else 1)
+    speedup = _speedup(key, measured, base)
     return [f"{speedup:.2f}", f"{min(1.0, speedup / key.ranks):.0%}"]
+
+
+def about_efficiency(comparisons: Comparisons, base: Interval | None) -> str:
+    """Return a note for a table in which a measured speedup exceeds the number of ranks; otherwise nothing."""
+    above = base and any(_speedup(key, found.measured, base) > key.ranks for key, found in comparisons.items())
+    return ABOUT_SUPERLINEAR if above else ""
+
+
+def _speedup(key: Configuration, measured: Interval, base: Interval) -> float:
+    return base.middle / measured.middle * (key.ranks if key.mode == "weak" else 1)
 
 
 def _range(times: Interval) -> str:

@@ -17,7 +17,7 @@ from ..charts import format_seconds, over_ranks
 from ..page import Figure, Section, Table
 from ..rounds import Interval
 from .cluster_section import ClusterFlags, cluster_section, measured_input
-from .comparison import COLUMNS, Comparison, Comparisons, cells, measured_speedup, numbers
+from .comparison import COLUMNS, Comparison, Comparisons, about_efficiency, cells, measured_speedup, numbers
 from .configuration import MODES, Alone, Configuration, ScalingPlan
 from .measure import Key, Round
 from .predict import DISTURBED, Fits, measured_interval, over, predict, rounds_used
@@ -27,11 +27,6 @@ from .strategy_section import strategy_section
 ABOUT_RATIOS = (
     "T(1) / T(N). T(1) is the measured median in either case: a predicted ratio divides it by the predicted T(N). "
     "Vertical lines: the interval of T(N) alone."
-)
-
-ABOUT_SUPERLINEAR = (
-    "Where a measured speedup exceeds the number of ranks, the efficiency is shown as 100%: the steps of one rank were "
-    "disturbed, or the smaller part of a batch fits the caches better."
 )
 
 
@@ -122,8 +117,7 @@ def _one_node(plan: ScalingPlan, comparisons: Comparisons) -> Section:
             for key, comparison in of_mode.items()
         ]
         per = f"{plan.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
-        above = any(float(row[-2]) > key.ranks for row, key in zip(rows, of_mode, strict=True) if row[-2])
-        note = ABOUT_SUPERLINEAR if above else ""
+        note = about_efficiency(of_mode, base)
         tables.append(Table(f"{mode} scaling: {per}", ["ranks", *COLUMNS, "speedup", "efficiency"], rows, note))
         if base is None:
             continue
@@ -204,7 +198,10 @@ def _inputs(rounds: Sequence[Round], fits: Fits) -> Section:
     tables = [
         Table("computation of a step without exchanges, two ranks at once", header, times, shared),
         Table(
-            "all-reduce among two ranks: α + β x bytes", ["", "rounds", "α", "1 / β", "median error"], exchanges, shared
+            "collectives among two ranks: α + β x bytes (an all-reduce if not named)",
+            ["", "rounds", "α", "1 / β", "median error"],
+            exchanges,
+            shared,
         ),
     ]
     sharded = [

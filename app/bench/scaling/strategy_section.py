@@ -8,7 +8,7 @@ from ...plan.step import Plan
 from ..charts import over_ranks
 from ..page import Figure, Section, Table
 from ..rounds import Interval
-from .comparison import COLUMNS, Comparisons, cells, measured_speedup, numbers
+from .comparison import COLUMNS, Comparisons, about_efficiency, cells, measured_speedup, numbers
 from .configuration import MODES, ScalingPlan
 from .predict import over
 
@@ -39,7 +39,9 @@ def strategy_section(plan: ScalingPlan, comparisons: Comparisons, model: Plan) -
             for key, comparison in of_mode.items()
         ]
         per = f"{plan.batch} rows per step" if mode == "strong" else f"{plan.rows} rows per rank"
-        parts.append(Table(f"{mode} scaling by strategy: {per}", COLUMNS_OF_STRATEGIES, rows))
+        parts.append(
+            Table(f"{mode} scaling by strategy: {per}", COLUMNS_OF_STRATEGIES, rows, about_efficiency(of_mode, base))
+        )
         if base is None:
             continue
         ratio = "speedup" if mode == "strong" else "efficiency"
