@@ -22,13 +22,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ...cli import OneLineParser, command_line, count, positive
 from ...common.errors import UserError, escape_control_characters, shorten
 from ...common.files import write_json, write_text
+from ...common.formats import mib
 from ...common.machine import describe_machine
 from ...distributed.processes import count_gpus
+from ...plan.step import Plan
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -101,12 +104,15 @@ def predict_from_measurements(arguments: argparse.Namespace, cluster: ClusterFla
     check(plan)
     config = model_config(plan.model, use_cpu=not plan.gpus)
     check_length(config, plan.length)
+    model = None
+    if len(plan.strategies) > 1:
+        model = plan_strategies(config, plan.length, use_cpu=not plan.gpus)
+        check_memory(plan, model)
     folder = create_folder(arguments.output_dir, RUNS / "scaling")
     with open_jobs(plan, folder) as jobs:
         rounds = measure(plan, jobs)
         method = jobs.nodes[1].method if jobs.nodes else None
     fits = fit(rounds, plan.n_cores, plan.threads)
-    model = plan_strategies(config, plan.length, not plan.gpus) if len(plan.strategies) > 1 else None
     report = sections(plan, rounds, fits, flags=cluster, model=model)
     write_report(folder, describe(plan, method), report, data=raw_data(plan, rounds, fits, report=report))
 
@@ -219,6 +225,22 @@ def check(plan: ScalingPlan) -> None:
         )
     if plan.ranks[-1] > MOST_RANKS:
         raise UserError(f"--ranks {plan.ranks[-1]}: at most {MOST_RANKS} on one machine")
+
+
+def check_memory(plan: ScalingPlan, model: Plan) -> None:
+    """Raise `UserError` if the models of all jobs, each with every strategy, exceed the free main memory."""
+    if plan.gpus:
+        return
+    needed = 0
+    for ranks in {*plan.ranks, FIT_RANKS}:
+        copies = 2 if ranks == FIT_RANKS else 1  # with and without exchange
+        memory = (memory.total for strategy in plan.strategies for memory in model.memory(strategy, ranks))
+        needed += copies * sum(memory)
+    if needed > (available := psutil.virtual_memory().available):
+        raise UserError(
+            f"--strategies: {len(plan.strategies)} models on each rank of all jobs take {mib(needed)} MiB, and "
+            f"{mib(available)} MiB are free: give fewer --ranks or --strategies, or a smaller --model"
+        )
 
 
 def percentage(text: str) -> float:

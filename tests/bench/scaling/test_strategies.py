@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from app.bench.alpha_beta import AlphaBeta
@@ -20,6 +22,7 @@ from app.bench.scaling.measure import ALL_REDUCE_SIZES, Measurement, Round
 from app.bench.scaling.predict import Cores, fit
 from app.bench.scaling.report import raw_data, sections
 from app.bench.scaling.strategies import plan_strategies, predict_strategy, seconds_of, updated_share
+from app.common.errors import UserError
 from app.plan.step import Plan
 from app.plan.traffic import Collective
 from app.program import run_program
@@ -191,6 +194,23 @@ def test_what_gpus_cannot_do_is_one_line(flags, problem, four_gpus, monkeypatch,
     assert run_program(scaling.main) == 2
     assert problem in capsys.readouterr().err
     assert not four_gpus
+
+
+def test_models_that_do_not_fit_are_one_line_before_anything_starts(model, monkeypatch):
+    zero3 = ScalingPlan(NAME, [4], [], 32, 8, 64, 3, 3, threads=1, strategies=("ddp", "zero3"))
+    # Twice with two ranks, with and without exchange, and once with four.
+    needed = sum(
+        copies * memory.total
+        for copies, ranks in ((2, 2), (1, 4))
+        for strategy in zero3.strategies
+        for memory in model.memory(strategy, ranks)
+    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    scaling.check_memory(zero3, model)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    with pytest.raises(UserError, match="--strategies: 2 models on each rank of all jobs take"):
+        scaling.check_memory(zero3, model)
+    scaling.check_memory(replace(zero3, gpus=4), model)
 
 
 @pytest.mark.parametrize(("gpus", "use_cpu"), [(0, True), (4, False)])
