@@ -33,7 +33,8 @@ def main() -> None:
     sys.path[:1] = [str(TESTS), str(Path(options.program).resolve().parent if is_script else Path.cwd())]
     from helpers.nodes import divide_among_nodes
 
-    divide_among_nodes()  # before the number of fake GPUs is derived from it
+    if "RANK" in os.environ:  # otherwise the program forks its ranks
+        divide_among_nodes()
     sys.argv = [options.program, *options.flags]
     with fake_gpus(options.report):
         if is_script:
@@ -53,8 +54,9 @@ def fake_gpus(report: Path | None) -> AbstractContextManager[Any]:
     from fake_cuda.operations import OnFakeCuda
 
     assert not torch.backends.cuda.is_built(), "this build of PyTorch has CUDA: use a real GPU"
-    # At least two GPUs, so that a tensor can be on the wrong one.
-    cuda_api.install(devices=max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 2))
+    names = ("RANKS_PER_NODE", "FORKED_RANKS", "LOCAL_WORLD_SIZE")
+    ranks = next((int(os.environ[name]) for name in names if name in os.environ), 1)
+    cuda_api.install(devices=max(ranks, 2))  # at least two GPUs, so that a tensor can be on the wrong one
     process_groups.install()
     patches.install()
     report_at_exit(report)
@@ -65,9 +67,8 @@ def report_at_exit(folder: Path | None) -> None:
     """Print or write the report when the process ends, also by os._exit."""
     from fake_cuda.report import REPORT
 
-    rank = int(os.environ.get("RANK", 0))
-
     def report() -> None:
+        rank = int(os.environ.get("RANK", 0))
         if folder is not None:
             REPORT.write(folder, rank)
         elif rank == 0:

@@ -176,6 +176,14 @@ class Job(TorchrunJob):
         self._folder.cleanup()
 
 
+def forked_job(script: str, *flags: Any, cwd: Path, ranks: int, **environment: str) -> Job:
+    """A job of a script of the tests that forks its ranks (see `helpers.forked_ranks`); arguments as for `Job`."""
+    variables = {"PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
+    if ranks:
+        variables |= {"FORKED_RANKS": str(ranks)}
+    return Job(script, *flags, cwd=cwd, ranks=0, **variables, **environment)
+
+
 # ---- many trainings in one job --------------------------------------------------------------------------------------
 
 
@@ -270,8 +278,7 @@ def run_folders(
     command: list[Any] = [MANY_RUNS, *device, *job_flags, "--threads=1", "--ddp_timeout=120"]
     if fake_gpus:
         command = [ON_FAKE_GPUS, *command]
-    variables = {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
-    with Job(*map(str, command), cwd=folder, ranks=ranks, **variables, **environment) as job:
+    with forked_job(*map(str, command), cwd=folder, ranks=ranks, RUNS=str(file), **environment) as job:
         done = job.finish(limit)
     assert done.status == 0, done.out + done.err
     outcomes = iter(json.loads(file.with_name("outcomes.json").read_text()))

@@ -1,4 +1,4 @@
-"""Count the collectives of many training steps in one torchrun job, and write to RESULT which were not predicted."""
+"""Count the collectives of many training steps in one job, and write to RESULT which were not predicted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from itertools import product
 from pathlib import Path
 
+from helpers.forked_ranks import fork_ranks
 from helpers.nodes import divide_among_nodes
 from helpers.traffic import Step
 
@@ -38,5 +39,6 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    fork_ranks()
     divide_among_nodes()
     launch(main, None)

@@ -1,8 +1,8 @@
-"""Run many trainings in one torchrun job: starting a job takes longer than training a tiny model.
+"""Run many trainings in one job: starting a job takes longer than training a tiny model.
 
 As a script it reads RUNS, a JSON file with the runs and the fields that `helpers.jobs.TrainingRun` describes, trains
-them one after another in one process group, each in its working directory, and writes outcomes.json beside it. With
-RANKS_PER_NODE, the ranks are divided among several nodes.
+them one after another in one process group, each in its working directory, and writes outcomes.json beside it.
+FORKED_RANKS is the number of ranks; with RANKS_PER_NODE, they are divided among several nodes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import helpers.architectures  # noqa: F401  (registers its models with transformers)
 from fake_cuda.report import REPORT
+from helpers.forked_ranks import fork_ranks
 from helpers.nodes import divide_among_nodes
 from mutations import MUTATIONS
 from torch.nn.parallel import DistributedDataParallel
@@ -125,5 +126,6 @@ def describe(model: Any, tokenizer: Any) -> list[str]:
 
 
 if __name__ == "__main__":
+    fork_ranks()
     divide_among_nodes()
     launch(run_all, None)
