@@ -23,7 +23,9 @@ def main(settings: Settings) -> None:
         shapes = [(None, 1), (None, 2), (2 * world.size, 2)]  # logical ranks and accumulation
         cells = [("uneven", strategy, shape) for strategy, shape in product(STRATEGIES, shapes)]
         cells += [("bart", strategy, shapes[i % len(shapes)]) for i, strategy in enumerate(STRATEGIES)]
-        steps = [Step(name, strategy, world.size, *shape, inside=world.ranks_per_node) for name, strategy, shape in cells]
+        steps = [
+            Step(name, strategy, world.size, *shape, inside=world.ranks_per_node) for name, strategy, shape in cells
+        ]
         steps.append(
             Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}, inside=world.ranks_per_node)
         )

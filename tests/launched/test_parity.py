@@ -104,10 +104,11 @@ def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained
 
 @pytest.mark.slow
 @pytest.mark.launched
-def test_same_bits_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_path):
+def test_same_bits_trains_both_paths(launch, hotel_csv, tmp_path):
+    write_subset(hotel_csv, tmp_path / "reviews.csv", 1000)
     flags = ["--vary", "logical_ranks", "sampling", "--ranks", 2, "--strategies", "ddp"]
-    flags += ["--interruptions", "uninterrupted", "--max_steps", 40, "--eval_steps", 35, "--train_batch_size", 48]
-    done = launch("app.experiments.same_bits", "--csv", hotel_csv, *flags, "--output_dir", "table", limit=500)
+    flags += ["--interruptions", "uninterrupted", "--max_steps", 20, "--eval_steps", 15, "--train_batch_size", 48]
+    done = launch("app.experiments.same_bits", "--csv", "reviews.csv", *flags, "--output_dir", "table", limit=500)
     assert done.status == 0, done.out + done.err
     table = (tmp_path / "table" / "same_bits.md").read_text()
     assert table in done.out
@@ -115,8 +116,8 @@ def test_same_bits_trains_both_paths_on_the_whole_csv(launch, hotel_csv, tmp_pat
         assert f"logical_ranks 2, sampling {sampling}: all 2 cells have one hash: bitwise identical\n" in table
         for path in PATHS:
             run = read_run(tmp_path / "table" / f"{path}-2-ddp-2-{sampling}")
-            assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 40)
+            assert (run.path, run.settings["world_size"], len(run.steps)) == (path, 2, 20)
             assert (run.settings["train_sampling_strategy"], run.settings["logical_ranks"]) == (sampling, 2)
-            assert [line["step"] for line in run.evaluations] == [35, 40]
+            assert [line["step"] for line in run.evaluations] == [15, 20]
     hashes = {line.split("|")[-2] for line in table.splitlines() if "_loop" in line or "_run" in line}
     assert len(hashes) == 2, "another sampling is another training"

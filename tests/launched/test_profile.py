@@ -14,16 +14,17 @@ from app.profiling.breakdown import CATEGORIES
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
 
-PATHS = ("ddp_loop", "trainer_run")
+PATHS = ("trainer_run", "ddp_loop")
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--dropout=0.1", "--max_steps=9"]
 FLAGS += ["--eval_strategy=steps", "--eval_steps=6", "--save_strategy=no"]  # the evaluation is between profiled steps
 STRATEGIES = {"ddp": ["--gradient_accumulation_steps=2"], "zero3": ["--strategy=zero3", "--logical_ranks=4"]}
 
 
+CASES = list(zip(PATHS, STRATEGIES, strict=True))
 RUNS = {}
-for name, flags in STRATEGIES.items():
-    RUNS[f"plain-{name}"] = TrainingRun("ddp_loop", [*FLAGS, *flags])
-    RUNS |= {f"{path}-{name}": TrainingRun(path, [*FLAGS, *flags, "--profile=3"]) for path in PATHS}
+for path, name in CASES:
+    RUNS[f"plain-{name}"] = TrainingRun("ddp_loop", [*FLAGS, *STRATEGIES[name]])
+    RUNS[f"{path}-{name}"] = TrainingRun(path, [*FLAGS, *STRATEGIES[name], "--profile=3"])
 SHARED_RUNS: SharedRuns = {}
 SLOW_SHARED_RUNS = {"two_ranks": RUNS}
 
@@ -40,8 +41,7 @@ def folder(trained_by, shared_folder) -> Path:
 
 @pytest.mark.launched
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "strategy"), CASES)
 def test_a_profile_divides_the_steps_of_every_rank_and_changes_no_result(folder, path, strategy):
     run, plain = folder / f"{path}-{strategy}", folder / f"plain-{strategy}"
     assert first_difference(read_run(run), read_run(plain)) is None
