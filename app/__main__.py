@@ -22,8 +22,8 @@ from typing import NoReturn
 from .common.errors import UserError, shorten
 from .common.paths import CLONE, PACKAGE
 from .common.terminal import exit_on_interrupt, raise_on_interrupt
+from .flags import BENCHMARKS
 
-BENCHMARKS = ("bench.speed", "bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
 WITHOUT_RANKS = (
     "compare",

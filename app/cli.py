@@ -51,7 +51,8 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(*arguments, **look | options)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shorten(message, 300)} (--help lists all flags)")
+        message = shorten(message.replace("unrecognized arguments:", "unknown argument"), 300)
+        raise UserError(f"{message} (--help lists all flags)")
 
 
 def count(text: str) -> int:
@@ -196,8 +197,9 @@ def options_of(annotation: Any) -> dict[str, Any]:
 
 def reject_flags(values: Mapping[str, Any], rejected: Mapping[str, str]) -> None:
     """Raise `UserError` if a setting that the program rejects is set; `rejected` says why it is rejected."""
+    defaults = Settings()
     for name, reason in rejected.items():
-        if values[name]:
+        if values[name] != getattr(defaults, name):
             raise UserError(f"--{name}: {reason}")
 
 
@@ -235,7 +237,7 @@ def settings_parser(
     own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
     parser = SettingsParser(rejected, description=description, parents=[own])  # the parents' flags are listed first
     for action in parser._actions:
-        if action.dest in rejected:
+        if action.dest in rejected or (action.dest == "bf16" and "precision" in rejected):
             action.help = argparse.SUPPRESS
     return parser
 

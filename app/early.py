@@ -23,17 +23,30 @@ from .distributed.environment import (
     requested_threads,
     split_off_local_rank,
 )
-from .flags import add_communication_flags, add_compare_flags, add_memory_flags, add_plan_flags
+from .flags import (
+    BENCHMARKS,
+    add_communication_flags,
+    add_compare_flags,
+    add_growth_flags,
+    add_memory_flags,
+    add_minimal_flags,
+    add_plan_flags,
+    add_speed_flags,
+)
 from .program import print_mistake
 from .settings import Settings
 
 PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
-BENCHMARKS = ("bench.traffic", "bench.memory", "bench.checkpoint_cost", "bench.communication")
-WITHOUT_RANKS = ("compare", "plan")
-# The programs whose command line is checked, and the settings that they reject. The others import torch late, except
-# `bench.scaling`, `bench.speed` and `minimal`, whose flags are next to what they select.
-REJECTED = PATHS | dict.fromkeys((*BENCHMARKS, *WITHOUT_RANKS), FLAGS_OF_ONE_RUN)
+# The programs whose command line is checked. These have training settings, and reject some of them; the others have
+# flags of their own only. Further programs import torch late.
+REJECTED = PATHS | BENCHMARKS | dict.fromkeys(("compare", "plan"), FLAGS_OF_ONE_RUN)
+WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
+    "bench.growth": add_growth_flags,
+    "minimal": add_minimal_flags,
+}
+WITHOUT_RANKS = ("compare", "plan", "bench.growth")
 OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
+    "bench.speed": add_speed_flags,
     "bench.memory": add_memory_flags,
     "bench.communication": add_communication_flags,
     "compare": add_compare_flags,
@@ -42,9 +55,9 @@ OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
 
 
 def check_command_line() -> None:
-    """Exit if `--help` is given, or if there is a mistake that all ranks make. Only for the programs in `REJECTED`."""
+    """Exit if `--help` is given, or if there is a mistake that all ranks make. Only for the programs above."""
     name = program_name().removeprefix(f"{PACKAGE}.")
-    if name not in REJECTED:
+    if name not in REJECTED | WITHOUT_SETTINGS:
         return
     escape_unencodable_output()
     wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
@@ -72,6 +85,11 @@ def check_flags(name: str, description: str | None) -> None:
     arguments = sys.argv[1:]
     if name not in WITHOUT_RANKS:
         arguments, _ = split_off_local_rank(arguments)  # `launch` checks it: only some ranks may have a wrong one
+    if name in WITHOUT_SETTINGS:
+        parser = OneLineParser(description=description)
+        WITHOUT_SETTINGS[name](parser)
+        parser.parse_args(arguments)
+        return
     settings, _ = parse_flags(description, arguments, OWN_FLAGS.get(name), rejected=REJECTED[name])
     if name not in WITHOUT_RANKS and settings.precision != "auto":  # which only torch can resolve
         check_accelerate_environment(settings.precision, settings.use_cpu)

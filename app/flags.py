@@ -1,12 +1,43 @@
-"""The flags that programs add to the settings. They are here, so that `app.early` can parse them without torch."""
+"""The flags that programs add to the settings or reject. They are here, so that `app.early` can parse them early."""
 
 from __future__ import annotations
 
 import argparse
 
-from .cli import OneLineParser, count, positive
+from .cli import FLAGS_OF_ONE_RUN, OneLineParser, count, positive
 from .common.errors import shorten
 
+# Settings of a run that benchmarks replace with their own, such as the number of steps.
+FLAGS_OF_RUNS = (
+    *("num_train_epochs", "max_steps", "eval_strategy", "eval_steps", "eval_batch_size"),
+    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "resume_from_checkpoint"),
+    *("load_best_model_at_end", "metric_for_best_model"),
+    *("output_dir", "logging_steps", "profile", "measure_peak_flops"),
+)
+
+
+def all_but(*used: str) -> dict[str, str]:
+    """Return the settings that a benchmark rejects, and why: all `FLAGS_OF_RUNS` but those that it uses."""
+    names = (name for name in FLAGS_OF_RUNS if name not in used)
+    return FLAGS_OF_ONE_RUN | dict.fromkeys(names, "has no effect on this benchmark: remove the flag")
+
+
+# The benchmarks that torchrun starts, and the settings that they reject.
+BENCHMARKS = {
+    "bench.speed": all_but("output_dir") | {"precision": "each recipe has its own: select them with --recipes"},
+    "bench.traffic": all_but(),
+    "bench.memory": all_but(),
+    "bench.checkpoint_cost": all_but("save_total_limit"),
+    "bench.communication": all_but("max_steps", "output_dir"),
+}
+# BERTs of known sizes: layers, hidden size, attention heads, intermediate size.
+SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
+SHORT_NAMES = {name.removeprefix("BERT ").replace(" ", ""): name for name in SIZES}  # such as 4x312
+BF16 = "-bf16"  # the end of the names of recipes that train in bf16; the others train in fp32
+RECIPES = (
+    *("ddp_loop", "trainer_run", f"ddp_loop{BF16}", f"trainer_run{BF16}", "tutorial"),
+    *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
+)
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
@@ -67,6 +98,34 @@ def add_communication_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--seeds", type=count, default=3, metavar="N", help="trainings with each kind of compressed gradients"
     )
+
+
+def add_speed_flags(parser: OneLineParser) -> None:
+    sizes = ", ".join(SHORT_NAMES)
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help=f"{sizes} (untrained BERTs), or as --model; default: --model"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, metavar="NAME", help=f"which of {', '.join(RECIPES)}; default: all"
+    )
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps of a round")
+    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="rounds, after one that is not timed")
+
+
+def add_growth_flags(parser: OneLineParser) -> None:
+    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews to repeat; default: as for ddp_loop")
+    rows, sizes = [10_000, 100_000, 1_000_000], "sizes (default: 10000 100000 1000000)"
+    parser.add_argument("--rows", type=count, nargs="+", default=rows, metavar="N", help=sizes)
+    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks of each job (default: %(default)s)")
+    parser.add_argument(
+        "--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/growth/)"
+    )
+
+
+def add_minimal_flags(parser: OneLineParser) -> None:
+    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for ddp_loop")
+    parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 3 epochs")
+    parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
 
 
 def size_in_mib(text: str) -> float:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithPadding
 
 from .cli import OneLineParser
+from .flags import add_minimal_flags
 from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
 from .program import run_rank
@@ -33,9 +34,7 @@ from .training.step import build_scheduler, parameter_groups
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for ddp_loop")
-    parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 3 epochs")
-    parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
+    add_minimal_flags(parser)  # --csv, --max_steps, --train_batch_size
     settings = Settings(gradient_accumulation_steps=2, **vars(parser.parse_args()))  # others: app.ddp_loop's defaults
 
     # 1. THE PROCESS GROUP connects the ranks: over "gloo" if they use CPUs, as on this page, over "nccl" if each has a

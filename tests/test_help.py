@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ import pytest
 from app import early
 from app.cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser
 from app.common.errors import UserError
+from app.flags import BENCHMARKS
 from app.setting_groups import GROUPS
 
 WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/fault_injection")
 PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
+REJECTED = PATHS | {name.replace(".", "/"): rejected for name, rejected in BENCHMARKS.items()}
 PROGRAMS = (
-    *PATHS,
+    *REJECTED,
     *("compare", "plan", "experiments/same_bits"),
-    *("bench/speed", "bench/traffic", "bench/communication", "bench/checkpoint_cost", "bench/memory"),
     *WITHOUT_SETTINGS,
 )
 
@@ -39,7 +41,7 @@ def parser(program, monkeypatch) -> OneLineParser:
     monkeypatch.setattr("app.program.stop_importing", lambda: None)
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)  # another test has imported the module
-    if program.replace("/", ".") in early.REJECTED:
+    if program.replace("/", ".") in early.REJECTED | early.WITHOUT_SETTINGS:
         monkeypatch.setattr(sys, "orig_argv", ["python", "-m", f"app.{program.replace('/', '.')}", "--help"])
         monkeypatch.setattr(sys, "argv", ["-m", "--help"])
         with pytest.raises(SystemExit):
@@ -53,12 +55,12 @@ def parser(program, monkeypatch) -> OneLineParser:
 
 
 def example(action: argparse.Action, folder: Path) -> list[str]:
-    """A flag with a value."""
+    """A flag with a value that is not its default."""
     flag = action.option_strings[0]
     if action.nargs in (0, "?"):
         return [flag]
     if action.choices:
-        return [flag, str(next(iter(action.choices)))]
+        return [flag, str(next(choice for choice in action.choices if choice != action.default))]
     if action.dest == "config":
         (folder / "empty.yaml").touch()
         return [flag, str(folder / "empty.yaml")]
@@ -79,9 +81,10 @@ def test_a_flag_is_listed_unless_it_is_rejected(parser, program, tmp_path):
             rejected.add(flag)
             messages.append(str(problem))
     assert listed == set(actions) - rejected - {"-h"}
-    expected = {} if program in WITHOUT_SETTINGS else PATHS.get(program, FLAGS_OF_ONE_RUN)
-    assert all(": only app." in message for message in messages), messages
-    assert rejected == {f"--{name}" for name in expected}
+    expected = {} if program in WITHOUT_SETTINGS else REJECTED.get(program, FLAGS_OF_ONE_RUN)
+    reasons = (": only app.", ": has no effect on this benchmark", ": each recipe has its own")
+    assert all(any(reason in message for reason in reasons) for message in messages), messages
+    assert rejected == {f"--{name}" for name in expected} | ({"--bf16"} if "precision" in expected else set())
 
 
 def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
@@ -89,7 +92,11 @@ def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
     assert text.startswith(f"usage: python -m app.{program.replace('/', '.')} [--flag VALUE …]\n\n{parser.description}")
     assert re.search(rf"-m {'app/' + program}".replace("/", r"\."), parser.description), "an example"
     titles = re.findall(r"^([a-z].*):$", text.partition(str(parser.description))[2], re.MULTILINE)
-    of_settings = [] if program in WITHOUT_SETTINGS else [group._argument_group_name for group in GROUPS]
+    groups = () if program in WITHOUT_SETTINGS else GROUPS
+    rejected = REJECTED.get(program, FLAGS_OF_ONE_RUN)
+    of_settings = [
+        group._argument_group_name for group in groups if {field.name for field in fields(group)} - set(rejected)
+    ]
     assert titles == [*(["positional arguments"] if program == "compare" else []), "options", *of_settings]
     # A default is printed once.
     assert not re.search(r"default: [^\n]*\(default: ", text)

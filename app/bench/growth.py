@@ -10,7 +10,6 @@ Both jobs go on to evaluate the test rows, a tenth. Writes growth.html and growt
 
 from __future__ import annotations
 
-import argparse
 import csv
 import random
 import sys
@@ -26,7 +25,7 @@ import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure as Drawing
 
-from ..cli import OneLineParser, command_line, count
+from ..cli import OneLineParser, command_line
 from ..common.charts import MARKERS, SERIES_COLORS, render_svg, show_values
 from ..common.errors import RunError, escape_control_characters
 from ..common.files import write_json, write_text
@@ -36,6 +35,7 @@ from ..common.paths import PACKAGE
 from ..data.csv_table import ReviewTable, read_reviews
 from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
+from ..flags import add_growth_flags
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS, STEPS
@@ -84,7 +84,9 @@ class Start:
 
 
 def main() -> int:
-    arguments = parse()
+    parser = OneLineParser(description=__doc__)
+    add_growth_flags(parser)
+    arguments = parser.parse_args()
     table = read_reviews(Settings(csv=arguments.csv).csv_path)
     folder = create_folder(arguments.output_dir, RUNS / "growth")
     results: dict[int, dict[str, Start]] = {}
@@ -104,17 +106,6 @@ def main() -> int:
     write_text(folder / "growth.html", as_html("Growth", facts, [report], json_name="growth.json"))
     print(escape_control_characters(f"written to {folder}/: growth.html, growth.json"))
     return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__)
-    add = parser.add_argument
-    add("--csv", metavar="PATH", help="CSV file of reviews to repeat; default: as for ddp_loop")
-    rows = [10_000, 100_000, 1_000_000]
-    add("--rows", type=count, nargs="+", default=rows, metavar="N", help="sizes (default: 10000 100000 1000000)")
-    add("--ranks", type=count, default=2, metavar="N", help="ranks of each job (default: %(default)s)")
-    add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/growth/)")
-    return parser.parse_args()
 
 
 def write_rows(path: Path, table: ReviewTable, n: int) -> None:

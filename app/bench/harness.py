@@ -24,6 +24,7 @@ from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, reduce_mean
 from ..distributed.world import World
+from ..flags import SIZES
 from ..model.inputs import to_device
 from ..settings import STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
@@ -33,8 +34,6 @@ from ..training.console import quiet_libraries
 from ..training.step import build_optimizer, build_scheduler
 
 LEARNING_RATE = 1e-4
-# Layers, hidden size, attention heads, intermediate size.
-SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 
 
 def with_each_strategy(settings: Settings) -> list[Settings]:

@@ -25,7 +25,7 @@ from ..common.formats import markdown_table, mib
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..distributed.world import World
-from ..flags import add_memory_flags
+from ..flags import BENCHMARKS, SIZES, add_memory_flags
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..model.vocabulary import trimmed_vocabulary
@@ -37,7 +37,7 @@ from ..settings import Settings
 from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
-from .harness import SIZES, Bench, build_named, distribute, with_each_strategy
+from .harness import Bench, build_named, distribute, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 
@@ -131,4 +131,4 @@ def compare(measured: int, predicted: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_memory_flags)
+    launch(main, __doc__, add_memory_flags, rejected=BENCHMARKS["bench.memory"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import datasets
 import pandas as pd
@@ -29,7 +29,7 @@ from ..common.formats import MIB, mib, parse_size
 from ..common.paths import PACKAGE
 from ..distributed.processes import check_gpus, default_nproc_per_node
 from ..distributed.world import Topology
-from ..flags import add_plan_flags
+from ..flags import BENCHMARKS, add_plan_flags
 from ..jobs import run_job
 from ..program import run_program, select_precision
 from ..runs.folder import create_folder
@@ -38,7 +38,6 @@ from ..settings import STRATEGIES
 from .step import Plan, build_plan
 from .tables import describe_plan
 
-BENCHMARKS = (f"{PACKAGE}.bench.memory", f"{PACKAGE}.bench.traffic")
 SMALLEST_PART = 1e-3  # of the longest bar; smaller parts could not be seen
 
 
@@ -63,9 +62,10 @@ def main() -> int:
     draw_traffic(plan).savefig(folder / "traffic.png", dpi=150)
     write_text(folder / "plan.md", f"{text}\n![Memory](memory.png)\n![Traffic](traffic.png)\n")
     print(f"{text}\nwritten to {folder}/: plan.md, memory.png, traffic.png", flush=True)
-    for benchmark in BENCHMARKS if options.measure else ():
+    for name in ("bench.memory", "bench.traffic") if options.measure else ():
+        benchmark, defaults = f"{PACKAGE}.{name}", {field: getattr(type(settings), field) for field in BENCHMARKS[name]}
         print(f"\n# Measured: {benchmark}\n", flush=True)
-        status = run_job(benchmark, settings, ranks)
+        status = run_job(benchmark, replace(settings, **defaults), ranks)
         if status != 0:
             raise RunError(f"{benchmark} failed with exit status {status}")
     return 0

@@ -106,7 +106,7 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
         (["--ranks", "-1"], "argument --ranks: -1: must be a whole number, 1 or more"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
         (["--kills", "x"], "argument --kills: x: must be a whole number, 1 or more"),
-        (["--kils", "1"], "unrecognized arguments: --kils 1"),
+        (["--kils", "1"], "unknown argument --kils 1"),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, flags, names):

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from app.bench.speed.measure import OWN, RECIPES
+from app.bench.speed.measure import OWN
+from app.flags import RECIPES
 
 pytestmark = pytest.mark.launched
 

@@ -17,7 +17,7 @@ from ...common.files import write_json, write_text
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
-from ...flags import SECTIONS, STEP_SECONDS, add_communication_flags
+from ...flags import BENCHMARKS, SECTIONS, STEP_SECONDS, add_communication_flags
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -109,4 +109,4 @@ def headline(facts: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_communication_flags)
+    launch(main, __doc__, add_communication_flags, rejected=BENCHMARKS["bench.communication"])

@@ -31,12 +31,12 @@ from ...common.files import write_json, write_text
 from ...common.formats import mib
 from ...common.machine import describe_machine
 from ...distributed.processes import count_gpus
+from ...flags import SIZES
 from ...plan.step import Plan
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ...settings import STRATEGIES
-from ..harness import SIZES
 from ..page import Section, as_html, as_markdown
 from .cluster import Hop
 from .cluster_section import ClusterFlags, cluster_section

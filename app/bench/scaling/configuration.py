@@ -45,7 +45,7 @@ class Alone(NamedTuple):
 class ScalingPlan:
     """The measurements to make."""
 
-    model: str  # a key of `harness.SIZES`, or a name or folder as in training
+    model: str  # a key of `flags.SIZES`, or a name or folder as in training
     ranks: Sequence[int]
     links: Sequence[Link]
     batch: int  # rows of a step in strong scaling

@@ -1,16 +1,17 @@
-"""The models whose steps are measured: BERTs of `harness.SIZES`, and any `--model` of training, with random weights."""
+"""The models whose steps are measured: BERTs of `flags.SIZES`, and any `--model` of training, with random weights."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from ...common.errors import UserError
+from ...flags import SIZES
 from ...model.hub import resolve_commit
 from ...model.load import build_from_config, load_config, select_attention
 from ...model.tiny_bert import VOCABULARY_SIZE, tiny_config
 from ...plan.step import device_of
 from ...settings import Settings
-from ..harness import SIZES, bert_config
+from ..harness import bert_config
 
 
 def model_config(name: str, use_cpu: bool) -> PretrainedConfig:

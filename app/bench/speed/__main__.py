@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import psutil
 
-from ...cli import OneLineParser, count
 from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
 from ...common.formats import format_size
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
+from ...flags import BENCHMARKS, RECIPES, SHORT_NAMES, add_speed_flags
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -36,25 +36,13 @@ from ...training.build import build_data, build_model, read_and_split
 from ...training.console import quiet_libraries
 from ..harness import describe_job
 from ..page import Section, as_html, as_markdown
-from .measure import RECIPES, measure
-from .models import SHORT_NAMES, with_model
+from .measure import measure
+from .models import with_model
 from .recipe import Task
 from .report import section
 
 TITLE = "Speed"
 BYTES_PER_PARAMETER = 16  # fp32: the parameter, its gradient and two moments
-
-
-def add_arguments(parser: OneLineParser) -> None:
-    sizes = ", ".join(SHORT_NAMES)
-    parser.add_argument(
-        "--models", nargs="+", metavar="NAME", help=f"{sizes} (untrained BERTs), or as --model; default: --model"
-    )
-    parser.add_argument(
-        "--recipes", nargs="+", choices=RECIPES, metavar="NAME", help=f"which of {', '.join(RECIPES)}; default: all"
-    )
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps of a round")
-    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="rounds, after one that is not timed")
 
 
 def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | None, steps: int, rounds: int) -> None:
@@ -63,8 +51,6 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
         names = [name for name in RECIPES if recipes is None or name in recipes]
         open_with = partial(open_task, settings=settings, steps=steps, rounds=rounds, world=world)
         folder = None
-        with raise_on_all_ranks(world):
-            check(settings)
         all_models = list(dict.fromkeys(models or [settings.model]))
         for model in all_models:  # a mistake in the last one would be noticed only after minutes
             with open_with(model) as (task, _, _), raise_on_all_ranks(world):
@@ -91,14 +77,6 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
                     write_json(folder / "speed.json", content)
                     write_text(folder / "speed.html", as_html(TITLE, facts, measured, json_name="speed.json"))
         world.print_main(escape_control_characters(f"written to {folder}/: speed.html, speed.json"))
-
-
-def check(settings: Settings) -> None:
-    """Raise `UserError` if a setting contradicts the recipes."""
-    if settings.precision != "fp32":
-        raise UserError(f"--precision {settings.precision}: each recipe has its own: select them with --recipes")
-    if settings.resume_from_checkpoint is not None:
-        raise UserError("--resume_from_checkpoint: a benchmark trains from the beginning")
 
 
 def check_memory(parameters: int, recipes: int, world: World) -> None:
@@ -136,4 +114,4 @@ def open_task(model: str, settings: Settings, *, steps: int, rounds: int, world:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_arguments)
+    launch(main, __doc__, add_speed_flags, rejected=BENCHMARKS["bench.speed"])

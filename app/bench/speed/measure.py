@@ -14,6 +14,7 @@ from typing import Any
 from ...common.machine import measure_peak_flops, peak_memory_bytes
 from ...distributed.collectives import all_gather_object, barrier
 from ...distributed.world import World
+from ...flags import BF16
 from ...record.results import mfu
 from ...record.steps import Totals
 from ...settings import Settings
@@ -21,10 +22,9 @@ from ..harness import timed
 from ..rounds import Interval, in_rounds, median_of
 from .others import OTHERS
 from .own import TRAININGS, build_own
-from .recipe import SUFFIX, Count, Recipe, Task, precision_of
+from .recipe import Count, Recipe, Task, precision_of
 
-OWN = tuple(name + suffix for suffix in ("", SUFFIX) for name in TRAININGS)
-RECIPES = (*OWN, *OTHERS)
+OWN = tuple(name + suffix for suffix in ("", BF16) for name in TRAININGS)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from transformers import BertConfig, BertTokenizer
 
+from ...flags import SHORT_NAMES, SIZES
 from ...settings import Settings
-from ..harness import SIZES
 
-SHORT_NAMES = {name.removeprefix("BERT ").replace(" ", ""): name for name in SIZES}  # such as 4x312
 VOCABULARY_SIZE = 21_128  # of BERT for Chinese, most of which does not occur in the reviews
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 UNUSED = "[unused{}]"

@@ -17,10 +17,11 @@ from ... import ddp_loop, trainer_run
 from ...data.sampler import BatchPlan, FullBatchSampler
 from ...distributed.preemption import StopRequest
 from ...distributed.world import World
+from ...flags import BF16
 from ...settings import Settings
 from ...training.build import ReviewData
 from ...training.prepare import NoProfiler, prepare
-from .recipe import SUFFIX, Count, Recipe, Task, precision_of
+from .recipe import Count, Recipe, Task, precision_of
 from .turns import AccelerateState, Turns
 
 # What trains a prepared run. Each is ended after its last step.
@@ -29,7 +30,7 @@ TRAININGS: dict[str, Any] = {"ddp_loop": ddp_loop.train, "trainer_run": trainer_
 
 def build_own(name: str, task: Task, settings: Settings, *, folder: str, world: World) -> Recipe:
     """Prepare a run of one of the training paths, which writes its files into a new folder. Collective."""
-    path_name = name.removesuffix(SUFFIX)
+    path_name = name.removesuffix(BF16)
     settings = replace(
         settings,
         precision=precision_of(name),  # type: ignore[arg-type]

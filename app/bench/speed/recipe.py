@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from ...distributed.collectives import all_gather_object
 from ...distributed.world import World
+from ...flags import BF16
 from ...training.build import ReviewData
-
-SUFFIX = "-bf16"  # of the names of recipes that train in bf16; the others train in fp32
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Task:
 
 def precision_of(name: str) -> str:
     """Return the precision that a recipe trains in, by its name."""
-    return "bf16" if name.endswith(SUFFIX) else "fp32"
+    return "bf16" if name.endswith(BF16) else "fp32"
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:

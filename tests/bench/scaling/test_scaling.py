@@ -288,7 +288,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
         (["--profile", "nowhere", "--parameters", "6e7"], "--profile nowhere: [Errno 2] No such file"),
         (["--straggler_percent", "60"], "--straggler_percent: 60: must be from 0 to 50"),
-        (["--speed", "1"], "unrecognized arguments: --speed 1"),
+        (["--speed", "1"], "unknown argument --speed 1"),
     ],
 )
 def test_a_mistake_is_one_line(flags, problem, monkeypatch, capsys, tmp_path):

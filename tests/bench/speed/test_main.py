@@ -8,9 +8,10 @@ import psutil
 import pytest
 from helpers.worlds import fake_world
 
-from app.bench.speed.__main__ import check, check_memory
+from app.bench.speed.__main__ import check_memory
+from app.cli import parse_flags
 from app.common.errors import UserError
-from app.settings import Settings
+from app.flags import BENCHMARKS, add_speed_flags
 
 
 def test_recipes_that_do_not_fit_into_memory_are_refused(monkeypatch):
@@ -23,9 +24,22 @@ def test_recipes_that_do_not_fit_into_memory_are_refused(monkeypatch):
         check_memory(2**20, 33, world)
 
 
-def test_settings_that_contradict_the_recipes_are_refused():
-    check(Settings())
-    with pytest.raises(UserError, match="--precision bf16: each recipe has its own: select them with --recipes"):
-        check(Settings(precision="bf16"))
-    with pytest.raises(UserError, match="--resume_from_checkpoint: a benchmark trains from the beginning"):
-        check(Settings(resume_from_checkpoint="auto"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--precision=bf16"], "--precision: each recipe has its own: select them with --recipes"),
+        (["--bf16"], "--precision: each recipe has its own"),
+        (["--max_steps=5"], "--max_steps: has no effect on this benchmark: remove the flag"),
+        (["--eval_strategy", "no"], "--eval_strategy: has no effect"),
+        (["--resume_from_checkpoint=auto"], "--resume_from_checkpoint: has no effect"),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse_flags(None, flags, add_speed_flags, rejected=BENCHMARKS["bench.speed"])
+
+
+def test_settings_that_have_an_effect_are_accepted():
+    flags = ["--train_batch_size=8", "--output_dir=here", "--learning_rate=1e-4", "--recipes", "tutorial"]
+    settings, own = parse_flags(None, flags, add_speed_flags, rejected=BENCHMARKS["bench.speed"])
+    assert (settings.train_batch_size, settings.output_dir, own["recipes"]) == (8, "here", ["tutorial"])

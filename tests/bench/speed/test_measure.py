@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from app import ddp_loop
 from app.bench.speed import measure as measuring
-from app.bench.speed.measure import OWN, RECIPES, Result, Round, as_data, measure, ratio
+from app.bench.speed.measure import OWN, Result, Round, as_data, measure, ratio
 from app.bench.speed.recipe import Count, Recipe, Task, precision_of
 from app.bench.speed.report import ratios, section, speeds
 from app.distributed.world import World
+from app.flags import RECIPES
 from app.model.dropout import RowDropout
 from app.settings import Settings
 from app.training.build import build_data, build_model
