@@ -125,9 +125,8 @@ def trim_vocabulary(model: PreTrainedModel, tokens: NDArray[np.int64], *, keep_u
     positions = torch.full((len(weight),), len(tokens))  # an unexpected token raises an IndexError
     positions[used] = torch.arange(len(tokens))
     padding_idx = owners[0].padding_idx
-    replace_rows(
-        owners, weight[used], positions, padding_idx=None if padding_idx is None else int(positions[padding_idx])
-    )
+    is_used = padding_idx is not None and padding_idx in tokens
+    replace_rows(owners, weight[used], positions, padding_idx=int(positions[padding_idx]) if is_used else None)
     setattr(model, _ATTRIBUTE, TrimmedVocabulary(names, used, unused, weight.shape[1], rows))
 
 

@@ -95,6 +95,15 @@ def test_an_unexpected_token_is_an_error():
         model(input_ids=torch.tensor([[1, 4]]))
 
 
+def test_a_padding_row_that_no_review_needs_is_not_trained():
+    complete, trimmed = build("bert"), build("bert")
+    for model in (complete, trimmed):
+        model.get_input_embeddings().padding_idx = 4
+    trim_vocabulary(trimmed, TOKENS, keep_unused=True)
+    assert trimmed.get_input_embeddings().padding_idx is None
+    assert train(trimmed, 2) == train(complete, 2)
+
+
 def test_a_matrix_that_is_not_only_an_embedding_is_not_trimmed():
     assert len(embeddings_to_trim(build("bert"), len(TOKENS))) == 1
     assert embeddings_to_trim(build("bert"), SIZE - 3) == []  # not worthwhile
