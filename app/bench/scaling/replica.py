@@ -20,6 +20,7 @@ from ...distributed.world import World
 from ...model.inputs import to_device
 from ...settings import WRAPPED_IN_DDP, Settings
 from ...strategies.optimization import LossScale, Optimization
+from ...strategies.reduction import sum_pairwise
 from ...training.build import select_strategy
 from ...training.step import build_optimizer, build_scheduler
 from .models import build_classifier
@@ -135,7 +136,7 @@ class OwnShardOnly(_WithoutMessages, AllGather):
 
 
 class OwnGradientsOnly(_WithoutMessages, ReduceScatter):
-    """A reduce-scatter that leaves out the gradients of the other ranks."""
+    """A reduce-scatter that adds zeros instead of the gradients of the other ranks: see `reduce_scatter_pairwise`."""
 
     def __call__(  # noqa: PLR0917 (the caller's signature)
         self,
@@ -145,4 +146,7 @@ class OwnGradientsOnly(_WithoutMessages, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+        rows = input_tensor.view(group.size(), -1)
+        received = torch.zeros_like(rows)
+        received[group.rank()] = rows[group.rank()]
+        output_tensor.copy_(sum_pairwise(received).div_(group.size()))
