@@ -1,4 +1,4 @@
-"""What the programs say about docs/ leads to a page and to a section that exist."""
+"""What programs say about docs/, and the links of all pages, lead to a file and to a section that exist."""
 
 from __future__ import annotations
 
@@ -34,3 +34,19 @@ def test_a_reference_leads_to_a_section(reference):
     page = REPOSITORY / "docs" / name
     assert page.is_file()
     assert not anchor or anchor in anchors(page)
+
+
+PAGES = [page.relative_to(REPOSITORY).as_posix() for page in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_to_a_section(page):
+    file = REPOSITORY / page
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", file.read_text("utf-8"), flags=re.DOTALL))
+    for link in links:
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = file.parent / name if name else file
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
