@@ -2,15 +2,16 @@
 
     python -m app.bench.scaling
     python -m app.bench.scaling --ranks 1 2 --links 1:5 --rounds 3
+    python -m app.bench.scaling --ranks 1 2 4 --links --strategies ddp zero1 zero2 zero3
     python -m app.bench.scaling --links --link_gbit 100 --link_latency_us 10
     python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100 --straggler_percent 3
     python -m app.bench.scaling --profile runs/ddp_loop/latest --parameters 60e6
 
-Starts torchrun jobs with 1, 2, 4 and 8 ranks on this machine's CPU, and one on two network namespaces with a shaped
-link between them (needs root; left out otherwise). With `--step_ms` or `--profile` it starts none, and only predicts a
-cluster, such as of GPUs: from the time of a step without exchanges, or from the folder of a run with `--profile N`.
-Writes scaling.html and scaling.json into `--output_dir`. docs/scaling.md explains the measurements, the model that
-predicts them and clusters of up to 1,024 ranks, and the page.
+Starts torchrun jobs with 1, 2, 4 and 8 ranks on this machine's GPUs. Without GPUs, they share the CPU, and one more job
+has two network namespaces with a shaped link between them (needs root; left out otherwise). With `--step_ms` or
+`--profile` it starts none, and only predicts a cluster, such as of GPUs: from the time of a step without exchanges, or
+from the folder of a run with `--profile N`. Writes scaling.html and scaling.json into `--output_dir`. docs/scaling.md
+explains the measurements, the model that predicts them and clusters of up to 1,024 ranks, and the page.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def parse() -> argparse.Namespace:
     add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=links)
     add("--train_batch_size", type=count, default=32, metavar="N", help="rows of a step, strong scaling (default: 32)")
     add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
-    add("--length", type=count, default=64, metavar="N", help="tokens of a row, at most 512 (default: 64)")
+    add("--length", type=count, default=64, metavar="N", help="tokens of a row (default: 64)")
     add("--threads", type=count, default=1, metavar="N", help="CPU threads per rank (default: 1)")
     add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
     add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
