@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRANSLATIONS = {"README.zh-CN.md": "README.md"}
+TRANSLATIONS = {
+    page.relative_to(REPOSITORY).as_posix(): page.relative_to(REPOSITORY).as_posix().replace(".zh-CN", "")
+    for page in (*REPOSITORY.glob("*.zh-CN.md"), *REPOSITORY.glob("docs/*.zh-CN.md"))
+}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.#/-])\d+(?:,\d{3})*(?:\.\d+)*%?(?![\w-])")
 
@@ -44,7 +47,14 @@ def numbers(section: str) -> Counter[str]:
 def links(section: str) -> Counter[str]:
     """The links, apart from those between the two languages."""
     found = re.findall(r"\]\(([^)\s]+)", section)
-    return Counter(link for link in found if link not in {*TRANSLATIONS, *TRANSLATIONS.values()})
+    names = {Path(page).name for pair in TRANSLATIONS.items() for page in pair}
+    return Counter(
+        link for link in found if Path(link.partition("#")[0]).name not in names and not link.startswith("#")
+    )
+
+
+def test_there_are_translations():
+    assert "README.zh-CN.md" in TRANSLATIONS
 
 
 @pytest.mark.parametrize("page", TRANSLATIONS)
