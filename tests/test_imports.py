@@ -11,7 +11,7 @@ LAYERS = (
     {"compare", "predict", "nproc_per_node", "__main__"},
     {"early"},
     {"experiments"},
-    {"bench"},  # below experiments, whose ablation trains with bench.harness
+    {"bench"},
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
     {"report", "plan"},
     {"trainer"},

@@ -1,4 +1,4 @@
-"""Code that the benchmarks and the ablation share: set up a model and its batches on all ranks, and train and time it.
+"""Code that the benchmarks share: set up a model and its batches on all ranks, and train and time it.
 
 They use `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
 """

@@ -14,7 +14,9 @@ from helpers.jobs import SAMPLE_CSV, read_steps
 
 from app.cli import parse_settings
 from app.compare import main
-from app.experiments.ablation import Variant, build_variant_data, train_variant
+from app.experiments.ablation.rows import build_variant_data
+from app.experiments.ablation.training import train_variant
+from app.experiments.ablation.variants import Variant
 from app.program import run_program
 
 # More steps than an epoch has, accumulation, and dropout.
@@ -52,8 +54,10 @@ def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "ablation.md").read_text() in done.out
     ablation = json.loads((tmp_path / "out" / "ablation.json").read_text())
-    assert len(ablation["differences"]) == 7
-    by_change = {changed(row["recipe"]): row for row in ablation["differences"]}
+    assert len(ablation["differences"]) == 16, "one of 17 is left out"
+    assert "left out: `set_epoch` forgotten: the same order in each epoch: it cannot show in 1 epoch" in done.out
+    (ours, *others) = ablation["baselines"]
+    by_change = {changed(row["recipe"]): row for row in ablation["differences"] if row["baseline"] == ours}
     assert by_change["counted_ranks"]["max_loss_difference"] == 0
     assert by_change["counted_ranks"]["counted_rows"] == -(-ablation["n_test"] // 8) * 8
     inflated = by_change["inflation"]
@@ -65,6 +69,18 @@ def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp
         assert by_change[change]["first_differing_steps"] == [1], change
     # The dropout masks differ from the first batch on that has no review of the maximum length.
     assert 0 < by_change["padding"]["max_loss_difference"] < 0.1
+    one_rank = by_change["counts_rank_0_only"]
+    assert one_rank["max_loss_difference"] == one_rank["final_weight_difference"] == 0
+    assert one_rank["accuracies"][0] < 0.7 * ablation["baseline"]["accuracies"][0]
+    assert len(others) == 3
+    averaging = {(row["baseline"], row["recipe"]["averaging_interval"]): row for row in ablation["differences"]}
+    for name in others:
+        after_each_step, at_the_end = (averaging[name, interval]["final_weight_difference"] for interval in (1, 10))
+        if name.startswith("Adam"):
+            assert min(after_each_step, at_the_end) > 1e-3
+        else:
+            assert after_each_step < 1e-6, f"{name}: rounding"
+            assert at_the_end > 5 * after_each_step, f"{name}: more than rounding"
 
 
 def changed(recipe):
