@@ -64,35 +64,27 @@ def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
 
 def run_ranks(module: str, arguments: Sequence[str]) -> int:
     """Run a program under torchrun's agent in this process, and return the status of the rank that ended first."""
-    from .cli import OneLineParser, boolean, parse_settings
+    from .cli import OneLineParser
     from .distributed.processes import resolve_nproc_per_node
-    from .early import check_csv
-    from .settings import Settings
+    from .early import check_csv, parse
 
     parser = OneLineParser(add_help=False)
     # A scheduler may set torchrun's flags as variables (Kubeflow does): without them here, each node would train alone.
     variables = {name: value for name, value in os.environ.items() if value}
     nproc_per_node = variables.get("PET_NPROC_PER_NODE", "auto")
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", default=nproc_per_node)
+    parser.add_argument("--nproc_per_node", default=nproc_per_node)
     types = {"nnodes": nodes, "node_rank": whole_number, "max_restarts": whole_number, "master_port": port}
     types |= {"rdzv_conf": key_values}
     # torchrun checks the others. An endpoint may also be a file, for example.
     for flag in (*types, "master_addr", "local_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_id"):
-        spellings = dict.fromkeys([f"--{flag}", f"--{flag.replace('_', '-')}"])
         default = variables.get(f"PET_{flag.upper()}")
-        parser.add_argument(*spellings, type=types.get(flag, nonempty), default=default)
+        parser.add_argument(f"--{flag}", type=types.get(flag, nonempty), default=default)
     options, rest = parser.parse_known_args(arguments)
     if int(options.node_rank or 0) >= (most := int((options.nnodes or "1").rpartition(":")[2])):
         raise UserError(f"--node_rank {options.node_rank}: must be less than --nnodes {most}")
-    is_path = module in ("ddp_loop", "trainer_run")
-    if is_path:
-        settings = parse_settings(arguments=rest)
-    else:  # the program checks its flags; this one decides how many processes there are
-        parser = OneLineParser(add_help=False)
-        parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const=True, type=boolean, default=False)
-        settings = Settings(use_cpu=parser.parse_known_args(rest)[0].use_cpu)
-    if is_path and options.nnodes in (None, "1"):  # another node may have it, and has to learn that this one has not
-        check_csv(settings)
+    settings, own_flags = parse(module, rest)
+    if options.nnodes in (None, "1"):  # another node may have it, and has to learn that this one has not
+        check_csv(settings, own_flags)
     exit_on_interrupt()
     with_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is imported

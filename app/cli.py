@@ -50,6 +50,11 @@ class OneLineParser(argparse.ArgumentParser):
         look |= {"formatter_class": HelpFormatter, "allow_abbrev": False}
         super().__init__(*arguments, **look | options)
 
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add a flag `--some_name`, which may also be written as `--some-name`."""
+        with_hyphens = (name.replace("_", "-") for name in names if name.startswith("--"))
+        return super().add_argument(*dict.fromkeys((*names, *with_hyphens)), **options)
+
     def error(self, message: str) -> NoReturn:
         message = shorten(message.replace("unrecognized arguments:", "unknown argument"), 300)
         raise UserError(f"{message} (--help lists all flags)")
@@ -116,13 +121,12 @@ class SettingsParser(OneLineParser):
             self.set_defaults(**self.parse_yaml(Path(config)))
         values = self.parse(arguments)
         del values["config"]
-        reject_flags(values, self.rejected)
         return values
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Parse arguments without the config file."""
         # argparse does not apply its defaults to attributes that exist: these stay None unless they are given.
-        namespace = argparse.Namespace(**dict.fromkeys((*BATCH_SIZES, "precision")))
+        namespace = argparse.Namespace(**dict.fromkeys((*BATCH_SIZES, "precision", *self.rejected)))
         namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
         if unknown:
             # Only flags that --help lists: a suggestion must not be rejected in turn.
@@ -132,6 +136,10 @@ class SettingsParser(OneLineParser):
 
             hint = hint_for(unknown[0], flags)
             self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
+        for name, reason in self.rejected.items():
+            if getattr(namespace, name) not in (None, False):  # even if it is the default: the user expects an effect
+                raise UserError(f"--{name}: {reason}")
+            setattr(namespace, name, self.get_default(name))
         given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]
         if len(given) == 2:
             self.error("--train_batch_size and --per_device_train_batch_size exclude each other: give only one of them")
@@ -195,14 +203,6 @@ def options_of(annotation: Any) -> dict[str, Any]:
     return {"choices": get_args(annotation)} if get_origin(annotation) is Literal else {"type": annotation}
 
 
-def reject_flags(values: Mapping[str, Any], rejected: Mapping[str, str]) -> None:
-    """Raise `UserError` if a setting that the program rejects is set; `rejected` says why it is rejected."""
-    defaults = Settings()
-    for name, reason in rejected.items():
-        if values[name] != getattr(defaults, name):
-            raise UserError(f"--{name}: {reason}")
-
-
 def program_name() -> str:
     """Return the module that this process was started with, such as `app.bench.memory`."""
     if sys.argv[0] == "-m":  # Python has not found the module yet: it is importing this package first
@@ -237,7 +237,7 @@ def settings_parser(
     own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
     parser = SettingsParser(rejected, description=description, parents=[own])  # the parents' flags are listed first
     for action in parser._actions:
-        if action.dest in rejected or (action.dest == "bf16" and "precision" in rejected):
+        if action.dest in rejected:
             action.help = argparse.SUPPRESS
     return parser
 

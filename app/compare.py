@@ -33,13 +33,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .cli import as_flags, parse_flags
+from .cli import parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
 from .distributed.environment import requested_threads
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from .flags import add_compare_flags
+from .flags import add_compare_flags, reject_unused
 from .jobs import PATHS, run_job
 from .program import run_program, select_precision
 from .report.bitwise import check_same_rows, first_difference
@@ -96,11 +96,12 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     options = argparse.Namespace(**own_flags)
     if len(options.runs) not in (0, 2):
         raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
-    unused = as_flags(replace(settings, output_dir=None))
-    unused += ["--nproc_per_node"] if options.nproc_per_node != "auto" else []
-    unused += ["--seeds"] if options.seeds is not None else []
-    if options.runs and unused:
-        raise UserError(f"{shorten(unused[0])}: has no effect on two finished runs: remove the flag or the run folders")
+    if options.runs:
+        where = "on two finished runs: remove the flag or the run folders"
+        reject_unused(settings, ["output_dir"], where)
+        given = {"nproc_per_node": options.nproc_per_node != "auto", "seeds": options.seeds is not None}
+        for name in (name for name, is_given in given.items() if is_given):
+            raise UserError(f"--{name}: has no effect {where}")
     if options.seeds is not None and options.seeds < 1:
         raise UserError(f"--seeds {shorten(str(options.seeds))}: must be 1 or more")
     seeds = options.seeds or (3 if options.ablate else 1)

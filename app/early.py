@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser, parse_flags, program_name
 from .common.errors import UserError, escape_unencodable_output
 from .common.paths import PACKAGE
-from .data.csv_checks import check_file
+from .data.csv_checks import check_exists
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,
@@ -85,30 +85,36 @@ def check_flags(name: str, description: str | None) -> None:
     arguments = sys.argv[1:]
     if name not in WITHOUT_RANKS:
         arguments, _ = split_off_local_rank(arguments)  # `launch` checks it: only some ranks may have a wrong one
-    if name in WITHOUT_SETTINGS:
-        parser = OneLineParser(description=description)
-        WITHOUT_SETTINGS[name](parser)
-        parser.parse_args(arguments)
-        return
-    settings, _ = parse_flags(description, arguments, OWN_FLAGS.get(name), rejected=REJECTED[name])
-    if name not in WITHOUT_RANKS and settings.precision != "auto":  # which only torch can resolve
-        check_accelerate_environment(settings.precision, settings.use_cpu)
-    if name not in WITHOUT_RANKS and not settings.threads:
-        requested_threads()
-    if name in PATHS:
-        check_csv(settings)
+    settings, own_flags = parse(name, arguments, description)
+    if name in REJECTED and name not in WITHOUT_RANKS:
+        if settings.precision != "auto":  # which only torch can resolve
+            check_accelerate_environment(settings.precision, settings.use_cpu)
+        if not settings.threads:
+            requested_threads()
+    check_csv(settings, own_flags)
 
 
-def check_csv(settings: Settings) -> None:
-    """Check that the reviews exist.
+def parse(name: str, arguments: Sequence[str], description: str | None = None) -> tuple[Settings, dict[str, Any]]:
+    """Return the settings of a program, which has few or none if it is in `WITHOUT_SETTINGS`, and its own flags."""
+    if name in REJECTED:
+        return parse_flags(description, arguments, OWN_FLAGS.get(name), rejected=REJECTED[name])
+    parser = OneLineParser(description=description)
+    WITHOUT_SETTINGS[name](parser)
+    own_flags = vars(parser.parse_args(arguments))
+    return Settings(csv=own_flags.get("csv")), own_flags
+
+
+def check_csv(settings: Settings, own_flags: Mapping[str, Any]) -> None:
+    """Check that the reviews exist, unless the program does not read them.
 
     Raises:
         UserError: there is no such file.
     """
+    if own_flags.get("runs") or own_flags.get("sections") == ["collectives"]:
+        return
     # Whoever resumes a run that is already finished is told so, even if its reviews are gone.
     if settings.resume_from_checkpoint is None:
-        with suppress(OSError):  # such as a folder without permission, which is reported when the file is read
-            check_file(settings.csv_path)
+        check_exists(settings.csv_path)
 
 
 def docstring(name: str) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from dataclasses import replace
 
-from .cli import FLAGS_OF_ONE_RUN, OneLineParser, count, positive
-from .common.errors import shorten
+from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, count, positive
+from .common.errors import UserError, shorten
+from .settings import Settings
 
 # Settings of a run that benchmarks replace with their own, such as the number of steps.
 FLAGS_OF_RUNS = (
@@ -24,11 +27,13 @@ def all_but(*used: str) -> dict[str, str]:
 
 # The benchmarks that torchrun starts, and the settings that they reject.
 BENCHMARKS = {
-    "bench.speed": all_but("output_dir") | {"precision": "each recipe has its own: select them with --recipes"},
+    "bench.speed": all_but("output_dir")
+    | dict.fromkeys(("precision", "bf16"), "each recipe has its own: select them with --recipes"),
     "bench.traffic": all_but(),
     "bench.memory": all_but(),
     "bench.checkpoint_cost": all_but("save_total_limit"),
-    "bench.communication": all_but("max_steps", "output_dir"),
+    # The trainings with compressed gradients have a number of steps, and are evaluated.
+    "bench.communication": all_but("max_steps", "num_train_epochs", "eval_batch_size", "output_dir"),
 }
 # BERTs of known sizes: layers, hidden size, attention heads, intermediate size.
 SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
@@ -48,13 +53,19 @@ ABOUT_SECONDS = (
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
 
+def reject_unused(settings: Settings, used: Iterable[str], where: str) -> None:
+    """Raise `UserError` if a setting is changed that is not `used` in a part of a program, which `where` names."""
+    defaults = {name: getattr(Settings, name) for name in used}
+    if unused := as_flags(replace(settings, **defaults)):
+        raise UserError(f"{shorten(unused[0])}: has no effect {where}")
+
+
 def add_compare_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="two finished run folders; without them, train both paths"
     )
     parser.add_argument(
         "--nproc_per_node",
-        "--nproc-per-node",
         default="auto",
         metavar="N",
         help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
@@ -62,14 +73,12 @@ def add_compare_flags(parser: OneLineParser) -> None:
     parser.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
     parser.add_argument(
         "--assert_equal",
-        "--assert-equal",
         action="store_true",
         help="exit with 1 unless the runs are bitwise identical; two finished runs are then compared without a report "
         "unless --output_dir is given",
     )
     parser.add_argument(
         "--no_baselines",
-        "--no-baselines",
         action="store_true",
         help="do not train the baselines (majority class, TF-IDF with logistic regression)",
     )

@@ -78,6 +78,24 @@ def test_a_mistake_imports_nothing_heavy(tmp_path, program, arguments, mentions)
     assert imported & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    "program", [*early.REJECTED, *early.WITHOUT_SETTINGS, "experiments.same_bits", "experiments.fault_injection"]
+)
+def test_a_missing_csv_imports_nothing_heavy(tmp_path, program):
+    status, out, err, imported = run(tmp_path, f"app.{program}", "--csv=missing.csv")
+    assert (status, out) == (2, "")
+    assert len(err) == 1
+    assert err[0].startswith("error: ")
+    assert err[0].endswith("missing.csv: no such file")
+    assert imported & HEAVY == set()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["a", "b", "--csv=none.csv"], ["--sections", "collectives", "--csv=none.csv"]])
+def test_reviews_that_are_not_read_are_not_looked_for(start, arguments):
+    assert start("compare" if "a" in arguments else "bench.communication", *arguments) is None
+
+
 @pytest.fixture
 def start(monkeypatch):
     """Call `check_command_line` as Python does for a rank that starts a program; return the exit status, or None."""
@@ -182,6 +200,6 @@ def test_a_file_that_cannot_be_looked_up_is_left_to_the_program(monkeypatch, tmp
 
     settings = early.Settings(csv=str(tmp_path / "none.csv"))
     with pytest.raises(UserError, match="no such file"):
-        early.check_csv(settings)
-    monkeypatch.setattr(early, "check_file", fail)
-    early.check_csv(settings)
+        early.check_csv(settings, {})
+    monkeypatch.setattr("app.data.csv_checks.check_file", fail)
+    early.check_csv(settings, {})

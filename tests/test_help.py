@@ -84,7 +84,7 @@ def test_a_flag_is_listed_unless_it_is_rejected(parser, program, tmp_path):
     expected = {} if program in WITHOUT_SETTINGS else REJECTED.get(program, FLAGS_OF_ONE_RUN)
     reasons = (": only app.", ": has no effect on this benchmark", ": each recipe has its own")
     assert all(any(reason in message for reason in reasons) for message in messages), messages
-    assert rejected == {f"--{name}" for name in expected} | ({"--bf16"} if "precision" in expected else set())
+    assert rejected == {f"--{name}" for name in expected}
 
 
 def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):

@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BatchEncoding
 
+from ..common.errors import UserError
 from ..common.formats import markdown_table, mib
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
@@ -33,6 +34,7 @@ from ..plan.memory import gathered_after_forward
 from ..plan.step import plan_step
 from ..profiling.profiler import hide_profiler_messages
 from ..program import launch
+from ..setting_groups import TINY
 from ..settings import Settings
 from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
@@ -44,6 +46,9 @@ KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activa
 
 def main(settings: Settings, sizes: bool) -> None:
     with join(settings) as world:
+        with raise_on_all_ranks(world):
+            if sizes and settings.model != TINY:
+                raise UserError("--sizes and --model exclude each other: give only one of them")
         quiet_libraries(world)
         data = build_data(settings, world)
         world.print_main("In MiB:\n")

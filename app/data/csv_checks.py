@@ -12,7 +12,7 @@ import csv
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..common.errors import UserError, shorten
@@ -110,6 +110,12 @@ def check_file(path: Path) -> None:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "not a regular file"
         raise UserError(f"{path}: is {kind}; give the path of a CSV file")
+
+
+def check_exists(path: Path) -> None:
+    """Like `check_file`, except that an `OSError` is left to the program that reads the file."""
+    with suppress(OSError):
+        check_file(path)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..cli import OneLineParser, count
 from ..common.paths import PACKAGE
+from ..data.csv_checks import check_exists
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..jobs import PATHS
 from ..program import run_program
@@ -57,10 +58,12 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, help="reviews to train on (default: the same as for a training run)")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (default: delete them)")
     arguments = parser.parse_args()
+    settings = Settings(csv=str(arguments.csv.resolve()) if arguments.csv else None)
+    check_exists(settings.csv_path)
     with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         folder = arguments.folder.resolve() if arguments.folder else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        subjects = build_subjects(arguments.models, arguments.csv, arguments.ranks, folder=folder)
+        subjects = build_subjects(arguments.models, settings, arguments.ranks, folder=folder)
         return inject_faults(subjects, arguments.kills, folder, rng=random.Random(arguments.seed))
 
 
@@ -93,11 +96,10 @@ class Subject:
         return TorchrunJob(command, environment={"HF_HUB_OFFLINE": "1"}, stdout=log, grace_seconds=0)
 
 
-def build_subjects(model_names: Sequence[str], csv: Path | None, ranks: int, *, folder: Path) -> list[Subject]:
+def build_subjects(model_names: Sequence[str], settings: Settings, ranks: int, *, folder: Path) -> list[Subject]:
     """Return every path with every architecture. The token cache and the models are written into `folder`."""
     from ..data.csv_table import read_reviews  # here, like the others that import torch: --help needs none of it
 
-    settings = Settings(csv=str(csv.resolve()) if csv else None)
     texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
     models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}
     flags = [*map(str, FLAGS), "--cache_dir", str(folder / "cache"), *(["--csv", settings.csv] if settings.csv else [])]

@@ -37,6 +37,7 @@ from ..common.files import write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
 from ..common.valid import LARGEST_COUNT
+from ..data.csv_checks import check_exists
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus, count_gpus
 from ..jobs import PATHS
@@ -132,6 +133,7 @@ def parse() -> tuple[Any, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions", "vary")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
     settings = Settings(**values)
+    check_exists(settings.csv_path)
     if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
     if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:

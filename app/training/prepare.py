@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
-from ..cli import TRAINER_ENGINES, reject_flags
+from ..cli import TRAINER_ENGINES
 from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
@@ -201,7 +201,9 @@ def resolve_settings(
     check_settings(settings, world)
     with raise_on_all_ranks(world):
         if engine is None:
-            reject_flags(vars(settings), TRAINER_ENGINES)
+            for name, reason in TRAINER_ENGINES.items():
+                if getattr(settings, name):
+                    raise UserError(f"--{name}: {reason}")
         else:
             engine.check(settings, world)
     resume = find_resume(path_name, settings, world)

@@ -17,7 +17,7 @@ from ...common.files import write_json, write_text
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
-from ...flags import BENCHMARKS, SECTIONS, STEP_SECONDS, add_communication_flags
+from ...flags import BENCHMARKS, SECTIONS, STEP_SECONDS, add_communication_flags, reject_unused
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -42,6 +42,9 @@ def main(
         folder = None
         quiet_libraries(world)
         with raise_on_all_ranks(world):
+            if names == ["collectives"]:
+                used = ("use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm")
+                reject_unused(settings, used, "on --sections collectives")
             if "collectives" in names:
                 check_largest(largest, world.size)
         data = None

@@ -12,7 +12,7 @@ of MFU. docs/speed.md describes the recipes and how they are measured.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,21 +27,28 @@ from ...common.formats import format_size
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
-from ...flags import BENCHMARKS, RECIPES, SHORT_NAMES, add_speed_flags
+from ...flags import BENCHMARKS, RECIPES, SHORT_NAMES, add_speed_flags, reject_unused
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
+from ...setting_groups import TINY
 from ...settings import Settings
 from ...training.build import build_data, build_model, read_and_split
 from ...training.console import quiet_libraries
 from ..harness import describe_job
 from ..page import Section, as_html, as_markdown
-from .measure import measure
+from .measure import OWN, measure
 from .models import with_model
 from .recipe import Task
 from .report import section
 
 TITLE = "Speed"
+# The settings that the recipes of others have as well. `max_length`: they truncate as the training paths do.
+OF_THE_TASK = (
+    *("csv", "text_column", "label_column", "test_size", "validation_size", "max_length", "cache_dir"),
+    *("model", "revision", "trust_remote_code", "dropout", "seed", "train_batch_size", "per_device_train_batch_size"),
+    *("use_cpu", "threads", "ddp_timeout", "deterministic", "output_dir", "disable_tqdm"),
+)
 BYTES_PER_PARAMETER = 16  # fp32: the parameter, its gradient and two moments
 
 
@@ -51,6 +58,8 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
         names = [name for name in RECIPES if recipes is None or name in recipes]
         open_with = partial(open_task, settings=settings, steps=steps, rounds=rounds, world=world)
         folder = None
+        with raise_on_all_ranks(world):
+            check(settings, models, names)
         all_models = list(dict.fromkeys(models or [settings.model]))
         for model in all_models:  # a mistake in the last one would be noticed only after minutes
             with open_with(model) as (task, _, _), raise_on_all_ranks(world):
@@ -77,6 +86,14 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
                     write_json(folder / "speed.json", content)
                     write_text(folder / "speed.html", as_html(TITLE, facts, measured, json_name="speed.json"))
         world.print_main(escape_control_characters(f"written to {folder}/: speed.html, speed.json"))
+
+
+def check(settings: Settings, models: list[str] | None, recipes: Sequence[str]) -> None:
+    """Raise `UserError` if a setting has no effect on the selected models and recipes."""
+    if models and settings.model != TINY:
+        raise UserError("--models and --model exclude each other: give only one of them")
+    if not set(recipes) & set(OWN):
+        reject_unused(settings, OF_THE_TASK, "on these --recipes: only those of this project have it")
 
 
 def check_memory(parameters: int, recipes: int, world: World) -> None:

@@ -141,10 +141,10 @@ def test_a_chart_has_a_legend_if_it_has_several_lines():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--largest_mib", "many"], "argument --largest_mib: many: must be a number above 0"),
-        (["--largest_mib", "nan"], "argument --largest_mib: nan: must be a number above 0"),
-        (["--largest_mib", "0.01"], r"argument --largest_mib: 0.01: must be from 0.015625 \(16 KiB\) to 1,048,576"),
-        (["--seconds_per_point", "0"], "argument --seconds_per_point: 0: must be a number above 0"),
+        (["--largest_mib", "many"], "argument --largest_mib/--largest-mib: many: must be a number above 0"),
+        (["--largest_mib", "nan"], "argument --largest_mib/--largest-mib: nan: must be a number above 0"),
+        (["--largest_mib", "0.01"], r"argument --\S+: 0.01: must be from 0.015625 \(16 KiB\) to 1,048,576"),
+        (["--seconds_per_point", "0"], "argument --seconds_per_point/--seconds-per-point: 0: must be a number above 0"),
         (["--sections", "weather"], "argument --sections: invalid choice: 'weather'"),
         (["--sections"], "argument --sections: expected at least one argument"),
     ],
