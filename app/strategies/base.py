@@ -145,9 +145,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's shard of a tensor, or of all of it if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # otherwise autograd records the operation, which takes longer than the operation
-        local: torch.Tensor = tensor.to_local()
-    return local
+    return local_parts([tensor])[0]
+
+
+@torch.no_grad()  # otherwise autograd records the operations, which takes longer than the operations
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what `local_part` returns for each tensor, in less time."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int | None, int]:

@@ -26,7 +26,7 @@ from .base import (
     PlainAdamW,
     Tensors,
     clip_by_norm,
-    local_part,
+    local_parts,
     sum_of_squares,
     transformer_blocks,
 )
@@ -48,6 +48,20 @@ class ShardedModel(torch.nn.Module):
 def wrapper_name(wrapped: torch.nn.Module) -> str:
     """Return the class that makes a model distributed: DDP's wrapper, or the class to which FSDP2 changes the model."""
     return type(wrapped.module if isinstance(wrapped, ShardedModel) else wrapped).__name__
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW that reads and writes this rank's shards. Its state is sharded like the parameters.
+
+    PyTorch would process `DTensor`s, which takes the host several times as long, and computes the same.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
+        """Fill the lists of tensors of a step: parameters, gradients, moments and numbers of steps."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = local_parts(tensors)
+        return has_complex
 
 
 class FullyShardStrategy(PlainAdamW):
@@ -90,6 +104,9 @@ class FullyShardStrategy(PlainAdamW):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return ShardedModel(model)
 
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        return ShardedAdamW(groups, **options)
+
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
         """When a logical rank is done, sum its gradients with its neighbors' gradients on the other ranks.
@@ -112,22 +129,24 @@ class FullyShardStrategy(PlainAdamW):
     def _move_gradients_to_sums(self) -> None:
         """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
         self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        self.sums.add([local_part(_gradient(parameter)) for parameter in self.parameters])
+        self.sums.add(local_parts(map(_gradient, self.parameters)))
         for parameter in self.parameters:
             parameter.grad = None
 
     def _add_kept_gradients(self) -> None:
         """Add the partial sums to the gradients of the last logical rank."""
+        if not self.sums.partial_sums:
+            return
         for i in self.used:  # a parameter may have a gradient of another logical rank only
             self.parameters[i].grad = _gradient(self.parameters[i])
-        with_gradient = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
-        self.sums.add_to_last_leaf([local_part(grad) for _, grad in with_gradient], [i for i, _ in with_gradient])
+        with_gradient = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        self.sums.add_to_last_leaf(local_parts(with_gradient.values()), list(with_gradient))
         self.sums.clear()
         self.used.clear()
 
     @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        gradients = [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = local_parts(parameter.grad for parameter in self.parameters if parameter.grad is not None)
         total = sum_of_squares(gradients).to(self.world.device)
         dist.all_reduce(total)
         norm = (total.sqrt() / loss_scale).to(self.parameters[0].dtype)

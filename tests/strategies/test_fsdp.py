@@ -211,3 +211,29 @@ def test_each_rank_gets_its_shard_of_the_average(monkeypatch, ranks, inside):
 
     shards = network.run(reduce)
     assert torch.equal(torch.cat(shards), add_neighbors(inputs) / ranks)
+
+
+def test_adamw_updates_local_tensors_to_the_bits_of_dtensors(monkeypatch):
+    processed = []
+    fused = torch._fused_adamw_
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *args, **options: [processed.append(args), fused(*args, **options)]
+    )
+    with process_group_of(0, 1) as world:
+        settings = Settings(strategy="zero3")
+        results = []
+        for build in (FullyShardStrategy(settings, batch_plan(1), world).build_optimizer, torch.optim.AdamW):
+            model = FullyShardStrategy(settings, batch_plan(1), world).wrap(tiny("bert")).module
+            parameters = list(model.parameters())
+            optimizer = build([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.1, fused=True)
+            for step in range(3):
+                for parameter in parameters:
+                    parameter.grad = parameter.detach() * (step + 0.5)
+                optimizer.step()
+            states = [value for parameter in parameters for value in (parameter, *optimizer.state[parameter].values())]
+            assert sum(isinstance(value, DTensor) for value in states) == 3 * len(parameters), "weights and moments"
+            results.append([local_part(value).clone() for value in states])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    lists = [tensors for args in processed[: len(processed) // 2] for tensors in args]
+    assert lists
+    assert not any(isinstance(tensor, DTensor) for tensors in lists for tensor in tensors)
