@@ -7,11 +7,13 @@ import json
 from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, Sequence, Value
 from numpy.typing import NDArray
+from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
@@ -72,6 +74,39 @@ def tokenize(
 def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """Tokenize all reviews as `tokenize` does, without a file."""
     return Dataset(pa.Table.from_batches(_tokenize(table, tokenizer, max_length), _schema(tokenizer)))
+
+
+class TokenRows(TorchDataset[dict[str, Any]]):
+    """Rows for a `DataLoader`: token ids as views of the memory-mapped file, and the label.
+
+    `Dataset` would convert each batch to lists of Python integers, which takes longer than to pad them.
+    """
+
+    def __init__(self, rows: Dataset, positions: NDArray[np.int64]) -> None:
+        """Select the rows at `positions` of a data set as returned by `tokenize`."""
+        self.positions = positions
+        names = [name for name in rows.column_names if name not in OWN_COLUMNS]
+        self.columns = {name: [_flat(chunk) for chunk in _chunks(rows, name)] for name in names}
+        self.labels = [chunk.to_numpy(zero_copy_only=False) for chunk in _chunks(rows, "labels")]
+        self.starts = np.cumsum([0, *map(len, self.labels)])
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = int(self.positions[index])
+        chunk = int(np.searchsorted(self.starts, row, side="right")) - 1
+        row -= int(self.starts[chunk])
+        found: dict[str, Any] = {"labels": int(self.labels[chunk][row])}
+        for name, chunks in self.columns.items():
+            offsets, values = chunks[chunk]
+            found[name] = values[offsets[row] : offsets[row + 1]]
+        return found
+
+
+def _flat(chunk: pa.ListArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return where each list of a chunk begins and ends, and the values of all lists in order, without a copy."""
+    return chunk.offsets.to_numpy(), chunk.values.to_numpy()
 
 
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:

@@ -20,7 +20,15 @@ from ..data.csv_table import Indices, ReviewTable, list_rows, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.split import Split, count_duplicates, split_reviews
-from ..data.tokenize import count_of_tokens, count_truncated, hash_tokens, lengths_of, occurring_tokens, tokenize
+from ..data.tokenize import (
+    TokenRows,
+    count_of_tokens,
+    count_truncated,
+    hash_tokens,
+    lengths_of,
+    occurring_tokens,
+    tokenize,
+)
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -67,8 +75,8 @@ class ReviewData:
         return count_duplicates(self.table, self.split)
 
     @property
-    def train_rows(self) -> Dataset:
-        return self.rows.select(self.split.train)
+    def train_rows(self) -> TokenRows:
+        return TokenRows(self.rows, self.split.train)
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
         """Build the sampler of the training rows of this rank's logical ranks."""
@@ -101,7 +109,7 @@ class ReviewData:
         part: Indices = getattr(self.split, name)
         return build_eval_set(
             name,
-            self.rows.select(part),
+            TokenRows(self.rows, part),
             self.table.labels[part],
             batches=form_eval_batches(self.lengths[part], settings.eval_batch_size),
             collator=self.collator,

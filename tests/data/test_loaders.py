@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from helpers.worlds import batch_plan, fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from app.data.loaders import EvalSet, build_eval_set, form_eval_batches, loader_options
+from app.data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from app.data.sampler import FullBatchSampler
+from app.model.tiny_bert import learn_tokenizer
 from app.settings import Settings
 from app.training.build import select_strategy
 
@@ -95,3 +99,49 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
         assert [len(batch) for batch in loader] == [plan.micro_size] * plan.steps_per_epoch * 4
     assert orders["ddp"] == orders["zero1"] == [4, 5, 6, 7]
     assert orders["zero2"] == orders["zero3"] == [1, 3, 5, 7]
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_with(side: str, names: list[str]) -> PreTrainedTokenizerBase:
+    tokenizer = learn_tokenizer(["房间很好", "不错"])
+    tokenizer.padding_side, tokenizer.model_input_names = side, names
+    tokenizer.add_special_tokens({"pad_token": "[SEP]"})  # whose id is not 0
+    tokenizer._pad_token_type_id = 3
+    return tokenizer
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("names", [["input_ids", "token_type_ids", "attention_mask"], ["input_ids"]])
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}, {"padding": "max_length", "max_length": 20}])
+def test_batches_are_padded_as_by_the_tokenizer(monkeypatch, side, names, options):
+    tokenizer = tokenizer_with(side, names)
+    rng = np.random.default_rng(0)
+    rows = [
+        {"input_ids": rng.integers(4, 9, n, dtype=np.int32), "token_type_ids": rng.integers(0, 2, n, dtype=np.int32)}
+        for n in (5, 12, 1)
+    ]
+    rows = [{name: row[name] for name in row if name in names} | {"labels": i} for i, row in enumerate(rows)]
+    expected = DataCollatorWithPadding(tokenizer, **options)(
+        [{k: np.asarray(v).tolist() for k, v in r.items()} for r in rows]
+    )
+    monkeypatch.setattr(DataCollatorWithPadding, "__call__", None)  # it would take long
+    batch = Collator(tokenizer, **options)(rows)
+    assert batch.keys() == expected.keys() == {*names, "labels"}
+    for name, tensor in batch.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_tokenizer_that_pads_in_its_own_way_does_so(monkeypatch):
+    tokenizer = tokenizer_with("right", ["input_ids", "attention_mask"])
+
+    class Own(type(tokenizer)):
+        def _pad(self, encoded_inputs, *args, **options):
+            padded = super()._pad(encoded_inputs, *args, **options)
+            return padded | {"own": [7] * len(padded["input_ids"])}
+
+    tokenizer.__class__ = Own
+    batch = Collator(tokenizer)([{"input_ids": np.arange(n, dtype=np.int32), "labels": 1} for n in (2, 3)])
+    assert batch["own"].tolist() == [[7] * 3] * 2

@@ -12,7 +12,7 @@ from app.common.cache import read_intact
 from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
 from app.data.csv_table import read_reviews
-from app.data.tokenize import count_truncated, lengths_of, tokenize
+from app.data.tokenize import TokenRows, count_truncated, lengths_of, tokenize
 from app.model.tiny_bert import learn_tokenizer
 
 
@@ -27,6 +27,21 @@ def test_tokenized_rows_keep_order_labels_and_lengths(world, review_csv, tmp_pat
     assert max(lengths_of(rows)) == 16
     assert "attention_mask" not in rows.column_names
     assert "review" not in rows.column_names, "the cache must not contain a second copy of the text"
+
+
+def test_rows_for_loaders_are_views_of_the_selected_rows(world, review_csv, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_module, "CHUNK", 7)
+    table = read_reviews(review_csv(50))
+    rows = tokenize(table, learn_tokenizer(table.texts), 16, cache_dir=tmp_path / "cache", world=world)
+    positions = np.random.default_rng(0).permutation(50)[:30]
+    selected = TokenRows(rows, positions)
+    assert len(selected) == 30
+    assert len(selected.labels) == 8, "chunks of the file"
+    for index, position in enumerate(positions.tolist()):
+        row, expected = selected[index], rows[position]
+        assert row.keys() == {"input_ids", "labels"}
+        assert {name: np.asarray(row[name]).tolist() for name in row} == {name: expected[name] for name in row}
+        assert not row["input_ids"].flags.writeable, "the memory of the file"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

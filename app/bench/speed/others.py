@@ -79,7 +79,7 @@ def build_accelerate(name: str, task: Task, settings: Settings, *, folder: str, 
         )
         plain = plain_copy(task.model)
         optimizer: Any = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
-        rows: Any = task.data.train_rows
+        rows: Any = task.data.rows.select(task.data.split.train)
         loader: Any = DataLoader(rows, task.batch_size, shuffle=True, collate_fn=collator, drop_last=True)
         scheduler: Any = get_linear_schedule_with_warmup(optimizer, 100, max(101, task.total_steps))
         model, optimizer, loader, scheduler = accelerator.prepare(plain, optimizer, loader, scheduler)
@@ -118,7 +118,7 @@ def build_trainer(name: str, task: Task, settings: Settings, *, folder: str, wor
             model=plain_copy(task.model),
             args=arguments,
             data_collator=collator,
-            train_dataset=task.data.train_rows,
+            train_dataset=task.data.rows.select(task.data.split.train),
             processing_class=task.data.tokenizer,
         )
     trainer.remove_callback(PrinterCallback)
