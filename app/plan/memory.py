@@ -114,6 +114,8 @@ def plan_memory(
 
 def gathered_after_forward(model: PreTrainedModel, strategy: str) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
+    if strategy == "zero3":
+        return total_bytes(sharded_groups(model)[-1])
     return total_bytes(model.parameters()) if strategy == "zero2" else 0
 
 

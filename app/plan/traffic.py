@@ -193,11 +193,11 @@ def _sharded(
 ) -> list[Collective]:
     """Return FSDP2's collectives, with the rows that it adds to make shards equal, and the one for the gradient norm.
 
-    A group of parameters is gathered once in each forward pass, under ZeRO-3 also in each backward pass. Its gradients
-    are exchanged once per logical rank.
+    A group of parameters is gathered once in each forward pass, under ZeRO-3 each block also in each backward pass. Its
+    gradients are exchanged once per logical rank.
     """
     ranks, with_gradient = topology.ranks, set(order)
-    gathers = options.logical_ranks_per_rank * options.accumulation_steps * (2 if strategy == "zero3" else 1)
+    micro_batches = options.logical_ranks_per_rank * options.accumulation_steps
     gathered: list[Collective] = []
     exchanged: list[Collective] = []
     *blocks, rest = sharded_groups(model)
@@ -207,6 +207,7 @@ def _sharded(
         size = sum(padded.values())
         gradients = sum(padded[parameter] for parameter in group if parameter in with_gradient)
         if size:
-            gathered.append(Collective("parameters", what, "all-gather", size, gathers))
+            twice = strategy == "zero3" and group is not rest
+            gathered.append(Collective("parameters", what, "all-gather", size, micro_batches * (1 + twice)))
         exchanged += _summed(what, gradients, topology, times=options.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]

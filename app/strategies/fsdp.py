@@ -68,7 +68,8 @@ class FullyShardStrategy(PlainAdamW):
     """`torch.distributed.fsdp.fully_shard`, as ZeRO-2 or ZeRO-3 (Rajbhandari et al. 2020). Implements `Strategy`.
 
     The parameters of one transformer block at a time are gathered before its forward pass. ZeRO-3 frees them after it
-    and gathers them again for the backward pass; ZeRO-2 keeps them until the backward pass is done.
+    and gathers them again for the backward pass; ZeRO-2 keeps them until the backward pass is done. Both keep the
+    parameters outside of all blocks.
     """
 
     shards_optimizer = True
@@ -95,9 +96,9 @@ class FullyShardStrategy(PlainAdamW):
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.world.device.type)
         offload = CPUOffloadPolicy() if self.cpu_offload and self.world.device.type == "cuda" else OffloadPolicy()
         for module in (*transformer_blocks(model), model):
-            sharded = fully_shard(
-                module, mesh=mesh, reshard_after_forward=self.reshard_after_forward, offload_policy=offload
-            )
+            # The backward pass begins with parameters outside of all blocks, so they would be gathered again at once.
+            reshard = self.reshard_after_forward and module is not model
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.world.levels))
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides

@@ -75,14 +75,20 @@ def test_buffers_have_the_dtype_of_training(name):
     check(Step(name, "ddp", ranks=3, changes={"precision": "fp64"}))
 
 
-class Shapes(nn.Module):
-    """A model of which only the shapes of the parameters count. It has no blocks."""
+class Block(nn.ParameterList):
+    pass
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+
+class Shapes(nn.Module):
+    """A model of which only the shapes of the parameters count. The first ones are blocks of one parameter each."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], blocks: int = 0) -> None:
         super().__init__()
-        self._no_split_modules = None
-        self.config = SimpleNamespace(num_hidden_layers=0)
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+        self._no_split_modules = ["Block"]
+        self.config = SimpleNamespace(num_hidden_layers=blocks)
+        weights = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        self.blocks = nn.ModuleList(Block([weight]) for weight in weights[:blocks])
+        self.weights = nn.ParameterList(weights[blocks:])
 
 
 def planned(model: nn.Module, strategy: str, topology: Topology, **more: int) -> list[Collective]:
@@ -111,9 +117,12 @@ def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
     assert sent(model, "zero1", 2) == 256 + 128
     # Rows are padded to 12 and 8: 320 bytes.
     assert sent(model, "zero2", 4) == pytest.approx(2 * 3 / 4 * 320)
-    assert sent(model, "zero3", 4) == pytest.approx(3 * 3 / 4 * 320)
-    assert sent(model, "zero3", 4, logical_ranks_per_rank=2, accumulation_steps=3) == pytest.approx(
-        (2 + 2 * 3 * 2) * 3 / 4 * 320
+    assert sent(model, "zero3", 4) == sent(model, "zero2", 4), "there are no blocks"
+    with_block = Shapes([(10, 4), (6, 4)], blocks=1)  # 192 bytes are gathered twice, and 128 bytes once
+    assert sent(with_block, "zero2", 4) == pytest.approx(2 * 3 / 4 * 320)
+    assert sent(with_block, "zero3", 4) == pytest.approx(3 / 4 * (320 + 2 * 192 + 128))
+    assert sent(with_block, "zero3", 4, logical_ranks_per_rank=2, accumulation_steps=3) == pytest.approx(
+        3 / 4 * (2 * 320 + 2 * 3 * (2 * 192 + 128))
     )
 
 
