@@ -161,6 +161,11 @@ class TrainingSettings:
         "ddp and zero1: compress the gradients that the ranks exchange, by rounding them to fp16 or bf16, or with "
         "PowerSGD, whose results depend on the number of ranks",
     )
+    tf32: bool = setting(
+        False,
+        "GPU: multiply fp32 matrices in TF32, which is faster and rounds their elements to 10 bits after the binary "
+        "point; needs compute capability 8.0",
+    )
     deterministic: bool = setting(
         False, "GPU: use only deterministic algorithms (slower; fails for operations that have none). CPU: no effect"
     )

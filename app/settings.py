@@ -61,6 +61,8 @@ class Settings(
         if self.pad_to_multiple_of > 0 and self.max_length % self.pad_to_multiple_of:
             multiple, length = (shorten(str(number)) for number in (self.pad_to_multiple_of, self.max_length))
             yield f"--pad_to_multiple_of {multiple}: must divide --max_length {length}"
+        if self.tf32 and self.use_cpu:
+            yield "--tf32 needs GPUs: remove it, or --use_cpu"
         if self.cpu_offload and self.strategy != "zero3":
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
         if self.deepspeed is not None and self.strategy != "ddp":

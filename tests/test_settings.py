@@ -63,6 +63,11 @@ def test_gradients_that_cannot_be_compressed_are_refused(settings, message):
         Settings(**settings)
 
 
+def test_tf32_and_cpus_exclude_each_other():
+    with pytest.raises(UserError, match="--tf32 needs GPUs: remove it, or --use_cpu"):
+        Settings(tf32=True, use_cpu=True)
+
+
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_gradients_can_be_rounded_with_any_precision(hook):
     for precision in ("fp32", "bf16", "fp16", "fp64"):

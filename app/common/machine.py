@@ -94,7 +94,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         return None
     fp16, fp32 = DATA_SHEETS[device_name]
     bf16 = None if device_name.startswith(WITHOUT_BF16) else fp16  # tensor cores are as fast in bf16 as in fp16
-    return {"bf16": bf16, "fp16": fp16, "fp32": fp32}.get(precision)
+    tf32 = bf16 and bf16 / 2  # on all GPUs of this list that have it
+    return {"bf16": bf16, "fp16": fp16, "fp32": fp32, "tf32": tf32}.get(precision)
 
 
 @torch.no_grad()

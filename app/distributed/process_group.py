@@ -80,12 +80,17 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         groups = create_node_groups(rank, topology, timeout)
+        if settings.tf32 and problem is None:
+            problem = "--tf32 needs GPUs, and this job uses CPUs: remove it"
     else:
         device = torch.device("cuda", local_rank)
         if settings.deterministic:
             use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
         torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
         problem = _bf16_problem(settings.precision, device)
+        if settings.tf32:
+            problem = problem or _tf32_problem(device)
+            torch.backends.cuda.matmul.allow_tf32 = True  # here, in both training paths: Trainer leaves it as it is
         limit = nccl_timeout(timeout)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
@@ -157,6 +162,14 @@ def _bf16_problem(precision: str, device: torch.device) -> str | None:
         f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "
         f"--precision fp16 or fp32"
     )
+
+
+def _tf32_problem(device: torch.device) -> str | None:
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return "--tf32: the environment variable NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
+        return None
+    return f"--tf32: {device} ({torch.cuda.get_device_name(device)}) has no TF32: remove it"
 
 
 def nccl_timeout(timeout: timedelta) -> timedelta:

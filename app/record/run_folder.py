@@ -73,7 +73,9 @@ def open_run(info: RunInfo, resume: Resume, *, measured_peak_flops: float | None
     """
     settings, world = info.settings, info.world
     name = device_name(world.device)
-    peak = measured_peak_flops or peak_flops(name, settings.precision)
+    peak = measured_peak_flops or peak_flops(
+        name, "tf32" if settings.tf32 and settings.precision == "fp32" else settings.precision
+    )
     devices, peaks = zip(*all_gather_object((name, peak), world), strict=True)  # ranks may differ
     path, lock = resume.folder, resume.lock
     with raise_on_all_ranks(world):

@@ -99,9 +99,9 @@ def hints_about_devices(path_name: str, settings: Settings, world: World) -> lis
         if usable > 1:
             command = f"torchrun --standalone --nproc_per_node={usable} -m {PACKAGE}.{path_name}"
             hints.append(f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}")
-    if world.device.type == "cuda" and settings.precision == "fp32":
+    if world.device.type == "cuda" and settings.precision == "fp32" and not settings.tf32:
         if automatic_precision(use_cpu=False, local_rank=world.local_rank) == "bf16":
-            hints.append("fp32 does not use the GPU's matrix units; --precision bf16 does")
+            hints.append("fp32 does not use the GPU's matrix units; --precision bf16 does, or --tf32")
     elif world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
         hints.append("the CPU is used: Apple's GPUs have neither fp64 nor communication between processes")
     return hints

@@ -38,6 +38,7 @@ def test_a_listed_gpu_has_the_dense_peak_of_its_data_sheet(name, bf16, fp16, fp3
     assert peak_flops(name, "bf16") == bf16
     assert peak_flops(name, "fp16") == fp16
     assert peak_flops(name, "fp32") == fp32
+    assert peak_flops(name, "tf32") == (bf16 and bf16 / 2)
     assert peak_flops(name, "fp64") is None
 
 

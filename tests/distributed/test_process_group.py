@@ -41,6 +41,7 @@ def own_process_state(monkeypatch):
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
     torch.set_num_threads(threads)
     if dist.is_initialized():
@@ -194,6 +195,42 @@ def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypa
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     with join(Settings(precision="bf16", use_cpu=use_cpu)) as world:
         assert world.device.type == ("cpu" if use_cpu else "cuda")
+
+
+# ---- TF32 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "variables", "message"),
+    [
+        ((7, 5), {}, "--tf32: cuda:0 (Tesla T4) has no TF32: remove it"),
+        ((8, 0), {"NVIDIA_TF32_OVERRIDE": "0"}, "NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"),
+        (None, {}, "--tf32 needs GPUs, and this job uses CPUs: remove it"),
+    ],
+)
+def test_tf32_where_there_is_none_is_refused_with_one_line(
+    fake_gpu, monkeypatch, capsys, capability, variables, message
+):
+    if capability is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught, join(Settings(tf32=True)):
+        pytest.fail("joined")
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_used_only_if_requested(fake_gpu, monkeypatch, tf32):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with join(Settings(tf32=tf32)):
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest"), "recorded as a kernel"
 
 
 # ---- the end ----------------------------------------------------------------------------------------------------

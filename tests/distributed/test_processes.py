@@ -162,7 +162,8 @@ def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
     machine(1)
     assert hints("cuda:0") == []
     monkeypatch.setattr(console, "automatic_precision", lambda **_: "bf16")
-    assert hints("cuda:0") == ["fp32 does not use the GPU's matrix units; --precision bf16 does"]
+    assert hints("cuda:0") == ["fp32 does not use the GPU's matrix units; --precision bf16 does, or --tf32"]
+    assert hints("cuda:0", tf32=True) == []
     assert hints("cuda:0", precision="fp16") == hints("cpu", use_cpu=True) == []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     machine(0)

@@ -134,6 +134,11 @@ TWO_NODES = {  # with two ranks each: gradients are summed inside the nodes firs
     "buckets-nodes": in_buckets("ddp_loop", "--strategy=zero1"),
     "bf16_hook_buckets-nodes": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
 }
+TF32 = {
+    "tf32-ddp": run("ddp_loop", "--tf32"),
+    "tf32-zero3": run("ddp_loop", "--tf32", "--strategy=zero3"),
+    "tf32-trainer": run("trainer_run", "--tf32"),
+}
 DEEPSPEED = {"stage-2": {"stage": 2}, "stage-3": {"stage": 3, "memory_efficient_linear": False}}
 WITH_DEEPSPEED = {
     f"{name}-deepspeed": saved("trainer_run", f"--deepspeed={name}.json", "--logical_ranks=2") for name in DEEPSPEED
@@ -150,7 +155,7 @@ SLOW_COUNTED = [
     *(("ddp_loop", "ddp", model) for model in WAITING_MODELS),
 ]
 SLOW_COUNTED.remove(*FAST_COUNTED)
-GROUPS = sorted({name.partition("-")[0] for name in (*FAST, *TWO_RANKS, *ONE_RANK, *FOUR_RANKS)})
+GROUPS = sorted({name.partition("-")[0] for name in (*FAST, *TWO_RANKS, *ONE_RANK, *FOUR_RANKS, *TF32)})
 
 
 class Jobs:
@@ -319,6 +324,18 @@ def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
     check_bits(two_nodes)
     groups = {note for report in two_nodes.outcomes["buckets-nodes"].reports for note in report["notes"]}
     assert any(note.endswith(" in a group of 2") for note in groups), groups
+
+
+@pytest.mark.slow
+def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
+    two_ranks.train(TF32, job_flags=["--tf32"])
+    check(two_ranks, TF32)
+    check_bits(two_ranks)
+    used = {
+        name: json.loads((two_ranks.folder / name / "settings.json").read_text())["kernels"]["fp32_matmul_precision"]
+        for name in (*TF32, "fp32-ddp_loop-ddp", "fp32-trainer_run-ddp")
+    }
+    assert used == {name: "high" if name in TF32 else "highest" for name in used}
 
 
 @pytest.mark.slow
