@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, count, positive
 from .common.errors import UserError, shorten
+from .common.link import Link
 from .settings import Settings
 
 # Settings of a run that benchmarks replace with their own, such as the number of steps.
@@ -44,11 +45,21 @@ RECIPES = (
     *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
 )
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
-SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
+DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
+ON_REQUEST = ("ladder",)  # only with --sections: with them, the defaults would take much longer
+SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 ABOUT_SECONDS = (
     "about how long to time each collective with each size; each variant of a training step takes "
     f"{STEP_SECONDS} times as long"
+)
+ABOUT_SECTIONS = (
+    f"which of {', '.join(SECTIONS)}; default: the first {len(DEFAULT_SECTIONS)}, and with --link "
+    f"{', '.join(STEP_SECTIONS)}"
+)
+ABOUT_LINK = (
+    "start two ranks on two nodes on this machine, with a link of so many Gbit/s and milliseconds between them, such "
+    "as 1:1 (Linux, root); without torchrun"
 )
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
@@ -97,9 +108,8 @@ def add_memory_flags(parser: OneLineParser) -> None:
 
 
 def add_communication_flags(parser: OneLineParser) -> None:
-    parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"which of {', '.join(SECTIONS)}; default: all"
-    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=ABOUT_SECTIONS)
+    parser.add_argument("--link", type=link, metavar="RATE:DELAY", help=ABOUT_LINK)
     parser.add_argument(
         "--largest_mib", type=size_in_mib, default=256.0, metavar="X", help="largest tensor to time, in MiB"
     )
@@ -142,3 +152,15 @@ def size_in_mib(text: str) -> float:
     if not SMALLEST_LIMIT <= value <= 2**20:
         raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
     return value
+
+
+def link(text: str) -> Link:
+    """Parse RATE:DELAY, as the `type` of a flag."""
+    rate, _, delay = text.partition(":")
+    try:
+        parsed = Link(positive(rate), float(delay))
+    except (ValueError, argparse.ArgumentTypeError):
+        parsed = None
+    if parsed is None or not 0 <= parsed.delay_ms <= 1000:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be Gbit/s:milliseconds, such as 1:5")
+    return parsed

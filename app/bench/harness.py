@@ -155,7 +155,8 @@ def timed(work: Callable[[], object], world: World) -> float:
 
 def describe_job(world: World) -> dict[str, str]:
     """Return facts about the machine and the job that every figure depends on, by name. Collective."""
-    nodes = len(set(all_gather_object(socket.gethostname(), world)))
+    # Two nodes on one machine have the same name.
+    nodes = max(len(set(all_gather_object(socket.gethostname(), world))), world.topology.nodes)
     return {
         "ranks": f"{world.size} on {nodes} node(s)",
         "backend": dist.get_backend(),

@@ -40,6 +40,7 @@ class DDPStrategy(PlainAdamW):
 
     def __init__(self, settings: Settings, plan: BatchPlan, world: World) -> None:
         self.settings, self.plan, self.world = settings, plan, world
+        self.bucket_cap_mb: float | None = settings.ddp_bucket_cap_mb
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
@@ -59,7 +60,7 @@ class DDPStrategy(PlainAdamW):
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             find_unused_parameters=self.settings.ddp_find_unused_parameters,
-            bucket_cap_mb=self.settings.ddp_bucket_cap_mb,
+            bucket_cap_mb=self.bucket_cap_mb,
             gradient_as_bucket_view=True,  # otherwise each gradient is in memory twice
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

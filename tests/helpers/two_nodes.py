@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from app.bench.scaling.nodes import (
+from app.bench.link.nodes import (
     ADDRESSES,
     SYSTEM_PATH,
     NamespacesUnavailable,

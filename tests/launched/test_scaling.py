@@ -15,7 +15,8 @@ import psutil
 import pytest
 from helpers.jobs import Job, unavailable
 
-from app.bench.scaling.nodes import ADDRESSES, Link, NamespacesUnavailable, ShapedLink, inside, run_command, shaped_link
+from app.bench.link.nodes import ADDRESSES, NamespacesUnavailable, ShapedLink, inside, run_command, shaped_link
+from app.common.link import Link
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

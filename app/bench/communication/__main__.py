@@ -1,6 +1,7 @@
 """Communication laboratory: show, time and explain what the ranks of a training job exchange.
 
     torchrun --standalone --nproc_per_node=2 -m app.bench.communication
+    python -m app.bench.communication --sections ladder --link 1:1
 
 Writes communication.html, communication.json and communication.md into `--output_dir` (default: a new folder in
 runs/communication/). docs/communication.md explains how to read them.
@@ -8,25 +9,42 @@ runs/communication/). docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...cli import parse_flags, program_name
 from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
+from ...common.link import Link
+from ...data.sampler import plan_batches
 from ...distributed.collectives import raise_on_all_ranks
+from ...distributed.environment import default_threads, started_by_torchrun
 from ...distributed.process_group import join
 from ...distributed.world import World
-from ...flags import BENCHMARKS, SECTIONS, STEP_SECONDS, add_communication_flags, reject_unused
-from ...program import launch
+from ...flags import (
+    BENCHMARKS,
+    DEFAULT_SECTIONS,
+    SECTIONS,
+    STEP_SECONDS,
+    STEP_SECTIONS,
+    add_communication_flags,
+    reject_unused,
+)
+from ...program import launch, run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ...settings import Settings
 from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
 from ..harness import describe_job
+from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
 from ..page import Section, as_html, as_markdown
-from . import training_step
+from . import ladder, training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import measure_compression, settings_by_hook
 
@@ -34,10 +52,19 @@ TITLE = "Communication laboratory"
 
 
 def main(
-    settings: Settings, *, sections: list[str] | None, largest_mib: float, seconds_per_point: float, seeds: int
+    settings: Settings,
+    *,
+    sections: list[str] | None,
+    link: Link | None,
+    largest_mib: float,
+    seconds_per_point: float,
+    seeds: int,
 ) -> None:
     with join(settings) as world:
-        names = [name for name in SECTIONS if sections is None or name in sections]
+        with raise_on_all_ranks(world):
+            check_link(link)
+        default = STEP_SECTIONS if link else DEFAULT_SECTIONS
+        names = [name for name in SECTIONS if name in (sections or default)]
         largest = int(largest_mib * 2**20)
         folder = None
         quiet_libraries(world)
@@ -57,6 +84,8 @@ def main(
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
         facts = describe_job(world)
+        if link:
+            facts["link"] = f"{link}: {os.environ[LINK_METHOD_VARIABLE]}"
         world.print_main(headline(facts))
         measured = []
         for name in names:
@@ -67,14 +96,24 @@ def main(
                 )
             elif name == "compression":
                 section = measure_compression(settings, data, seeds, seconds=seconds, world=world)
+            elif name == "ladder":
+                section = ladder.measure_ladder(settings, data, seconds, world=world)
             else:
-                section = training_step.measure_step(name, settings, data, seconds=seconds, world=world)
+                section = training_step.measure_step(
+                    name, settings, data, seconds=seconds, world=world, over_link=link is not None
+                )
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
                 if folder is not None:
                     write(folder, facts, settings, measured=measured)
         world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .md"))
+
+
+def check_link(link: Link | None) -> None:
+    """Raise `UserError` if the ranks are not those that `--link` starts."""
+    if link and LINK_METHOD_VARIABLE not in os.environ:
+        raise UserError(f"--link: starts its own two ranks: use python -m {program_name()}, without torchrun")
 
 
 def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int, world: World) -> None:
@@ -87,6 +126,9 @@ def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int,
         try:
             if name == "compression":
                 settings_by_hook(settings, seeds, n_train=n_train, ranks=world.size)
+            elif name == "ladder":
+                for variant in ladder.ladder_variants(settings).values():
+                    plan_batches(variant.settings, n_train, world.size)
             elif name != "collectives":
                 training_step.variants_of(name, settings, n_train, topology=world.topology)
         except UserError as problem:
@@ -111,5 +153,18 @@ def headline(facts: Mapping[str, str]) -> str:
     )
 
 
+def start() -> int:
+    """Start the ranks on two nodes if `--link` is given; otherwise this process is a rank."""
+    rejected = BENCHMARKS["bench.communication"]
+    if not started_by_torchrun():
+        with suppress(UserError):  # the rank reports it
+            settings, flags = parse_flags(__doc__, sys.argv[1:], add_communication_flags, rejected=rejected)
+            if flags["link"]:
+                threads = settings.threads or default_threads(2)
+                command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
+                return run_program(partial(run_on_link, program_name(), command, flags["link"]))
+    launch(main, __doc__, add_communication_flags, rejected=rejected)
+
+
 if __name__ == "__main__":
-    launch(main, __doc__, add_communication_flags, rejected=BENCHMARKS["bench.communication"])
+    sys.exit(start())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ...data.sampler import BatchPlan
@@ -23,6 +24,7 @@ from ..rounds import Interval, ratios, time_calls
 
 MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2
+COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
 TOTAL_STEPS = 10**6  # the schedule never ends
 
 
@@ -40,6 +42,8 @@ class Comparison:
 
     model: str
     seconds: Mapping[str, Sequence[float]]  # per step of each variant, in each round, on the slowest rank
+    # Of each variant: this rank's losses of the first micro-batches, which are the same rows.
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
         """Return the median time of a variant, in seconds per step."""
@@ -108,6 +112,7 @@ def compare(
     calls: dict[str, Callable[[], object]] = {}
     steps: dict[str, int] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
     for name, variant in variants.items():
         network = build_named(model, variant.settings, data, world=world)
         bench = distribute(variant.settings, data, network, world=world, make_strategy=variant.make_strategy)
@@ -116,10 +121,21 @@ def compare(
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
         optimization = bench.optimization(TOTAL_STEPS)
-        calls[name] = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
+        train = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
+        calls[name] = partial(train_and_keep_losses, train, losses[name], COMPARED_CALLS * steps[name])
     disable_tqdm = next(iter(variants.values())).settings.disable_tqdm
     times = time_calls(calls, seconds, world, disable_tqdm=disable_tqdm)
-    return Comparison(model, {name: [seconds / steps[name] for seconds in rounds] for name, rounds in times.items()})
+    return Comparison(
+        model,
+        {name: [seconds / steps[name] for seconds in rounds] for name, rounds in times.items()},
+        {name: torch.cat(kept).tolist() for name, kept in losses.items()},
+    )
+
+
+def train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor], most: int) -> None:
+    """Train, and add the losses of the steps to `kept` until it has `most`."""
+    losses = train()
+    kept += losses[: most - len(kept)]
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:

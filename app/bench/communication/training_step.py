@@ -17,7 +17,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 from tqdm import tqdm
 
-from ...common.charts import Series, draw_bars, points_with_ranges, render_svg
+from ...common.charts import draw_bars, render_svg
 from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
@@ -26,9 +26,9 @@ from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings
 from ...training.build import ReviewData
-from ..charts import format_seconds
 from ..harness import Bench, build_named, distribute, timed
 from ..page import Figure, Part, Section, Table
+from .comparison import comparison_section
 from .step_variants import (
     TOTAL_STEPS,
     Comparison,
@@ -41,6 +41,7 @@ from .step_variants import (
 )
 
 PROFILED_STEPS = 5
+LARGER = "BERT 4 x 512"  # the communication's share over a link depends on the size of the model
 ROUNDS = 3  # for the time without the profiler
 BUCKET_SIZES = (1, 5, 25, 100)  # MiB
 SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
@@ -50,25 +51,32 @@ ABOUT_BREAKDOWN = (
     f"From a profile of {PROFILED_STEPS} steps, which the profiler slows down: the last line of the table is without "
     "it. docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts."
 )
-# The title and a sentence.
+# The title and the paragraphs.
 ABOUT = {
-    "buckets": ("Bucket size", f"{EXPLAINED} the buckets, and why 25 MiB differs from the default."),
-    "no_sync": ("Skipped synchronization", f"{EXPLAINED} why not all of the difference is communication."),
-    "unused_parameters": ("Searching for unused parameters", f"{EXPLAINED} why the difference is pure overhead."),
-    "reduction": ("Plain all-reduce and fixed tree", "docs/same_bits.md#the-tree describes the fixed tree."),
+    "buckets": ("Bucket size", [f"{EXPLAINED} the buckets, and why 25 MiB differs from the default."]),
+    "no_sync": ("Skipped synchronization", [f"{EXPLAINED} why not all of the difference is communication."]),
+    "unused_parameters": ("Searching for unused parameters", [f"{EXPLAINED} why the difference is pure overhead."]),
+    "reduction": ("Plain all-reduce and fixed tree", ["docs/same_bits.md#the-tree describes the fixed tree."]),
 }
 
 
-def measure_step(name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
-    """Measure one of `STEP_SECTIONS`. Each variant of a step is timed for about `seconds`. Collective."""
+def measure_step(
+    name: str, settings: Settings, data: ReviewData, *, seconds: float, world: World, over_link: bool = False
+) -> Section:
+    """Measure one of `STEP_SECTIONS`. Each variant of a step is timed for about `seconds`. Collective.
+
+    Args:
+        over_link: whether the ranks are connected by an emulated link: the breakdown then shows a larger model as well.
+    """
     if name == "breakdown":
-        return measure_breakdown(settings, data, world)
+        names = models(settings.model)
+        return measure_breakdown(settings, data, world, names=[*names, LARGER] if over_link and names[1:] else names)
     with raise_on_all_ranks(world):
         variants = variants_of(name, settings, len(data.split.train), topology=world.topology)
     if name == "no_sync":
         return measure_no_sync(variants, data, seconds, world=world)
     comparisons = [compare(model, variants, data, seconds=seconds, world=world) for model in models(settings.model)]
-    return section_of(name, comparisons, "step", draw=world.is_main_process)
+    return comparison_section(name, ABOUT[name], comparisons, unit="step", draw=world.is_main_process)
 
 
 def variants_of(name: str, settings: Settings, n_train: int, *, topology: Topology) -> dict[str, Variant]:
@@ -126,40 +134,15 @@ def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: 
             for name, rounds in compared.seconds.items()
         }
         comparisons.append(Comparison(model, per_micro_batch))
-    return section_of("no_sync", comparisons, "micro-batch", draw=world.is_main_process)
-
-
-def section_of(name: str, comparisons: Sequence[Comparison], unit: str, *, draw: bool) -> Section:
-    """Return the section that shows how variants compare: a chart, and a table for each model."""
-    title, about = ABOUT[name]
-    parts: list[Part] = []
-    if draw:
-        baseline = next(iter(comparisons[0].seconds))
-        note = f"The median over rounds, and the range. Each line is compared with {baseline}."
-        label = f"time per {unit}, relative to {baseline}"
-        series = [
-            Series(compared.model, {name: compared.relative(name) for name in compared.seconds})
-            for compared in comparisons
-        ]
-        parts.append(Figure(title, points_with_ranges(title, label, series, show="{:g}".format, reference=1), note))
-    header = ["", f"time per {unit}", "relative", "lowest", "highest"]
-    for comparison in comparisons:
-        rows = []
-        for variant in comparison.seconds:
-            numbers = [f"{number:.3f}" for number in comparison.relative(variant)]
-            rows.append([variant, format_seconds(comparison.median(variant)), *numbers])
-        parts.append(Table(comparison.model, header, rows))
-    data = {comparison.model: {"seconds": comparison.seconds} for comparison in comparisons}
-    return Section(name, title, [about], parts, data)
+    return comparison_section("no_sync", ABOUT["no_sync"], comparisons, unit="micro-batch", draw=world.is_main_process)
 
 
 # ---- the breakdown ---------------------------------------------------------------------------------------------------
 
 
-def measure_breakdown(settings: Settings, data: ReviewData, world: World) -> Section:
+def measure_breakdown(settings: Settings, data: ReviewData, world: World, *, names: Sequence[str]) -> Section:
     by_model: dict[str, StepTimes] = {}
     unprofiled = {}
-    names = models(settings.model)
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
         bench = distribute(settings, data, build_named(model, settings, data, world=world), world=world)

@@ -32,7 +32,7 @@ from ...common.files import write_json, write_text
 from ...common.formats import mib
 from ...common.machine import describe_machine
 from ...distributed.processes import count_gpus
-from ...flags import SIZES
+from ...flags import SIZES, link
 from ...plan.step import Plan
 from ...program import run_program
 from ...runs.folder import create_folder
@@ -44,7 +44,6 @@ from .cluster_section import ClusterFlags, cluster_section
 from .configuration import FIT_RANKS, ScalingPlan
 from .measure import measure, open_jobs
 from .models import check_length, model_config
-from .nodes import Link
 from .predict import fit
 from .report import describe, raw_data, sections
 from .step_profile import LINK, NODE, StepProfile, from_step_time, profile_input, read_profile
@@ -250,17 +249,6 @@ def percentage(text: str) -> float:
     if value > 50:
         raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from 0 to 50")
     return value
-
-
-def link(text: str) -> Link:
-    rate, _, delay = text.partition(":")
-    try:
-        parsed = Link(positive(rate), float(delay))
-    except (ValueError, argparse.ArgumentTypeError):
-        parsed = None
-    if parsed is None or not 0 <= parsed.delay_ms <= 1000:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be Gbit/s:milliseconds, such as 1:5")
-    return parsed
 
 
 if __name__ == "__main__":

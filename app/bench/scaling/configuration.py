@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...common.cores import usable_cores
-from .nodes import Link
+from ...common.link import Link
 
 MODES = ("strong", "weak")
 FIT_RANKS = 2  # the fit sees no more than two ranks

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .nodes import Link
+from ...common.link import Link
 
 LARGEST_SEGMENT = 2**20  # bytes; gloo/allreduce.h: kMaxSegmentSize
 SEGMENTS_AT_ONCE = 2

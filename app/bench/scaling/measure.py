@@ -14,10 +14,11 @@ import psutil
 from tqdm import tqdm
 
 from ...common.cores import usable_cores
+from ...common.link import Link
 from ...common.terminal import hides_progress
+from ..link.nodes import NamespacesUnavailable, ShapedLink, shaped_link
 from ..rounds import in_rounds
 from .configuration import FIT_RANKS, Alone, Configuration, ScalingPlan
-from .nodes import Link, NamespacesUnavailable, ShapedLink, shaped_link
 from .task_job import TaskJob, task_job
 
 ALL_REDUCE_SIZES = tuple(4**n for n in range(6, 14))  # 4 KiB to 64 MiB

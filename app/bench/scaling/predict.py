@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...common.link import Link
 from ..alpha_beta import AlphaBeta, fit_alpha_beta
 from ..rounds import Interval, median_of
 from .configuration import FIT_RANKS, Alone, Configuration
 from .gloo_ring import simulate_ring
 from .measure import COLLECTIVES, Key, Round
-from .nodes import Link
 
 
 @dataclass(frozen=True)

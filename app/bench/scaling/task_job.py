@@ -7,7 +7,6 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import psutil
 from ...common.errors import RunError, UserError, shorten
 from ...common.paths import PACKAGE
 from ...distributed.launcher import TorchrunJob, torchrun_command
+from ..link.jobs import commands_on_nodes
 from .configuration import ScalingPlan
-from .nodes import ADDRESSES, INTERFACE, inside
 
 START_SECONDS, TASK_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
-PORT = 29500  # free, because a namespace has ports of its own
 LONGEST_TMPDIR = 75  # bytes; the path of a Unix socket may have about 100
 
 
@@ -117,15 +115,10 @@ def task_job(plan: ScalingPlan, ranks: int, *, log: Path, namespaces: Sequence[s
         listener.setblocking(False)
         flags = [f"--architecture={plan.model}", f"--socket={folder / 'socket'}", f"--threads={plan.threads}"]
         flags += [f"--train_batch_size={world_size}", "--disable_tqdm", *([] if plan.gpus else ["--use_cpu"])]
-        job_command = partial(torchrun_command, f"{PACKAGE}.bench.scaling.job", flags, nproc_per_node=ranks)
-        commands, variables = [job_command()], {}
+        module = f"{PACKAGE}.bench.scaling.job"
+        commands, variables = [torchrun_command(module, flags, nproc_per_node=ranks)], dict[str, str]()
         if namespaces:
-            place = ["--nnodes=2", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
-            commands = [
-                inside(name, job_command(torchrun_flags=[*place, f"--node_rank={node}"]))
-                for node, name in enumerate(namespaces)
-            ]
-            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+            commands, variables = commands_on_nodes(module, flags, namespaces, nproc_per_node=ranks)
         jobs = []
         for node, command in enumerate(commands):
             file = log if node == 0 else log.with_name(f"{log.stem}-{node}{log.suffix}")

@@ -160,4 +160,4 @@ def test_the_program_has_flags_of_its_own():
         None, ["--sections", "collectives", "--largest_mib", "0.5", "--use_cpu"], add_communication_flags
     )
     assert settings == Settings(use_cpu=True)
-    assert own == {"sections": ["collectives"], "largest_mib": 0.5, "seconds_per_point": 1.0, "seeds": 3}
+    assert own == {"sections": ["collectives"], "link": None, "largest_mib": 0.5, "seconds_per_point": 1.0, "seeds": 3}

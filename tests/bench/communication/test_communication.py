@@ -55,7 +55,7 @@ def test_a_used_folder_is_refused_before_anything_is_measured(settings, world, m
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(AgreedError, match=r"^--output_dir out: exists and is not an empty folder: name a new one$"):
-        communication.main(settings, sections=None, largest_mib=1.0, seconds_per_point=1.0, seeds=1)
+        communication.main(settings, sections=None, link=None, largest_mib=1.0, seconds_per_point=1.0, seeds=1)
     assert capsys.readouterr().out == ""
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
@@ -75,7 +75,12 @@ def test_sections_are_written_one_after_another(settings, world, monkeypatch, tm
     monkeypatch.setattr(sys, "argv", ["communication.py", "--sections", "a b"])
     with pytest.raises(RunError, match="out of memory"):
         communication.main(
-            settings, sections=["buckets", "no_sync", "breakdown"], largest_mib=1.0, seconds_per_point=1.0, seeds=3
+            settings,
+            sections=["buckets", "no_sync", "breakdown"],
+            link=None,
+            largest_mib=1.0,
+            seconds_per_point=1.0,
+            seeds=3,
         )
     content = json.loads((tmp_path / "out" / "communication.json").read_text())
     assert content["sections"] == {name: {"number": 1} for name in ("breakdown", "buckets")}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.scaling.gloo_ring import LARGEST_SEGMENT, WAKE_UP, segments_per_phase, simulate_ring
-from app.bench.scaling.nodes import Link
+from app.common.link import Link
 
 MIB = 2**20
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.scaling.nodes import Link
 from app.bench.scaling.predict import (
     Computation,
     Cores,
@@ -17,6 +16,7 @@ from app.bench.scaling.predict import (
     predict_step,
     two_nodes,
 )
+from app.common.link import Link
 
 # Forward 1 s, backward 2 s with buckets after 1 and 2 s, update 0.5 s.
 COMPUTATION = Computation(3.5, ((100, 2.0), (200, 3.0)))

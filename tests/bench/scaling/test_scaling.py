@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from app.bench.link.nodes import NamespacesUnavailable
 from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import configuration
@@ -21,9 +22,9 @@ from app.bench.scaling.cluster_section import ClusterFlags
 from app.bench.scaling.configuration import Alone, Configuration, ScalingPlan
 from app.bench.scaling.gloo_ring import simulate_ring
 from app.bench.scaling.measure import ALL_REDUCE_SIZES, Measurement, Round, measure, open_jobs
-from app.bench.scaling.nodes import Link, NamespacesUnavailable
 from app.bench.scaling.predict import fit, measured_interval, predict, rounds_used, usable_results
 from app.bench.scaling.report import raw_data, sections
+from app.common.link import Link
 from app.program import run_program
 
 MIB = 2**20

@@ -8,7 +8,7 @@ The nodes are network namespaces, which share the file system. They need Linux, 
 Both, and all processes in them, are removed at the end of the block, even if this process is killed.
 
 Where the kernel has it, `tc netem` shapes a veth pair. Otherwise each node has a TUN device, and a process forwards the
-packets between the two (`app.bench.scaling.link_forwarder`).
+packets between the two (`app.bench.link.link_forwarder`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 
 from ...common.errors import UserError
+from ...common.link import Link
 from ...common.paths import CLONE, PACKAGE
 from .link_forwarder import LARGEST_PACKET
 
@@ -130,25 +131,6 @@ TCP_SETTINGS = {"tcp_slow_start_after_idle": "0", "tcp_congestion_control": "ren
 
 
 @dataclass(frozen=True)
-class Link:
-    """The shape of a link between two nodes, by default as fast as this machine forwards packets."""
-
-    gbit: float = math.inf  # rate in each direction in Gbit/s
-    delay_ms: float = 0.0  # propagation delay in one direction
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.gbit * 1e9 / 8
-
-    @property
-    def delay(self) -> float:
-        return self.delay_ms / 1000
-
-    def __str__(self) -> str:
-        return "unshaped" if self == Link() else f"{self.gbit:g} Gbit/s, {self.delay_ms:g} ms"
-
-
-@dataclass(frozen=True)
 class ShapedLink:
     """Two network namespaces and the link between them."""
 
@@ -220,7 +202,7 @@ def _forwarder(names: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
             run_command(["ip", "-n", name, "link", "set", device, *rename])
         configure(names)
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{PACKAGE}.bench.scaling.link_forwarder", *map(str, devices)],
+            [sys.executable, "-m", f"{PACKAGE}.bench.link.link_forwarder", *map(str, devices)],
             cwd=CLONE,
             stdin=subprocess.PIPE,
             pass_fds=devices,

@@ -1,8 +1,8 @@
 """Forward packets between two TUN devices with the rate and the propagation delay of a slower link.
 
-`app.bench.scaling.nodes` starts this program where the kernel has no `netem`:
+`app.bench.link.nodes` starts this program where the kernel has no `netem`:
 
-    python -m app.bench.scaling.link_forwarder FILE_DESCRIPTOR FILE_DESCRIPTOR
+    python -m app.bench.link.link_forwarder FILE_DESCRIPTOR FILE_DESCRIPTOR
 
 Each line on standard input, `BYTES_PER_SECOND SECONDS`, sets the rate and the delay. The program ends when standard
 input is closed. Each direction is a FIFO queue without a limit: a packet leaves the sender when all packets before it

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.bench.scaling import link_forwarder, nodes
-from app.bench.scaling.link_forwarder import Direction
-from app.bench.scaling.nodes import Link, NamespacesUnavailable, netem_options, network_namespaces
+from app.bench.link import link_forwarder, nodes
+from app.bench.link.link_forwarder import Direction
+from app.bench.link.nodes import NamespacesUnavailable, netem_options, network_namespaces
+from app.common.link import Link
 
 
 def test_netem_gets_the_rate_in_bits_and_the_delay_in_microseconds():
