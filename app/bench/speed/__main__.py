@@ -11,15 +11,17 @@ of MFU. docs/speed.md describes the recipes and how they are measured.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
+import torch
 
 from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
@@ -28,6 +30,7 @@ from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.process_group import join
 from ...distributed.world import World
 from ...flags import BENCHMARKS, RECIPES, SHORT_NAMES, add_speed_flags, reject_unused
+from ...plan.empty_model import count_activations
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
@@ -39,7 +42,7 @@ from ..harness import describe_job
 from ..page import Section, as_html, as_markdown
 from .measure import OWN, measure
 from .models import with_model
-from .recipe import Task
+from .recipe import Task, precision_of
 from .report import section
 
 TITLE = "Speed"
@@ -49,7 +52,7 @@ OF_THE_TASK = (
     *("model", "revision", "trust_remote_code", "dropout", "seed", "train_batch_size", "per_device_train_batch_size"),
     *("use_cpu", "threads", "ddp_timeout", "deterministic", "output_dir", "disable_tqdm"),
 )
-BYTES_PER_PARAMETER = 16  # fp32: the parameter, its gradient and two moments
+BYTES_PER_PARAMETER = 20  # fp32: the parameter, its gradient, DDP's copy of the gradient, and two moments
 
 
 def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | None, steps: int, rounds: int) -> None:
@@ -62,8 +65,8 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
             check(settings, models, names)
         all_models = list(dict.fromkeys(models or [settings.model]))
         for model in all_models:  # a mistake in the last one would be noticed only after minutes
-            with open_with(model) as (task, _, _), raise_on_all_ranks(world):
-                check_memory(task.model.num_parameters(), len(names), world)
+            with open_with(model) as (task, of_model, _), raise_on_all_ranks(world):
+                check_memory(needed_memory(task, of_model, names), len(names), world)
         with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "speed")
@@ -96,16 +99,32 @@ def check(settings: Settings, models: list[str] | None, recipes: Sequence[str]) 
         reject_unused(settings, OF_THE_TASK, "on these --recipes: only those of this project have it")
 
 
-def check_memory(parameters: int, recipes: int, world: World) -> None:
-    """Raise `UserError` if this node's main memory cannot hold the training states of all recipes at once."""
+def needed_memory(task: Task, settings: Settings, recipes: Sequence[str]) -> int:
+    """Return the bytes that a recipe keeps on each rank: the training state, and the activations of the longest batch.
+
+    Each recipe trains in a thread of its own, and the allocator keeps what it has freed for the same thread.
+    """
+    precision: Any = "fp32" if "fp32" in map(precision_of, recipes) else "bf16"
+    try:
+        config = copy.deepcopy(task.model.config)
+        activations = count_activations(
+            replace(settings, precision=precision), config, rows=task.batch_size, device=torch.device("cpu")
+        ).peak
+    except UserError:  # the computation of the model depends on data
+        activations = 0
+    return BYTES_PER_PARAMETER * task.model.num_parameters() + activations
+
+
+def check_memory(needed_by_recipe: int, recipes: int, world: World) -> None:
+    """Raise `UserError` if this node's main memory cannot hold all recipes at once."""
     if world.device.type != "cpu":
         return  # an allocation that fails there is one line, and ends no other process
-    needed = BYTES_PER_PARAMETER * parameters * recipes * world.local_size
+    needed = needed_by_recipe * recipes * world.local_size
     available = psutil.virtual_memory().available
     if needed > available:
         raise UserError(
-            f"the training states of {recipes} recipes need {format_size(needed)} on this node, and "
-            f"{format_size(available)} are available: compare fewer at a time, with --recipes"
+            f"{recipes} recipes need {format_size(needed)} on this node, and {format_size(available)} are available: "
+            "compare fewer at a time, with --recipes, or give a smaller --train_batch_size"
         )
 
 

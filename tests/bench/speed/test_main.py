@@ -18,11 +18,11 @@ from app.settings import Settings
 def test_recipes_that_do_not_fit_into_memory_are_refused(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
     world = fake_world(size=2)
-    check_memory(2**20, 32, world)
+    check_memory(2**24, 32, world)
     with pytest.raises(
-        UserError, match=r"of 33 recipes need 1\.03 GiB on this node, and 1 GiB are available: .*--recipes"
+        UserError, match=r"^33 recipes need 1\.03 GiB on this node, and 1 GiB are available: .*--recipes"
     ):
-        check_memory(2**20, 33, world)
+        check_memory(2**24, 33, world)
 
 
 @pytest.mark.parametrize(

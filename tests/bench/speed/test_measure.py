@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from app import ddp_loop
 from app.bench.speed import measure as measuring
+from app.bench.speed.__main__ import needed_memory
 from app.bench.speed.measure import OWN, Result, Round, as_data, measure, ratio
 from app.bench.speed.recipe import Count, Recipe, Task, precision_of
 from app.bench.speed.report import ratios, section, speeds
@@ -128,6 +129,14 @@ def test_every_recipe_trains_in_its_own_way(settings, task, world, tmp_path, mon
     assert {length % 8 for length in watch.lengths["accelerate-bf16"]} == {0}
     assert results["ddp_loop"].rounds[0].count == results["trainer_run"].rounds[0].count, "the same batches"
     assert results["tutorial"].padding > results["accelerate"].padding > results["ddp_loop"].padding
+
+
+def test_the_memory_of_a_recipe_is_its_state_and_the_activations_of_its_precision(settings, task):
+    state = 20 * task.model.num_parameters()
+    fp32, bf16 = (needed_memory(task, settings, names) - state for names in (["ddp_loop", "tutorial"], ["x-bf16"]))
+    assert 0 < bf16 < fp32
+    longer = needed_memory(task, replace(settings, max_length=2 * settings.max_length), ["tutorial"]) - state
+    assert longer > 2 * fp32, "attention grows with the square of the length"
 
 
 def test_mfu_is_that_of_runs(settings, task, world, tmp_path, monkeypatch):
