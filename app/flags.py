@@ -46,7 +46,7 @@ RECIPES = (
 )
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
-ON_REQUEST = ("ladder",)  # only with --sections: with them, the defaults would take much longer
+ON_REQUEST = ("ladder", "convergence")  # only with --sections: with them, the defaults would take much longer
 SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 ABOUT_SECONDS = (
@@ -115,7 +115,11 @@ def add_communication_flags(parser: OneLineParser) -> None:
     )
     parser.add_argument("--seconds_per_point", type=positive, default=1.0, metavar="X", help=ABOUT_SECONDS)
     parser.add_argument(
-        "--seeds", type=count, default=3, metavar="N", help="trainings with each kind of compressed gradients"
+        "--seeds",
+        type=count,
+        default=3,
+        metavar="N",
+        help="trainings of each variant (compression, convergence)",
     )
 
 

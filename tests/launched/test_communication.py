@@ -88,10 +88,14 @@ def test_the_laboratory_measures_training_steps_on_two_ranks(launch, review_csv,
 def test_every_exchange_of_the_ladder_trains_alike(launch, review_csv, tmp_path):
     flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]
     flags += ["--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8]
-    flags += ["--model", write_model(tmp_path / "model", "bert"), "--sections", "ladder"]
+    flags += ["--model", write_model(tmp_path / "model", "bert"), "--sections", "ladder", "convergence"]
+    flags += ["--max_steps", 8, "--seeds", 1]
     done = launch("app.bench.communication", *flags, ranks=2)
     assert done.status == 0, done.err
-    (measured,) = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]["ladder"].values()
+    sections = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]
+    trainings = sections["convergence"].values()
+    assert [len(training["losses"][0]) for training in trainings] == [8, 4, 4, 2, 2, 1, 1]
+    (measured,) = sections["ladder"].values()
     differences = measured["loss_differences"]
     assert differences.pop("no exchange") > 0
     # The sum of two gradients does not depend on their order, so the losses are the same with any buckets.

@@ -44,7 +44,7 @@ from ...training.console import quiet_libraries
 from ..harness import describe_job
 from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
 from ..page import Section, as_html, as_markdown
-from . import ladder, training_step
+from . import convergence, ladder, training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import measure_compression, settings_by_hook
 
@@ -74,12 +74,13 @@ def main(
                 reject_unused(settings, used, "on --sections collectives")
             if "collectives" in names:
                 check_largest(largest, world.size)
-        data = None
+        data, pretrained = None, False
         if names != ["collectives"]:
             data = build_data(settings, world)
             with raise_on_all_ranks(world):
                 check(names, settings, seeds, n_train=len(data.split.train), world=world)
-            build_model(settings, data, world)  # a model that cannot be loaded would be noticed only after minutes
+            # A model that cannot be loaded would be noticed only after minutes.
+            pretrained = build_model(settings, data, world).pretrained
         with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
@@ -96,6 +97,8 @@ def main(
                 )
             elif name == "compression":
                 section = measure_compression(settings, data, seeds, seconds=seconds, world=world)
+            elif name == "convergence":
+                section = convergence.measure_convergence(settings, data, seeds, pretrained=pretrained, world=world)
             elif name == "ladder":
                 section = ladder.measure_ladder(settings, data, seconds, world=world)
             else:
@@ -126,6 +129,8 @@ def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int,
         try:
             if name == "compression":
                 settings_by_hook(settings, seeds, n_train=n_train, ranks=world.size)
+            elif name == "convergence":
+                convergence.variants_of(settings, n_train, world.size, pretrained=False)
             elif name == "ladder":
                 for variant in ladder.ladder_variants(settings).values():
                     plan_batches(variant.settings, n_train, world.size)

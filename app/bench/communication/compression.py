@@ -6,29 +6,27 @@ import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 from tqdm import tqdm
 
-from ...common.charts import INK, NEUTRAL, SERIES_COLORS, draw_bars, draw_ranges, name_rows, render_svg
+from ...common.charts import INK, draw_bars, render_svg
 from ...common.errors import UserError
 from ...common.formats import MIB, format_size
 from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
-from ...ddp_loop import evaluate
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.world import World
 from ...report.statistics import PairedSeeds, paired_seeds
 from ...settings import Settings
 from ...training.build import ReviewData, build_data, build_model
-from ...training.step import default_learning_rate
 from ..harness import distribute
 from ..page import Figure, Part, Section, Table
 from ..rounds import ratios
 from ..traffic import STEPS, count_third_step, sent_bytes
 from .step_variants import Variant, compare, models, plain_ddp
+from .trainings import accuracy_chart, describe_difference, interval_of, train
 
 HOOKS = ("no", "fp16", "bf16", "power_sgd")  # the values of --ddp_comm_hook
 MOST_STEPS = 150  # of a training, unless --max_steps is set
@@ -95,7 +93,7 @@ def measure_hooks(
             if seed != settings.seed:  # its data is what the steps were timed with
                 data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)
             for hook, hooked in by_hook.items():
-                accuracies[hook].append(train(replace(hooked, seed=seed), data, world))
+                accuracies[hook].append(train(with_steps(hooked, seed, data), data, world).accuracy)
                 gc.collect()
                 bar.update()
     measured = {hook: Measured(comparison.seconds[hook], sent[hook], accuracies[hook]) for hook in by_hook}
@@ -107,18 +105,13 @@ def count_sent(settings: Settings, data: ReviewData, world: World) -> float:
     return sent_bytes(count_third_step(bench), world.topology)
 
 
+def with_steps(settings: Settings, seed: int, data: ReviewData) -> Settings:
+    """Return the settings of a training with a seed."""
+    return replace(settings, seed=seed, max_steps=training_steps(settings.max_steps, data.plan.total_steps))
+
+
 def training_steps(max_steps: int, total_steps: int) -> int:
     return max_steps if max_steps > 0 else min(MOST_STEPS, total_steps)
-
-
-def train(settings: Settings, data: ReviewData, world: World) -> float:
-    """Train as `app.ddp_loop` does, and return the accuracy of the test rows. Collective."""
-    classifier = build_model(settings, data, world)
-    settings = replace(settings, max_steps=training_steps(settings.max_steps, data.plan.total_steps))
-    bench = distribute(settings, data, classifier.model, world=world)
-    bench.train_without_record(settings.learning_rate or default_learning_rate(classifier.pretrained))
-    scores, _ = evaluate(classifier.model, data.eval_set("test", settings, world), settings, world=world)
-    return scores.accuracy
 
 
 PLAIN = "no"
@@ -143,13 +136,14 @@ def measure_compression(settings: Settings, data: ReviewData, seeds: int, *, sec
 
 def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, refusal: str = "") -> Section:
     effects = {hook: paired_seeds(result.accuracies, measured[PLAIN].accuracies) for hook, result in measured.items()}
+    accuracies = {hook: result.accuracies for hook, result in measured.items()}
     seeds = len(measured[PLAIN].accuracies)
     parts: list[Part] = [result_table(measured, effects)]
     if world.is_main_process:  # only it writes the page
         parts.append(Figure("Bytes that a rank sends per step", bytes_chart(measured)))
         if seeds > 1:
             note = "Each dot is one seed; the line is the mean with its 95% confidence interval over the seeds."
-            parts.append(Figure("Accuracy compared with no compression", accuracy_chart(measured, effects), note))
+            parts.append(Figure("Accuracy compared with no compression", accuracy_chart(accuracies, effects), note))
     paragraphs = [ABOUT.format(steps=steps, seeds=seeds)]
     if refusal:
         paragraphs.append(f"power_sgd is left out: {refusal}.")
@@ -167,11 +161,6 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, re
         for hook, result in measured.items()
     }
     return Section("compression", "Compressed gradients", paragraphs, parts, {"steps": steps, "hooks": data})
-
-
-def interval_of(effect: PairedSeeds) -> tuple[float, float] | None:
-    """Return the limits of the confidence interval of a difference, if there is one."""
-    return (effect.difference.low, effect.difference.high) if effect.difference else None
 
 
 def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Table:
@@ -207,13 +196,6 @@ def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedS
     )
 
 
-def describe_difference(effect: PairedSeeds) -> str:
-    """Return a difference in percentage points with its interval."""
-    difference = f"{100 * (effect.mean_a - effect.mean_b):+z.2f}"
-    limits = interval_of(effect)
-    return f"{difference} [{100 * limits[0]:+z.2f}, {100 * limits[1]:+z.2f}]" if limits else difference
-
-
 def break_even(result: Measured, plain: Measured) -> str:
     """Return the speed of a link below which a hook makes a step faster, if nothing of the exchange is hidden."""
     costs = [a - b for a, b in zip(result.seconds, plain.seconds, strict=False)]  # one may have fewer rounds
@@ -232,24 +214,3 @@ def bytes_chart(measured: Mapping[str, Measured]) -> Markup:
         axes.grid(visible=False)
 
     return render_svg(190, "Bytes that a rank sends per step with each hook", draw)
-
-
-def accuracy_chart(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Markup:
-    """Plot the differences of the accuracy over seeds, in percentage points, with their intervals."""
-    hooks = [hook for hook in measured if hook != PLAIN]
-
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.add_subplot(xlabel="percentage points")
-        axes.axvline(0, color=NEUTRAL, linewidth=1)
-        for row, hook in enumerate(hooks):
-            pairs = zip(measured[hook].accuracies, measured[PLAIN].accuracies, strict=True)
-            differences = [100 * (accuracy - plain) for accuracy, plain in pairs]
-            axes.plot(differences, [row] * len(differences), "o", color=SERIES_COLORS[1], markersize=6, alpha=0.7)
-            mean = statistics.mean(differences)
-            low, high = (100 * limit for limit in interval_of(effects[hook]) or (mean / 100, mean / 100))
-            bar: dict[str, Any] = {"marker": "|", "color": SERIES_COLORS[0], "markersize": 18, "markeredgewidth": 2.5}
-            draw_ranges(axes, [row], [(mean, low, high)], horizontal=True, **bar)
-        name_rows(axes, hooks)
-        axes.grid(visible=False)
-
-    return render_svg(190, "Difference of the accuracy from that without compression", draw)
