@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .bench.scaling.flags import add_scaling_flags
 from .cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser, parse_flags, program_name
 from .common.errors import UserError, escape_unencodable_output
 from .common.paths import PACKAGE
@@ -42,9 +43,10 @@ PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run
 REJECTED = PATHS | BENCHMARKS | dict.fromkeys(("compare", "plan"), FLAGS_OF_ONE_RUN)
 WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.growth": add_growth_flags,
+    "bench.scaling": add_scaling_flags,
     "minimal": add_minimal_flags,
 }
-WITHOUT_RANKS = ("compare", "plan", "bench.growth")
+WITHOUT_RANKS = ("compare", "plan", "bench.growth", "bench.scaling")
 OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.speed": add_speed_flags,
     "bench.memory": add_memory_flags,
@@ -91,7 +93,8 @@ def check_flags(name: str, description: str | None) -> None:
             check_accelerate_environment(settings.precision, settings.use_cpu)
         if not settings.threads:
             requested_threads()
-    check_csv(settings, own_flags)
+    if name != "bench.scaling":  # it reads no reviews
+        check_csv(settings, own_flags)
 
 
 def parse(name: str, arguments: Sequence[str], description: str | None = None) -> tuple[Settings, dict[str, Any]]:

@@ -26,33 +26,31 @@ from typing import Any
 import psutil
 import torch
 
-from ...cli import OneLineParser, command_line, count, positive
-from ...common.errors import UserError, escape_control_characters, shorten
+from ...cli import OneLineParser, command_line
+from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
 from ...common.formats import mib
 from ...common.machine import describe_machine
 from ...distributed.processes import count_gpus
-from ...flags import SIZES, link
+from ...flags import link
 from ...plan.step import Plan
 from ...program import run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
-from ...settings import STRATEGIES
 from ..page import Section, as_html, as_markdown
-from .cluster import Hop
 from .cluster_section import ClusterFlags, cluster_section
-from .configuration import FIT_RANKS, ScalingPlan
+from .configuration import FIT_RANKS, LINK, NODE, Hop, ScalingPlan
+from .flags import DEFAULT_LINKS, add_scaling_flags
 from .measure import measure, open_jobs
 from .models import check_length, model_config
 from .predict import fit
 from .report import describe, raw_data, sections
-from .step_profile import LINK, NODE, StepProfile, from_step_time, profile_input, read_profile
+from .step_profile import StepProfile, from_step_time, profile_input, read_profile
 from .strategies import plan_strategies
 from .task_job import check_temporary_folder
 
 TITLE = "Scaling"
 DEFAULT_RANKS = (1, 2, 4, 8)
-DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")  # Gbit/s and milliseconds
 MOST_RANKS = 64  # on one machine
 MOST_PARAMETERS = 1e12
 MEASUREMENT_FLAGS = (
@@ -128,36 +126,7 @@ def write_report(folder: Path, facts: dict[str, str], report: Sequence[Section],
 
 def parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    add = parser.add_argument
-    names = f"{', '.join(SIZES)}, or a name or folder as in training (default: %(default)s)"
-    add("--model", default=next(iter(SIZES)), metavar="NAME", help=names)
-    on_machine = "on this machine (default: 1 2 4 8; at most the number of GPUs)"
-    add("--ranks", type=count, nargs="+", metavar="N", help=on_machine)
-    add("--use_cpu", action="store_true", help="use the CPU and gloo, although there are GPUs")
-    shapes = f"Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)}; on GPUs: none)"
-    links = f"links between two nodes, as {shapes}"
-    strategies = "compared with ddp (default: ddp only)"
-    add("--strategies", choices=STRATEGIES, nargs="+", default=["ddp"], metavar="NAME", help=strategies)
-    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=links)
-    add("--train_batch_size", type=count, default=32, metavar="N", help="rows of a step, strong scaling (default: 32)")
-    add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
-    add("--length", type=count, default=64, metavar="N", help="tokens of a row (default: 64)")
-    add("--threads", type=count, default=1, metavar="N", help="CPU threads per rank (default: 1)")
-    add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
-    add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
-    add("--ranks_per_node", type=count, default=8, metavar="N", help="of the predicted cluster (default: 8)")
-    add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
-    add("--profile", metavar="RUN", help="the same, from the folder of a run with --profile N")
-    add("--parameters", type=positive, metavar="N", help="of the model with --step_ms or --profile, such as 60e6")
-    straggler = "standard deviation of the ranks' computation in a step (default: that of the --profile, otherwise 0)"
-    add("--straggler_percent", type=percentage, metavar="X", help=straggler)
-    add("--cluster_batch_size", type=count, default=1024, metavar="N", help="its rows, strong scaling (default: 1024)")
-    assumed = " (default: measured; with --step_ms or --profile: {:g})"
-    for kind, where, default in (("link", "between its nodes", LINK), ("node", "between the ranks of a node", NODE)):
-        rate, latency = (assumed.format(number) for number in (8e-9 / default.beta, default.alpha * 1e6))
-        add(f"--{kind}_gbit", type=positive, metavar="X", help=f"Gbit/s {where}{rate}")
-        add(f"--{kind}_latency_us", type=positive, metavar="X", help=f"microseconds of a message {where}{latency}")
-    add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/scaling/)")
+    add_scaling_flags(parser)
     arguments = parser.parse_args()
     source = next((name for name in ("step_ms", "profile") if getattr(arguments, name) is not None), None)
     for name in MEASUREMENT_FLAGS if source else ():
@@ -241,14 +210,6 @@ def check_memory(plan: ScalingPlan, model: Plan) -> None:
             f"--strategies: {len(plan.strategies)} models on each rank of all jobs take {mib(needed)} MiB, and "
             f"{mib(available)} MiB are free: give fewer --ranks or --strategies, or a smaller --model"
         )
-
-
-def percentage(text: str) -> float:
-    """Parse a standard deviation. If it were larger, the normal distribution would have many negative times."""
-    value = 0.0 if text == "0" else positive(text)
-    if value > 50:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from 0 to 50")
-    return value
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 from scipy.integrate import quad
@@ -18,16 +17,10 @@ from scipy.optimize import nnls
 from scipy.stats import norm
 
 from ..alpha_beta import ring_all_gather, ring_all_reduce, tree_all_reduce
+from .configuration import Hop
 from .predict import Computation, Cores, Network, one_after_another, predict_step
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-
-
-class Hop(NamedTuple):
-    """A message between two ranks: its latency in seconds, and the seconds per byte."""
-
-    alpha: float
-    beta: float
 
 
 @dataclass(frozen=True)

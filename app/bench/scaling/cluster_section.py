@@ -16,14 +16,13 @@ from ..rounds import Interval
 from .cluster import (
     ALGORITHMS,
     Cluster,
-    Hop,
     LinearComputation,
     expected_maximum,
     fit_rows,
     predict_cluster_step,
     straggling,
 )
-from .configuration import MODES, ScalingPlan
+from .configuration import MODES, Hop, ScalingPlan
 from .predict import Fits, over
 
 LARGEST_CLUSTER = 1024  # ranks

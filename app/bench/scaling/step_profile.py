@@ -17,16 +17,13 @@ from ...profiling.breakdown import CATEGORIES, EXPOSED
 from ...runs.parse import parse_object
 from ...runs.schema import PROFILE, PROFILE_SUMMARY, SETTINGS
 from ..charts import format_seconds
-from .cluster import Hop, LinearComputation
+from .cluster import LinearComputation
 from .cluster_section import ClusterFlags, ClusterInput, Scenario, describe_hop
 
 # The backward pass computes two matrix products for each one of the forward pass: Kaplan et al., "Scaling Laws for
 # Neural Language Models", 2020, section 2.1.
 FORWARD_SHARE = 1 / 3
 GRADIENT_BYTES = 4  # of a parameter's gradient: fp32, also in mixed precision
-# Assumed where the flags say nothing: 100-Gigabit Ethernet or InfiniBand, and PCIe 4.0 with 16 lanes.
-LINK = Hop(10e-6, 8 / 100e9)
-NODE = Hop(5e-6, 8 / 256e9)
 
 
 @dataclass(frozen=True)

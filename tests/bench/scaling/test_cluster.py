@@ -13,7 +13,6 @@ from app.bench.alpha_beta import ring_all_reduce, tree_all_reduce
 from app.bench.scaling.cluster import (
     ALGORITHMS,
     Cluster,
-    Hop,
     LinearComputation,
     expected_maximum,
     fit_rows,
@@ -28,7 +27,7 @@ from app.bench.scaling.cluster_section import (
     predicted_steps,
     ratios_over_one_rank,
 )
-from app.bench.scaling.configuration import MODES
+from app.bench.scaling.configuration import MODES, Hop
 from app.bench.scaling.predict import Computation
 
 WITHIN, BETWEEN = Hop(1.0, 0.01), Hop(10.0, 0.1)

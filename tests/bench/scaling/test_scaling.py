@@ -17,9 +17,8 @@ from app.bench.page import Table, as_html, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import configuration
 from app.bench.scaling import measure as scaling_measure
-from app.bench.scaling.cluster import Hop
 from app.bench.scaling.cluster_section import ClusterFlags
-from app.bench.scaling.configuration import Alone, Configuration, ScalingPlan
+from app.bench.scaling.configuration import Alone, Configuration, Hop, ScalingPlan
 from app.bench.scaling.gloo_ring import simulate_ring
 from app.bench.scaling.measure import ALL_REDUCE_SIZES, Measurement, Round, measure, open_jobs
 from app.bench.scaling.predict import fit, measured_interval, predict, rounds_used, usable_results
@@ -280,7 +279,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--length", "513"], "--length 513: must be at most 512"),
         (["--link_gbit", "100"], "--link_gbit and --link_latency_us: give both or neither"),
         (["--node_latency_us", "1"], "--node_gbit and --node_latency_us: give both or neither"),
-        (["--link_gbit", "-1", "--link_latency_us", "1"], "--link_gbit: -1: must be a number above 0"),
+        (["--link_gbit", "-1", "--link_latency_us", "1"], "--link_gbit/--link-gbit: -1: must be a number above 0"),
         (["--model", "./huge"], "--model ./huge: "),
         (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
         (["--step_ms", "250"], "--parameters: is missing"),
@@ -288,7 +287,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--step_ms", "250", "--profile", "runs"], "--step_ms and --profile exclude each other"),
         (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
         (["--profile", "nowhere", "--parameters", "6e7"], "--profile nowhere: [Errno 2] No such file"),
-        (["--straggler_percent", "60"], "--straggler_percent: 60: must be from 0 to 50"),
+        (["--straggler_percent", "60"], "--straggler_percent/--straggler-percent: 60: must be from 0 to 50"),
         (["--speed", "1"], "unknown argument --speed 1"),
     ],
 )

@@ -9,9 +9,8 @@ import pytest
 
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling.cluster_section import ClusterFlags, cluster_section
+from app.bench.scaling.configuration import LINK, NODE
 from app.bench.scaling.step_profile import (
-    LINK,
-    NODE,
     as_linear,
     bucket_sizes,
     from_step_time,
