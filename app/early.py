@@ -26,6 +26,7 @@ from .distributed.environment import (
 )
 from .flags import (
     BENCHMARKS,
+    COLLECTIVE_SECTIONS,
     add_communication_flags,
     add_compare_flags,
     add_growth_flags,
@@ -113,7 +114,7 @@ def check_csv(settings: Settings, own_flags: Mapping[str, Any]) -> None:
     Raises:
         UserError: there is no such file.
     """
-    if own_flags.get("runs") or own_flags.get("sections") == ["collectives"]:
+    if own_flags.get("runs") or set(own_flags.get("sections") or ["all"]) <= set(COLLECTIVE_SECTIONS):
         return
     # Whoever resumes a run that is already finished is told so, even if its reviews are gone.
     if settings.resume_from_checkpoint is None:

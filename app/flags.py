@@ -44,9 +44,14 @@ RECIPES = (
     *("ddp_loop", "trainer_run", f"ddp_loop{BF16}", f"trainer_run{BF16}", "tutorial"),
     *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
 )
+COLLECTIVE_SECTIONS = ("collectives", "granularity")  # which train no model
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
-ON_REQUEST = ("ladder", "convergence")  # only with --sections: with them, the defaults would take much longer
+ON_REQUEST = (
+    "ladder",
+    "convergence",
+    "granularity",
+)  # only with --sections: with them, the defaults would take much longer
 SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 ABOUT_SECONDS = (

@@ -28,6 +28,7 @@ from ...distributed.process_group import join
 from ...distributed.world import World
 from ...flags import (
     BENCHMARKS,
+    COLLECTIVE_SECTIONS,
     DEFAULT_SECTIONS,
     SECTIONS,
     STEP_SECONDS,
@@ -44,7 +45,7 @@ from ...training.console import quiet_libraries
 from ..harness import describe_job
 from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
 from ..page import Section, as_html, as_markdown
-from . import convergence, ladder, training_step
+from . import convergence, granularity, ladder, training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import measure_compression, settings_by_hook
 
@@ -65,17 +66,18 @@ def main(
             check_link(link)
         default = STEP_SECTIONS if link else DEFAULT_SECTIONS
         names = [name for name in SECTIONS if name in (sections or default)]
+        trains_none = set(names) <= set(COLLECTIVE_SECTIONS)
         largest = int(largest_mib * 2**20)
         folder = None
         quiet_libraries(world)
         with raise_on_all_ranks(world):
-            if names == ["collectives"]:
+            if trains_none:
                 used = ("use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm")
-                reject_unused(settings, used, "on --sections collectives")
+                reject_unused(settings, used, f"on --sections {' '.join(names)}")
             if "collectives" in names:
                 check_largest(largest, world.size)
         data, pretrained = None, False
-        if names != ["collectives"]:
+        if not trains_none:
             data = build_data(settings, world)
             with raise_on_all_ranks(world):
                 check(names, settings, seeds, n_train=len(data.split.train), world=world)
@@ -91,7 +93,11 @@ def main(
         measured = []
         for name in names:
             seconds = STEP_SECONDS * seconds_per_point
-            if data is None or name == "collectives":
+            if name == "granularity":
+                section = granularity.measure_granularity(
+                    largest, seconds=seconds, world=world, disable_tqdm=settings.disable_tqdm
+                )
+            elif data is None or name == "collectives":
                 section = measure_collectives(
                     world, largest, seconds_per_point=seconds_per_point, disable_tqdm=settings.disable_tqdm
                 )
@@ -134,7 +140,7 @@ def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int,
             elif name == "ladder":
                 for variant in ladder.ladder_variants(settings).values():
                     plan_batches(variant.settings, n_train, world.size)
-            elif name != "collectives":
+            elif name not in COLLECTIVE_SECTIONS:
                 training_step.variants_of(name, settings, n_train, topology=world.topology)
         except UserError as problem:
             raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
