@@ -8,7 +8,7 @@ import pytest
 from helpers.jobs import PROJECT, Job
 
 pytestmark = pytest.mark.slow
-DELAY = 10.0
+DELAY = 6.0
 
 
 @pytest.mark.parametrize("late", [0, 1])

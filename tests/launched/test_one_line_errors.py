@@ -47,7 +47,10 @@ launch(main, None)
 
 def freeze_rank_1(job: Job, folder: Path) -> None:
     job.wait_for(lambda: steps_in(folder / "run") >= 5)
-    job.rank(1).suspend()
+    frozen = job.rank(1)
+    frozen.suspend()
+    job.wait_for(lambda: "lost contact" in job.text)
+    frozen.kill()  # torchrun would do so 30 s later
 
 
 def move_run(job: Job, folder: Path) -> None:
@@ -108,7 +111,6 @@ CASES = FAST | {
     "a rank that writes": Case(
         ENDLESS, "No such file or directory", "trainer_run", rank_status=1, during=move_run, writes=("moved",)
     ),
-    # torchrun waits 30 s before it kills the frozen rank.
     "a frozen rank": Case(
         ENDLESS,
         "rank 0 lost contact with rank(s) 1, after step",
