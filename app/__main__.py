@@ -24,7 +24,9 @@ from .common.paths import CLONE, PACKAGE
 from .common.terminal import exit_on_interrupt, raise_on_interrupt
 from .flags import BENCHMARKS
 
-WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {name: name for name in ("minimal", *BENCHMARKS)}
+WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {
+    name: name for name in ("minimal", "check", *BENCHMARKS)
+}
 WITHOUT_RANKS = (
     "compare",
     "plan",

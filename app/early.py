@@ -27,6 +27,7 @@ from .distributed.environment import (
 from .flags import (
     BENCHMARKS,
     COLLECTIVE_SECTIONS,
+    add_check_flags,
     add_communication_flags,
     add_compare_flags,
     add_growth_flags,
@@ -41,7 +42,7 @@ from .settings import Settings
 PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 # The programs whose command line is checked. These have training settings, and reject some of them; the others have
 # flags of their own only. Further programs import torch late.
-REJECTED = PATHS | BENCHMARKS | dict.fromkeys(("compare", "plan"), FLAGS_OF_ONE_RUN)
+REJECTED = PATHS | BENCHMARKS | dict.fromkeys(("check", "compare", "plan"), FLAGS_OF_ONE_RUN)
 WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.growth": add_growth_flags,
     "bench.scaling": add_scaling_flags,
@@ -50,6 +51,7 @@ WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
 WITHOUT_RANKS = ("compare", "plan", "bench.growth", "bench.scaling")
 OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.speed": add_speed_flags,
+    "check": add_check_flags,
     "bench.memory": add_memory_flags,
     "bench.communication": add_communication_flags,
     "compare": add_compare_flags,
@@ -94,7 +96,7 @@ def check_flags(name: str, description: str | None) -> None:
             check_accelerate_environment(settings.precision, settings.use_cpu)
         if not settings.threads:
             requested_threads()
-    if name != "bench.scaling":  # it reads no reviews
+    if name not in ("bench.scaling", "check"):  # which read no reviews
         check_csv(settings, own_flags)
 
 

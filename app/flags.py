@@ -156,6 +156,22 @@ def add_minimal_flags(parser: OneLineParser) -> None:
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
 
 
+def add_check_flags(parser: OneLineParser) -> None:
+    parser.add_argument(
+        "--connect",
+        type=endpoint,
+        metavar="HOST:PORT",
+        help="without torchrun: only try to connect to the port at which the ranks would meet",
+    )
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be HOST:PORT, such as 10.0.0.1:29500")
+    return host.removeprefix("[").removesuffix("]"), int(port)  # an IPv6 address is in brackets
+
+
 def size_in_mib(text: str) -> float:
     value = positive(text)
     if not SMALLEST_LIMIT <= value <= 2**20:

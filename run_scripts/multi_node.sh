@@ -33,7 +33,10 @@ if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
 command -v torchrun >/dev/null || refuse "torchrun not found: run bash run_scripts/setup.sh on this node first"
 
 # Gloo and c10d resolve the host name, often to 127.0.1.1. Use the address and interface that reach node 0 instead.
-route=$(python -m app.distributed.network "$MASTER_ADDR") || exit 2
+# On the other nodes, a warning says if a firewall drops what they send to node 0, for which torchrun waits silently.
+port=()
+if [ "$NODE_RANK" != 0 ]; then port=("$MASTER_PORT"); fi
+route=$(python -m app.distributed.network "$MASTER_ADDR" ${port[@]+"${port[@]}"}) || exit 2
 read -r address interface <<<"$route"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME} # with = it is the name, not how names begin

@@ -8,7 +8,7 @@ from helpers.jobs import PROJECT
 
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
-    {"compare", "predict", "nproc_per_node", "__main__"},
+    {"compare", "check", "predict", "nproc_per_node", "__main__"},
     {"early"},
     {"experiments"},
     {"bench"},

@@ -138,6 +138,11 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
+def master_endpoint() -> str:
+    """Return the address and the port at which the ranks meet; empty for a single process."""
+    return ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ)
+
+
 def split_off_local_rank(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide a command line into the program's own arguments and the `--local-rank=N` of torch.distributed.launch."""
     added = [text for text in arguments if text.startswith(("--local-rank=", "--local_rank="))]

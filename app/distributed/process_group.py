@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import sys
@@ -16,15 +15,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ..common.errors import RunError
 from ..common.machine import unusable_accelerator, use_deterministic_algorithms
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import default_threads, rank_and_sizes
 from .failure import ON_ALL_RANKS, ShortErrorHandler, exit_line, exit_now, report_failure, report_failure_to_connect
-from .rendezvous import open_store, wait_for_keys
+from .rendezvous import exchange, open_store
 from .world import Topology, World, common_ranks_per_node, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
@@ -72,7 +69,8 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     store = open_store(timeout)
     device_type, problem = _device_type(settings.use_cpu, local_size, problem)
     own = RankDevice(device_type, socket.gethostname(), problem, local_rank, local_size)
-    ranks = _exchange(store, own, rank=rank, size=size, timeout=timeout)
+    values = exchange(store, "device", asdict(own), rank=rank, size=size, timeout=timeout)  # no backend is chosen yet
+    ranks = [RankDevice(**value) for value in values]
     device_type, problem = common_device_type(ranks, rank)
     topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
 
@@ -124,16 +122,6 @@ def _device_type(use_cpu: bool, local_size: int, problem: str | None) -> tuple[s
             f"--use_cpu"
         )
     return "cuda", problem
-
-
-def _exchange(store: Store, own: RankDevice, *, rank: int, size: int, timeout: timedelta) -> list[RankDevice]:
-    """Return every rank's description, in rank order, through the store: no backend has been chosen yet. Collective."""
-    store.set(f"device/{rank}", json.dumps(asdict(own)))
-    keys = [f"device/{other}" for other in range(size)]
-    if not wait_for_keys(store, keys, timeout):
-        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
-        raise RunError(f"rank(s) {missing} did not connect within {timeout.total_seconds():.0f} s")
-    return [RankDevice(**json.loads(store.get(key))) for key in keys]
 
 
 def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ its own prefix. The restart count cannot serve as one, because it may differ bet
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -88,6 +90,24 @@ def _answer(store: Store, other: int, *, attempt: str, timeout: timedelta) -> No
 
     if not _poll(is_confirmed, timeout):
         raise RunError(f"rank {other} did not arrive within {timeout.total_seconds():.0f} s")
+
+
+def exchange(store: Store, name: str, value: Any, *, rank: int, size: int, timeout: timedelta) -> list[Any]:
+    """Return every rank's value, in rank order, through the store: before there is a process group. Collective.
+
+    Args:
+        name: of this exchange, different from that of any other one in this store.
+        value: anything that JSON can represent.
+
+    Raises:
+        RunError: a rank did not call this in time.
+    """
+    store.set(f"{name}/{rank}", json.dumps(value))
+    keys = [f"{name}/{other}" for other in range(size)]
+    if not wait_for_keys(store, keys, timeout):
+        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        raise RunError(f"rank(s) {missing} did not connect within {timeout.total_seconds():.0f} s")
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta) -> bool:

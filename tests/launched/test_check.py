@@ -1,0 +1,118 @@
+"""`app.check`: where the ranks are, and whether they reach each other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.jobs import PROJECT
+from helpers.two_nodes import ip, start, wait_for_all, wait_until
+
+from app.bench.scaling.nodes import ADDRESSES, inside
+
+pytestmark = pytest.mark.launched
+PORT = "29500"
+LISTEN = f"import socket, time; s = socket.create_server(('0.0.0.0', {PORT})); print(1, flush=True); time.sleep(60)"
+
+
+def test_two_ranks_are_listed_in_order_and_train_together(launch):
+    done = launch("app.check", "--use_cpu", ranks=2)
+    assert done.status == 0, done.err
+    lines = [line.split(maxsplit=1) for line in done.out.splitlines()]
+    assert [name for name, _ in lines] == ["ranks", "rank", "rank", "all-reduce", "toy"]
+    assert re.fullmatch(r"2 on 1 node\(s\), which meet at \S+:\d+", lines[0][1])
+    for rank in range(2):
+        assert re.fullmatch(
+            rf"{rank}  local rank {rank} of 2, \S+, cpu, \S+ \(\S+\), torch \S+, gloo", lines[1 + rank][1]
+        )
+    assert re.search(r"correct sum: \d+\.\d ms the first time", lines[3][1])
+    assert "equal weights afterwards" in lines[4][1]
+
+
+def check(nodes: list[str], folder: Path, *flags: str, **environment: str) -> tuple[list[int | None], list[str], float]:
+    """Run app.check on both nodes; return their statuses, what they printed, and the seconds that it took."""
+    logs = [folder / f"node{rank}.log" for rank in range(2)]
+    began = time.monotonic()
+    jobs = [
+        start(nodes, rank, "static", "app.check", "--use_cpu", *flags, log=log, **environment)
+        for rank, log in enumerate(logs)
+    ]
+    wait_for_all(jobs, 150)
+    return [job.poll() for job in jobs], [log.read_text() for log in logs], time.monotonic() - began
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_both_nodes_are_listed(nodes, tmp_path):
+    statuses, printed, _ = check(nodes, tmp_path, NPROC_PER_NODE="2")
+    assert statuses == [0, 0], "\n".join(printed)
+    places = re.findall(r"rank (\d)  local rank (\d) of 2, \S+, cpu, (\S+) \(cable\)", printed[0])
+    assert places == [(str(rank), str(rank % 2), ADDRESSES[rank // 2]) for rank in range(4)]
+    assert f"4 on 2 node(s), which meet at {ADDRESSES[0]}:{PORT}" in printed[0]
+    assert "toy DDP step" in printed[0]
+    assert " rank " not in printed[1], "rank 0 prints"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interface", "cause"),
+    [
+        ("lo", f"other nodes cannot reach it; set GLOO_SOCKET_IFNAME to one of cable ({ADDRESSES[0]})"),
+        ("eth7", f"GLOO_SOCKET_IFNAME=eth7: HOST has cable ({ADDRESSES[0]})"),
+    ],
+)
+def test_a_wrong_interface_is_named(nodes, tmp_path, interface, cause):
+    statuses, printed, _ = check(nodes, tmp_path, GLOO_SOCKET_IFNAME=interface)
+    assert statuses == [1, 1], "\n".join(printed)
+    for text in printed:
+        (line,) = errors(text)
+        assert line.startswith("error: rank 0 (")
+        assert cause.partition("HOST")[0] in line
+        assert cause.rpartition("HOST")[2] in line
+
+
+@pytest.mark.slow
+def test_a_firewall_that_leaves_only_the_port_of_the_rendezvous_is_named(nodes, tmp_path):
+    """Node 0 drops what it would send from all ports that the system assigns."""
+    ip("-n", nodes[0], "rule", "add", "ipproto", "tcp", "sport", "30000-65534", "blackhole")
+    statuses, printed, seconds = check(nodes, tmp_path)
+    assert statuses == [1, 1], "\n".join(printed)
+    assert "rank 1  local rank 0 of 1, " in printed[0], "the ranks are listed first"
+    for text in printed:
+        (line,) = errors(text)
+        assert "cannot connect to rank " in line
+        assert "interface cable" in line
+    assert seconds < 60
+
+
+@pytest.mark.slow
+def test_a_port_that_is_dropped_is_named_without_torchrun(nodes, tmp_path):
+    def connect() -> tuple[int, str]:
+        command = inside(nodes[1], [sys.executable, "-m", "app.check", "--connect", f"{ADDRESSES[0]}:{PORT}"])
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+        return done.returncode, (done.stdout + done.stderr).strip()
+
+    where = f"{ADDRESSES[0]}, port {PORT}"
+    assert connect() == (1, f"error: {where}: refused: no program listens at this port, or a firewall rejects it")
+    with subprocess.Popen(inside(nodes[0], [sys.executable, "-c", LISTEN]), stdout=subprocess.PIPE) as listener:
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        assert connect() == (0, f"connected  {where}")
+        ip("-n", nodes[0], "rule", "add", "ipproto", "tcp", "sport", PORT, "blackhole")
+        status, line = connect()
+        assert (status, line.partition(": no")[0]) == (1, f"error: {where}")
+        assert "no answer within 5 s: a firewall drops the packets" in line
+        log = tmp_path / "node1.log"
+        job = start(nodes, 1, "static", "app.check", "--use_cpu", log=log)
+        wait_until(lambda: "warning: " in log.read_text(), 60)
+        job.kill()
+        job.wait()
+        listener.kill()
+    assert f"warning: MASTER_ADDR {ADDRESSES[0]}, MASTER_PORT {PORT}: no answer within 5 s" in log.read_text()
