@@ -47,14 +47,13 @@ from .distributed.network import (
     use_reachable_interface,
 )
 from .distributed.process_group import join
-from .distributed.rendezvous import exchange, open_store
+from .distributed.rendezvous import exchange, open_store, wait_for_keys
 from .distributed.world import World
 from .flags import add_check_flags
 from .program import SECONDS_OF_RANK_0, launch
 from .settings import Settings
 
 TIMEOUT_SECONDS = 30
-SECONDS_TO_READ = 1.0  # for the other nodes, before the store of node 0 ends with its ranks
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,9 @@ def find_ranks(settings: Settings) -> None:
         problems = share("problem", place.problem or (find_unreachable(places, rank) if is_first else None))
     found = [f"rank {other} ({places[other].host}): {text}" for other, text in enumerate(problems) if text is not None]
     if found:
-        if rank == 0:
-            time.sleep(SECONDS_TO_READ)
+        store.set(f"read/{rank}", "")
+        if rank == 0:  # whose end closes the store
+            wait_for_keys(store, [f"read/{other}" for other in range(size)], timeout)
         if local_rank != 0:  # the first rank of each node prints the line
             time.sleep(SECONDS_OF_RANK_0)
             sys.exit(1)
