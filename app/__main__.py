@@ -25,7 +25,7 @@ from .common.terminal import exit_on_interrupt, raise_on_interrupt
 from .flags import BENCHMARKS
 
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {
-    name: name for name in ("minimal", "check", *BENCHMARKS)
+    name: name for name in ("minimal", "check", "predict", *BENCHMARKS)
 }
 WITHOUT_RANKS = (
     "compare",

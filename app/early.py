@@ -27,6 +27,7 @@ from .distributed.environment import (
 from .flags import (
     BENCHMARKS,
     COLLECTIVE_SECTIONS,
+    REJECTED_BY_PREDICT,
     add_check_flags,
     add_communication_flags,
     add_compare_flags,
@@ -34,6 +35,7 @@ from .flags import (
     add_memory_flags,
     add_minimal_flags,
     add_plan_flags,
+    add_predict_flags,
     add_speed_flags,
 )
 from .program import print_mistake
@@ -42,7 +44,12 @@ from .settings import Settings
 PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
 # The programs whose command line is checked. These have training settings, and reject some of them; the others have
 # flags of their own only. Further programs import torch late.
-REJECTED = PATHS | BENCHMARKS | dict.fromkeys(("check", "compare", "plan"), FLAGS_OF_ONE_RUN)
+REJECTED = (
+    PATHS
+    | BENCHMARKS
+    | {"predict": REJECTED_BY_PREDICT}
+    | dict.fromkeys(("check", "compare", "plan"), FLAGS_OF_ONE_RUN)
+)
 WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.growth": add_growth_flags,
     "bench.scaling": add_scaling_flags,
@@ -52,6 +59,7 @@ WITHOUT_RANKS = ("compare", "plan", "bench.growth", "bench.scaling")
 OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.speed": add_speed_flags,
     "check": add_check_flags,
+    "predict": add_predict_flags,
     "bench.memory": add_memory_flags,
     "bench.communication": add_communication_flags,
     "compare": add_compare_flags,

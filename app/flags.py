@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, count, positive
 from .common.errors import UserError, shorten
@@ -36,6 +36,16 @@ BENCHMARKS = {
     # The trainings with compressed gradients have a number of steps, and are evaluated.
     "bench.communication": all_but("max_steps", "num_train_epochs", "eval_batch_size", "output_dir"),
 }
+USED_BY_PREDICT = (
+    *("csv", "text_column", "label_column", "max_length", "pad_to_multiple_of", "cache_dir"),
+    *("revision", "attn_implementation", "trust_remote_code", "precision", "bf16", "tf32", "deterministic"),
+    *("eval_batch_size", "use_cpu", "threads", "ddp_timeout", "disable_tqdm"),
+)
+REJECTED_BY_PREDICT = {
+    field.name: "has no effect on predictions: remove the flag"
+    for field in fields(Settings)
+    if field.name not in USED_BY_PREDICT
+} | {"model": "give the model without a flag: predict RUN_OR_MODEL"}
 # BERTs of known sizes: layers, hidden size, attention heads, intermediate size.
 SIZES = {"BERT 4 x 312": (4, 312, 12, 1200), "BERT 4 x 512": (4, 512, 8, 2048), "BERT 12 x 768": (12, 768, 12, 3072)}
 SHORT_NAMES = {name.removeprefix("BERT ").replace(" ", ""): name for name in SIZES}  # such as 4x312
@@ -154,6 +164,17 @@ def add_minimal_flags(parser: OneLineParser) -> None:
     parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for ddp_loop")
     parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 3 epochs")
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
+
+
+def add_predict_flags(parser: OneLineParser) -> None:
+    parser.add_argument(
+        "run_or_model", metavar="RUN_OR_MODEL", help="folder of a run, model folder, or model on the Hub"
+    )
+    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="texts to predict instead of a CSV")
+    parser.add_argument("--split", choices=("train", "validation", "test"), help="predict these rows of the run's CSV")
+    parser.add_argument(
+        "--output", metavar="FILE.csv", help="a new file; default: <CSV>-predictions.csv in the current folder"
+    )
 
 
 def add_check_flags(parser: OneLineParser) -> None:

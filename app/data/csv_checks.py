@@ -166,10 +166,10 @@ def _position(path: Path, offset: int) -> str:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def read_columns(path: Path, *, text_column: str, label_column: str) -> Iterator[tuple[str, str]]:
+def read_columns(path: Path, *, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
     """Yield the fields of two columns of a CSV file, without blank lines, which pandas skips too.
 
-    Only the current record is in memory.
+    Only the current record is in memory. Without a label column, all labels are empty.
 
     Raises:
         UserError: As for `find_encoding`; or the file cannot be read, a quote is broken, a row has too many or too few
@@ -196,14 +196,15 @@ def read_columns(path: Path, *, text_column: str, label_column: str) -> Iterator
                 elif not header:
                     header = fields
                     _check_columns(path, header, text_column=text_column, label_column=label_column)
-                    text_position, label_position = header.index(text_column), header.index(label_column)
+                    text_position = header.index(text_column)
+                    label_position = None if label_column is None else header.index(label_column)
                 elif len(fields) != len(header):
                     raise UserError(
                         f"{path}: line {n_lines + 1}: {len(fields)} field{'s' * (len(fields) != 1)}, but the header "
                         f"has {len(header)} ({list_names(header)}); check for an unquoted comma or a missing field"
                     )
                 else:
-                    yield fields[text_position], fields[label_position]
+                    yield fields[text_position], "" if label_position is None else fields[label_position]
                     n_rows += 1
                 n_lines = reader.line_num
                 lines.clear()
@@ -224,8 +225,23 @@ def _keep_lines(file: Iterable[str], lines: list[str]) -> Iterator[str]:
         yield line
 
 
-def _check_columns(path: Path, header: list[str], *, text_column: str, label_column: str) -> None:
+def read_header(path: Path) -> list[str]:
+    """Return the first row of a CSV file that is not blank; an empty list if there is none or it is malformed.
+
+    Raises:
+        UserError: As for `find_encoding`; or there is no such file, or it cannot be read.
+    """
+    with readable(path):
+        check_file(path)
+        with path.open(encoding=find_encoding(path), newline="") as file, suppress(csv.Error):
+            return next((fields for fields in csv.reader(file) if any(field.strip() for field in fields)), [])
+    return []
+
+
+def _check_columns(path: Path, header: list[str], *, text_column: str, label_column: str | None) -> None:
     for flag, column in (("--text_column", text_column), ("--label_column", label_column)):
+        if column is None:
+            continue
         if column not in header:
             raise UserError(
                 f"{path}: no column {column!r}; the file has {list_names(header)} (choose a column with {flag})"

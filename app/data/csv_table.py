@@ -11,7 +11,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,7 +59,7 @@ class ReviewTable:
         rows: Data row of each kept review, int64 (n,).
         texts: The reviews, str (n,) with a RangeIndex, in one Arrow array, which may be a mapped file. Take rows or
             slices of it: a list of all reviews could be larger than the memory.
-        labels: Class ids, int64 (n,).
+        labels: Class ids, int64 (n,); -1 for a row without a label, which only a table to predict has.
     """
 
     path: Path
@@ -80,7 +80,12 @@ class ReviewTable:
 
 
 def read_reviews(
-    path: str | Path, text_column: str = "review", label_column: str = "label", *, cache_dir: Path | None = None
+    path: str | Path,
+    text_column: str = "review",
+    label_column: str | None = "label",
+    *,
+    class_names: Sequence[str] | None = None,
+    cache_dir: Path | None = None,
 ) -> ReviewTable:
     """Read, check and clean a comma-separated CSV file with a header, in UTF-8 (with or without BOM) or GB18030.
 
@@ -88,6 +93,9 @@ def read_reviews(
     numerically if every label is an integer, otherwise by code point. Further columns are ignored.
 
     Args:
+        label_column: None only with `class_names`: the reviews have no labels.
+        class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
+            distinct labels, and rows without a label are dropped.
         cache_dir: Keeps the result in an Arrow file. Calls with the same content map this file, so that the processes
             of a node share one copy of the reviews. By default, the reviews are in memory.
 
@@ -102,9 +110,9 @@ def read_reviews(
     columns, sha256 = (text_column, label_column), hash_file(path)
     if cache_dir is None:
         texts = io.BytesIO()
-        rows = _parse(path, columns, texts, sha256=sha256)
+        rows = _parse(path, columns, texts, sha256=sha256, class_names=class_names)
         return _to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer())))
-    recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES]
+    recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [list(class_names)])]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     file = cache_dir / f"rows-{key}.arrow"
 
@@ -112,7 +120,7 @@ def read_reviews(
         # The reviews go to the disk while the CSV is read. Mapped, they become a column of the Arrow file.
         texts = staging.with_suffix(".txt")
         with texts.open("wb") as sink:
-            rows = _parse(path, columns, sink, sha256=sha256)
+            rows = _parse(path, columns, sink, sha256=sha256, class_names=class_names)
         with pa.memory_map(str(texts)) as mapped:
             table = rows.to_arrow(mapped.read_buffer())
             with staging.open("wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
@@ -181,7 +189,14 @@ def _to_table(path: Path, sha256: str, rows: pa.Table) -> ReviewTable:
     )
 
 
-def _parse(path: Path, columns: tuple[str, str], texts: BinaryIO, *, sha256: str) -> _Rows:
+def _parse(
+    path: Path,
+    columns: tuple[str, str | None],
+    texts: BinaryIO,
+    *,
+    sha256: str,
+    class_names: Sequence[str] | None,
+) -> _Rows:
     """Parse and clean a file row by row, and write the UTF-8 bytes of the kept reviews to `texts`."""
     text_column, label_column = columns
     no_review: list[int] = []
@@ -192,7 +207,7 @@ def _parse(path: Path, columns: tuple[str, str], texts: BinaryIO, *, sha256: str
     for text, label in read_columns(path, text_column=text_column, label_column=label_column):
         if not text or text.isspace():
             no_review.append(n)
-        elif not label or label.isspace():
+        elif class_names is None and (not label or label.isspace()):
             no_label.append(n)
         else:
             end += texts.write(text.encode())
@@ -203,10 +218,16 @@ def _parse(path: Path, columns: tuple[str, str], texts: BinaryIO, *, sha256: str
     if hash_file(path) != sha256:
         raise UserError(f"{path}: has changed while it was read; start again")
     dropped = {reason: rows for reason, rows in (("no review", no_review), ("no label", no_label)) if rows}
+    if not kept and class_names is not None:
+        raise UserError(f"{path}: no row has a review ({text_column!r})")
     if not kept:
         counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
         raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
-    class_names, class_ids = _form_classes(path, label_column, list(code_of), n_rows=len(kept))
+    if class_names is None:
+        class_names, class_ids = _form_classes(path, str(label_column), list(code_of), n_rows=len(kept))
+    else:
+        first_rows = [kept[codes.index(code)] for code in code_of.values()]
+        class_ids = _find_classes(path, dict(zip(code_of, first_rows, strict=True)), class_names)
     facts = {"rows_read": n, "dropped": dropped, "class_names": class_names}
     return _Rows(facts, kept, class_ids[np.asarray(codes)], ends)
 
@@ -229,6 +250,25 @@ def _form_classes(
             f"{path}: column {label_column!r} has only one class, {quote_name(names[0])}; at least two are required"
         )
     return tuple(names), np.array([names.index(class_of_value[value]) for value in distinct], dtype=np.int64)
+
+
+def _find_classes(path: Path, first_rows: Mapping[str, int], class_names: Sequence[str]) -> Indices:
+    """Return the class id of each distinct label, int64; -1 for an empty one.
+
+    Args:
+        first_rows: the first data row with each label.
+    """
+    ids = {name: index for index, name in enumerate(class_names)}
+    found = []
+    for label, row in first_rows.items():
+        class_id = ids.get(label, ids.get(_class_name(label))) if label else -1
+        if class_id is None:
+            raise UserError(
+                f"{path}: row {row}: label {quote_name(label)} is not a class of the model, which has "
+                f"{list_names(list(class_names))}; leave it out, or choose another column with --label_column"
+            )
+        found.append(class_id)
+    return np.array(found, dtype=np.int64)
 
 
 def _class_name(value: str) -> str:

@@ -191,7 +191,7 @@ def load_classifier(
     # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
     # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
-    _match_inputs(tokenizer, model)
+    match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
     return Classifier(model, pretrained, origin, content)
@@ -266,7 +266,7 @@ def _without_warnings() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Make the tokenizer return the inputs that the model accepts, regardless of the tokenizer's configuration.
 
     Without the attention mask, a model would treat padding as text. An input that it does not name may be rejected or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import os
 import shutil
@@ -25,18 +24,15 @@ from ..common.errors import escape_control_characters
 from ..common.files import commit, write_json
 from ..common.formats import render_template
 from ..common.paths import DOWNLOADED_CSV, SAMPLE_CSV
-from ..data.csv_table import ReviewTable
-from ..data.split import Split
 from ..metrics.score import Scores
-from ..runs.csv_escape import escape
 from ..runs.hashes import hash_run
-from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS, prediction_columns
+from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS
 from ..setting_groups import TINY
 from ..strategies.base import Tensors
+from .predictions import write_predictions
 from .run_folder import RunInfo, split_content
 from .steps import Totals
 
-CHUNK = 10_000  # test rows that are in memory at once
 MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
 TASK = "text-classification"
 CHINESE = {SAMPLE_CSV.name, DOWNLOADED_CSV.name}
@@ -63,7 +59,7 @@ def write_results(
     Raises:
         OSError: a file cannot be written, or the folder is gone.
     """
-    write_predictions(folder / PREDICTIONS, info.table, info.split, logits=logits)
+    write_predictions(folder / PREDICTIONS, info.table, info.split.test, logits=logits)
     try:
         staging = stage()
         results_hash = hash_run(folder, staging)
@@ -140,23 +136,6 @@ def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
     for name, parameter in own.items():
         first_names.setdefault(id(parameter), name)
     return {name: state[first_names[id(own[name])]] if name in own else tensor for name, tensor in state.items()}
-
-
-def write_predictions(path: Path, table: ReviewTable, split: Split, *, logits: NDArray[np.floating[Any]]) -> None:
-    probabilities = torch.from_numpy(logits).double().softmax(dim=1).numpy()
-    names = table.class_names
-    staging = path.with_name(f".{path.name}.tmp")
-    with staging.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(map(escape, prediction_columns(names)))
-        for start in range(0, len(split.test), CHUNK):
-            part = slice(start, start + CHUNK)
-            rows, labels, texts = (values[split.test[part]] for values in (table.rows, table.labels, table.texts.iloc))
-            predicted = logits[part].argmax(axis=1)
-            for row, label, best, shares, text in zip(rows, labels, predicted, probabilities[part], texts, strict=True):
-                cells = [escape(names[label]), escape(names[best]), *shares.tolist(), escape(text)]
-                writer.writerow([int(row), *cells])
-    commit(staging, path)
 
 
 def model_card(info: RunInfo, metrics: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
-    settings, split, metrics = (_read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
+    settings, split, metrics = (read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
     run = Run(
         folder,
         settings,
@@ -121,7 +121,12 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {problem}") from None
 
 
-def _read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:
+def read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:
+    """Return the content of a JSON file of a run.
+
+    Raises:
+        UserError: it is missing, cannot be read, or does not have this format.
+    """
     path = folder / file.name
     return parse_object(_read_text(path), str(path), file)
 

@@ -154,6 +154,7 @@ def probability_column(class_name: str) -> str:
     return f"probability_{class_name}"
 
 
-def prediction_columns(classes: Sequence[str]) -> list[str]:
+def prediction_columns(classes: Sequence[str], has_labels: bool = True) -> list[str]:
     """Return the columns of predictions.csv in order, before `app.runs.csv_escape.escape`."""
-    return ["row", "label", "predicted", *map(probability_column, classes), "review"]
+    labels = ["label"] if has_labels else []
+    return ["row", *labels, "predicted", *map(probability_column, classes), "review"]

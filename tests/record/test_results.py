@@ -27,8 +27,9 @@ from transformers import (
 from app.common import files
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny_bert import learn_tokenizer
-from app.record import results, steps
-from app.record.results import mfu, stage_model, write_predictions
+from app.record import predictions, steps
+from app.record.predictions import write_predictions
+from app.record.results import mfu, stage_model
 from app.record.steps import Totals
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
@@ -134,9 +135,9 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
 def test_predictions_are_written_in_chunks(new_record, tmp_path, monkeypatch):
     info = new_record(max_length=16)[0].info
     logits = np.random.default_rng(0).normal(size=(len(info.split.test), 2))
-    write_predictions(tmp_path / "at_once.csv", info.table, info.split, logits=logits)
-    monkeypatch.setattr(results, "CHUNK", 5)
-    write_predictions(tmp_path / "in_chunks.csv", info.table, info.split, logits=logits)
+    write_predictions(tmp_path / "at_once.csv", info.table, info.split.test, logits=logits)
+    monkeypatch.setattr(predictions, "CHUNK", 5)
+    write_predictions(tmp_path / "in_chunks.csv", info.table, info.split.test, logits=logits)
     content = (tmp_path / "in_chunks.csv").read_bytes()
     assert content == (tmp_path / "at_once.csv").read_bytes()
     assert content.count(b"\n") == 1 + len(info.split.test) > 6

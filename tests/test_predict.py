@@ -1,0 +1,165 @@
+"""Predictions with a trained model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers.architectures import write_model
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+import app.ddp_loop
+import app.predict
+from app.cli import parse_settings
+from app.common.errors import UserError
+from app.runs.folder import lock
+from app.training import predict_rows
+
+FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
+FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
+
+
+@pytest.fixture
+def run(world, review_csv, tmp_path, monkeypatch):
+    """A finished run in `run/` of the current folder, on `reviews.csv`."""
+    monkeypatch.chdir(tmp_path)
+    review_csv(60, classes=("schlecht", "gut"))
+    app.ddp_loop.fine_tune(parse_settings([*FLAGS, "--csv=reviews.csv"]), world)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def predict(world, monkeypatch, capsys):
+    """Run app.predict in this process: `predict("run", "--split=test")` returns what it prints."""
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["predict", *arguments])
+        positional = [argument for argument in arguments if not argument.startswith("--")]
+        flags = dict(argument[2:].split("=") for argument in arguments if argument.startswith("--"))
+        capsys.readouterr()
+        task = app.predict.define_task(
+            positional[0], positional[1:], part=flags.get("split"), output=flags.get("output")
+        )
+        app.predict.predict(task, world)
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_predicting_the_test_rows_gives_the_runs_file(run, predict):
+    printed = predict("run", "--split=test", "--output=again.csv")
+    assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
+    accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
+    assert f"accuracy  {accuracy:.4f} (" in printed
+    assert not [*run.parent.glob(".*")], "nothing is left behind"
+
+
+def test_labels_are_not_needed(run, predict):
+    held_out = pd.read_csv(run / "predictions.csv")
+    reviews = [*held_out["review"], "", "=1+1"]
+    pd.DataFrame({"id": range(len(reviews)), "review": reviews}).to_csv("new.csv", index=False)
+    printed = predict("run", "--csv=new.csv")
+    assert "accuracy" not in printed
+    assert "dropped 1 of" in printed
+    new = pd.read_csv("new-predictions.csv")
+    assert list(new.columns) == ["row", "predicted", "probability_gut", "probability_schlecht", "review"]
+    assert new["row"].tolist() == [*range(len(held_out)), len(held_out) + 1]
+    assert new["predicted"].tolist()[:-1] == held_out["predicted"].tolist()
+    np.testing.assert_allclose(new["probability_gut"][:-1], held_out["probability_gut"], rtol=1e-5)
+    assert new["review"].iloc[-1] == "'=1+1", "a spreadsheet would run it as a formula"
+
+
+def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
+    pd.DataFrame({"label": ["gut", " ", "schlecht"], "review": ["好", "好", "好"]}).to_csv("new.csv", index=False)
+    assert "(1 of 2 reviews)" in predict("run", "--csv=new.csv", "--output=o.csv")
+    assert pd.read_csv("o.csv")["label"].fillna("-").tolist() == ["gut", "-", "schlecht"]
+
+
+def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
+    printed = predict("run", "好", "=1+1")
+    lines = pd.read_csv(io.StringIO(printed))
+    assert lines["review"].tolist() == ["好", "'=1+1"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("好\n\n=1+1\n"))
+    assert predict("run") == printed
+
+
+def interrupt(monkeypatch, segments: int) -> list[int]:
+    """Let the computation fail after some segments; return the list of those that have been computed."""
+    computed, compute = [], predict_rows._compute_segment
+
+    def count(*arguments, **options):
+        if len(computed) == segments:
+            raise KeyboardInterrupt
+        computed.append(len(options["segment"]))
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(predict_rows, "_compute_segment", count)
+    return computed
+
+
+def test_an_interrupted_prediction_resumes(run, predict, monkeypatch):
+    monkeypatch.setattr(predict_rows, "SEGMENT", 8)  # two batches
+    with monkeypatch.context() as patch:
+        interrupt(patch, segments=2)
+        with pytest.raises(KeyboardInterrupt):
+            predict("run", "--split=test", "--output=again.csv")
+    assert not (run.parent / "again.csv").exists()
+    descriptor = lock(run.parent / ".again.csv.partial")
+    with pytest.raises(UserError, match="wait for it or end it first"):
+        predict("run", "--split=test", "--output=again.csv")
+    os.close(descriptor)
+    with monkeypatch.context() as patch:
+        computed = interrupt(patch, segments=-1)
+        predict("run", "--split=test", "--output=again.csv")
+    assert computed == [2], "24 rows are three segments"
+    assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
+
+
+def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch):
+    monkeypatch.setattr(predict_rows, "SEGMENT", 8)
+    with monkeypatch.context() as patch:
+        interrupt(patch, segments=2)
+        with pytest.raises(KeyboardInterrupt):
+            predict("run", "--split=test", "--output=again.csv")
+    with monkeypatch.context() as patch:
+        computed = interrupt(patch, segments=-1)
+        predict("run", "--split=test", "--output=again.csv", "--max_length=16")
+    assert computed == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "a"], "`tiny` is untrained"),
+        (["run", "--csv=missing.csv"], "missing.csv: no such file"),
+        (["run", "--csv=wrong.csv"], "row 1: label '差' is not a class of the model, which has 'gut', 'schlecht'"),
+        (["run", "--csv=reviews.csv", "--text_column=text"], "no column 'text'"),
+        (["run", "--csv=reviews.csv", "--label_column=klasse"], "no column 'klasse'"),
+        (["run", "--csv=reviews.csv", "--output=reviews.csv"], "reviews.csv: exists"),
+        (["run", "--csv=reviews.csv", "--output=no/o.csv"], "its folder does not exist"),
+        (["run", "a", "--csv=reviews.csv"], "exclude each other"),
+        (["run", "--split=validation"], "has no such rows"),
+        (["run", "--split=test", "--csv=wrong.csv"], "has changed since the run"),
+        (["run/model", "--split=test"], "is not the folder of a run"),
+        (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
+        (["run", "a", "--max_length=100000"], "accepts at most"),
+        (["unfinished", "a"], "metrics.json: missing: the run has not finished"),
+    ],
+)
+def test_a_mistake_is_one_line(run, predict, arguments, message):
+    pd.DataFrame({"label": ["gut", "差"] * 20, "review": ["好"] * 40}).to_csv("wrong.csv", index=False)
+    write_model(run.parent / "base", "bert")
+    config = AutoConfig.from_pretrained(run / "model")
+    AutoModel.from_config(config).save_pretrained("headless")
+    AutoTokenizer.from_pretrained(run / "model").save_pretrained("headless")
+    (run.parent / "unfinished").mkdir()
+    (run.parent / "unfinished" / "settings.json").write_text((run / "settings.json").read_text())
+    with pytest.raises(UserError) as caught:
+        predict(*arguments)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
