@@ -37,7 +37,7 @@ BENCHMARKS = {
     "bench.communication": all_but("max_steps", "num_train_epochs", "eval_batch_size", "output_dir"),
 }
 USED_BY_PREDICT = (
-    *("csv", "text_column", "label_column", "max_length", "pad_to_multiple_of", "cache_dir"),
+    *("csv", "text_column", "label_column", "label_names", "max_length", "pad_to_multiple_of", "cache_dir"),
     *("revision", "attn_implementation", "trust_remote_code", "precision", "bf16", "tf32", "deterministic"),
     *("eval_batch_size", "use_cpu", "threads", "ddp_timeout", "disable_tqdm"),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .common.paths import DOWNLOADED_CSV
-from .common.valid import LARGEST_COUNT, Rule, above, at_least, between, count, name_of, number, path_of
+from .common.valid import LARGEST_COUNT, Rule, above, at_least, between, count, label_names, name_of, number, path_of
 
 TINY = "tiny"
 MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
@@ -39,6 +39,12 @@ class DataSettings:
     text_column: str = setting("review", "column that contains the text", valid=name_of("a column"))
     label_column: str = setting(
         "label", "column that contains the class: two or more distinct integers or strings", valid=name_of("a column")
+    )
+    label_names: str | None = setting(
+        None,
+        "names of the classes in the model's config, predictions and reports, such as 0=negative,1=positive; default: "
+        "the labels",
+        valid=label_names,
     )
     test_size: float = setting(
         0.1,

@@ -61,5 +61,26 @@ def is_utf8(text: str) -> str | None:
     return f" {text}: must be valid UTF-8, which safetensors requires"
 
 
+def split_label_names(text: str) -> dict[str, str]:
+    """Return the names in a text such as `0=negative,1=positive`, by label.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    names = {label.strip(): name.strip() for label, _, name in pairs}
+    if "" in {*names, *names.values()} or len(names) < len(pairs):
+        raise ValueError(text)
+    return names
+
+
+def label_names(text: str) -> str | None:
+    try:
+        split_label_names(text or "=")
+    except ValueError:
+        return f" {shorten(text)}: must name each label once, such as 0=negative,1=positive"
+    return is_utf8(text)
+
+
 def path_of(thing: str) -> Rule:
     return lambda text: name_of(thing)(text) or is_utf8(text)

@@ -12,7 +12,7 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
+from ..common.valid import split_label_names
 from .csv_checks import hash_file, list_names, quote_name, read_columns
 
 Indices = NDArray[np.int64]
@@ -85,6 +86,7 @@ def read_reviews(
     label_column: str | None = "label",
     *,
     class_names: Sequence[str] | None = None,
+    label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
     """Read, check and clean a comma-separated CSV file with a header, in UTF-8 (with or without BOM) or GB18030.
@@ -96,6 +98,7 @@ def read_reviews(
         label_column: None only with `class_names`: the reviews have no labels.
         class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
             distinct labels, and rows without a label are dropped.
+        label_names: Other names for the classes, such as `0=negative,1=positive`.
         cache_dir: Keeps the result in an Arrow file. Calls with the same content map this file, so that the processes
             of a node share one copy of the reviews. By default, the reviews are in memory.
 
@@ -107,12 +110,15 @@ def read_reviews(
     path = Path(path)
     if text_column == label_column:
         raise UserError(f"{path}: --text_column and --label_column both name {text_column!r}; they must differ")
-    columns, sha256 = (text_column, label_column), hash_file(path)
+    columns, sha256, names = (text_column, label_column), hash_file(path), split_label_names(label_names or "")
+    if class_names is not None:  # the file has the original ones
+        originals = {name: label for label, name in names.items()}
+        class_names = [originals.get(name, name) for name in class_names]
     if cache_dir is None:
         texts = io.BytesIO()
         rows = _parse(path, columns, texts, sha256=sha256, class_names=class_names)
-        return _to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer())))
-    recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [list(class_names)])]
+        return _rename_classes(_to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer()))), names)
+    recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [class_names])]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     file = cache_dir / f"rows-{key}.arrow"
 
@@ -129,9 +135,23 @@ def read_reviews(
     if not is_intact(file, key):
         write_intact(file, key, write)
     try:
-        return _to_table(path, sha256, pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
+        table = _to_table(path, sha256, pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
     except (OSError, pa.ArrowInvalid) as problem:
         raise UserError(f"--cache_dir {cache_dir}: cannot read {file.name} ({problem}); delete it") from None
+    return _rename_classes(table, names)
+
+
+def _rename_classes(table: ReviewTable, names: Mapping[str, str]) -> ReviewTable:
+    """Return the table with other names for some classes."""
+    if unknown := [label for label in names if label not in table.class_names]:
+        raise UserError(
+            f"--label_names: {quote_name(unknown[0])} is not a class of {table.path}, which has "
+            f"{list_names(list(table.class_names))}"
+        )
+    renamed = tuple(names.get(label, label) for label in table.class_names)
+    if len(set(renamed)) < len(renamed):
+        raise UserError(f"--label_names: two classes have the name {quote_name(max(renamed, key=renamed.count))}")
+    return replace(table, class_names=renamed)
 
 
 def sample_rows(rows: Indices) -> Indices:
@@ -203,6 +223,7 @@ def _parse(
     no_label: list[int] = []
     kept, codes, ends = array("q"), array("q"), array("q")
     n = end = 0
+    first_rows: list[int] = []  # of each code
     code_of: dict[str, int] = {}  # by label, without the whitespace around it
     for text, label in read_columns(path, text_column=text_column, label_column=label_column):
         if not text or text.isspace():
@@ -213,7 +234,10 @@ def _parse(
             end += texts.write(text.encode())
             ends.append(end)
             kept.append(n)
-            codes.append(code_of.setdefault(label.strip(), len(code_of)))
+            code = code_of.setdefault(label.strip(), len(code_of))
+            if code == len(first_rows):
+                first_rows.append(n)
+            codes.append(code)
         n += 1
     if hash_file(path) != sha256:
         raise UserError(f"{path}: has changed while it was read; start again")
@@ -226,7 +250,6 @@ def _parse(
     if class_names is None:
         class_names, class_ids = _form_classes(path, str(label_column), list(code_of), n_rows=len(kept))
     else:
-        first_rows = [kept[codes.index(code)] for code in code_of.values()]
         class_ids = _find_classes(path, dict(zip(code_of, first_rows, strict=True)), class_names)
     facts = {"rows_read": n, "dropped": dropped, "class_names": class_names}
     return _Rows(facts, kept, class_ids[np.asarray(codes)], ends)

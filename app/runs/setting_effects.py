@@ -14,7 +14,7 @@ EVERY_STEP = (
 )
 # They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
 CHOICES = (
-    *("text_column", "label_column", "test_size", "validation_size"),
+    *("text_column", "label_column", "label_names", "test_size", "validation_size"),
     *("model", "num_train_epochs", "max_steps"),
 )
 # Another recorded value states their effect: the split's fingerprint, the model's commit or content, the global batch

@@ -128,7 +128,13 @@ def read_and_split(
     Raises:
         UserError: the file, the split or the batch size is invalid.
     """
-    table = read_reviews(settings.csv_path, settings.text_column, settings.label_column, cache_dir=cache_dir)
+    table = read_reviews(
+        settings.csv_path,
+        settings.text_column,
+        settings.label_column,
+        label_names=settings.label_names,
+        cache_dir=cache_dir,
+    )
     split = split_rows(
         table,
         test_size=settings.test_size,

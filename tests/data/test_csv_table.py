@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from app.common.errors import UserError
 from app.data.csv_table import describe_dropped, read_reviews
+from app.settings import Settings
 
 GOOD = "label,review\n1,很好\n0,很差\n"
 
@@ -43,6 +44,37 @@ def one_line_error(path, **columns) -> str:
     assert message.startswith(f"{path}: ")
     assert len(message.splitlines()) == 1
     return message.removeprefix(f"{path}: ")
+
+
+# --- names of classes ---
+
+
+def test_classes_get_other_names_in_the_order_of_the_labels(csv_file):
+    path = csv_file("label,review\n1,很好\n0,很差\n1.0,好\n")
+    table = read_reviews(path, label_names="1=positive, 0 = negative")
+    assert (table.class_names, table.labels.tolist()) == (("negative", "positive"), [1, 0, 1])
+    assert read_reviews(path, label_names="1=positive").class_names == ("0", "positive")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("2=a", "--label_names: '2' is not a class of {path}, which has '0', '1'"),
+        ("0=a,1=a", "--label_names: two classes have the name 'a'"),
+        ("0=1", "--label_names: two classes have the name '1'"),
+    ],
+)
+def test_names_of_other_classes_are_rejected(csv_file, names, message):
+    path = csv_file(GOOD)
+    with pytest.raises(UserError) as caught:
+        read_reviews(path, label_names=names)
+    assert str(caught.value) == message.format(path=path)
+
+
+@pytest.mark.parametrize("names", ["0", "=a", "0=", "0=a,0=b", "0=a,", ","])
+def test_names_of_another_form_are_rejected(names):
+    with pytest.raises(UserError, match="must name each label once"):
+        Settings(label_names=names)
 
 
 # --- reading ---

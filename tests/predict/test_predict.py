@@ -14,11 +14,12 @@ from helpers.architectures import write_model
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import app.ddp_loop
-import app.predict
 from app.cli import parse_settings
 from app.common.errors import UserError
+from app.predict import __main__ as program
+from app.predict import logits, task
 from app.runs.folder import lock
-from app.training import predict_rows
+from app.runs.reader import read_run
 
 FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
 FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
@@ -40,12 +41,10 @@ def predict(world, monkeypatch, capsys):
     def call(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["predict", *arguments])
         positional = [argument for argument in arguments if not argument.startswith("--")]
-        flags = dict(argument[2:].split("=") for argument in arguments if argument.startswith("--"))
+        flags = dict(argument[2:].split("=", 1) for argument in arguments if argument.startswith("--"))
         capsys.readouterr()
-        task = app.predict.define_task(
-            positional[0], positional[1:], part=flags.get("split"), output=flags.get("output")
-        )
-        app.predict.predict(task, world)
+        part, output = flags.get("split"), flags.get("output")
+        program.predict(task.define_task(positional[0], positional[1:], part=part, output=output), world)
         return capsys.readouterr().out
 
     return call
@@ -88,9 +87,24 @@ def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
     assert predict("run") == printed
 
 
+def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv, tmp_path, monkeypatch, predict):
+    monkeypatch.chdir(tmp_path)
+    review_csv(60)
+    names = "--label_names=0=负面,1=正面"
+    app.ddp_loop.fine_tune(parse_settings([*FLAGS, "--csv=reviews.csv", names]), world)
+    assert json.loads((tmp_path / "run/model/config.json").read_text())["id2label"] == {"0": "负面", "1": "正面"}
+    assert read_run(tmp_path / "run").split["classes"] == ["负面", "正面"]
+    predict("run", "--split=test", "--output=again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
+    assert "of 60 reviews" in predict("run", "--csv=reviews.csv", "--output=run.csv")
+    predict("run/model", "--csv=reviews.csv", "--output=model.csv", names, "--max_length=32", "--eval_batch_size=4")
+    assert (tmp_path / "run.csv").read_bytes() == (tmp_path / "model.csv").read_bytes()
+    assert set(pd.read_csv("run.csv")["label"]) == {"负面", "正面"}
+
+
 def interrupt(monkeypatch, segments: int) -> list[int]:
     """Let the computation fail after some segments; return the list of those that have been computed."""
-    computed, compute = [], predict_rows._compute_segment
+    computed, compute = [], logits._compute_segment
 
     def count(*arguments, **options):
         if len(computed) == segments:
@@ -98,12 +112,12 @@ def interrupt(monkeypatch, segments: int) -> list[int]:
         computed.append(len(options["segment"]))
         return compute(*arguments, **options)
 
-    monkeypatch.setattr(predict_rows, "_compute_segment", count)
+    monkeypatch.setattr(logits, "_compute_segment", count)
     return computed
 
 
 def test_an_interrupted_prediction_resumes(run, predict, monkeypatch):
-    monkeypatch.setattr(predict_rows, "SEGMENT", 8)  # two batches
+    monkeypatch.setattr(logits, "SEGMENT", 8)  # two batches
     with monkeypatch.context() as patch:
         interrupt(patch, segments=2)
         with pytest.raises(KeyboardInterrupt):
@@ -121,7 +135,7 @@ def test_an_interrupted_prediction_resumes(run, predict, monkeypatch):
 
 
 def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch):
-    monkeypatch.setattr(predict_rows, "SEGMENT", 8)
+    monkeypatch.setattr(logits, "SEGMENT", 8)
     with monkeypatch.context() as patch:
         interrupt(patch, segments=2)
         with pytest.raises(KeyboardInterrupt):

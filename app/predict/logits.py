@@ -21,8 +21,8 @@ from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..model.trained import TrainedClassifier
-from ..record.partial import PartialLogits
 from ..settings import Settings
+from .partial import PartialLogits
 
 SEGMENT = 2**14  # rows, about, that are gathered and kept at once
 

@@ -1,0 +1,1 @@
+"""Predictions with a trained model."""

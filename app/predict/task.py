@@ -1,0 +1,179 @@
+"""What to predict: the command line combined with the settings of the run, and the rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ..cli import parse_settings, settings_parser
+from ..common.errors import UserError
+from ..common.terminal import has_piped_input
+from ..data.csv_checks import read_header
+from ..data.csv_table import Indices, ReviewTable, read_reviews
+from ..data.split import split_reviews
+from ..flags import REJECTED_BY_PREDICT, add_predict_flags
+from ..program import select_precision
+from ..runs.reader import read_object
+from ..runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
+from ..settings import Settings
+
+# Settings of a run that determine its predictions, or the split of its rows.
+OF_THE_RUN = (
+    *(
+        "text_column",
+        "label_column",
+        "label_names",
+        "test_size",
+        "validation_size",
+        "seed",
+        "max_length",
+        "pad_to_multiple_of",
+    ),
+    *("attn_implementation", "precision", "tf32", "deterministic", "eval_batch_size", "threads"),
+)
+Part = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to predict.
+
+    Attributes:
+        settings: with the model's folder or name as `model`.
+        run: the folder of the run, None for other models.
+        texts: to predict instead of a CSV; None for a CSV.
+        part: of the run's split; None for all rows of the CSV.
+        output: None to print the predictions.
+        requires_labels: whether the user has named the label column.
+    """
+
+    settings: Settings
+    run: Path | None
+    texts: list[str] | None
+    part: Part | None
+    output: Path | None
+    requires_labels: bool
+
+
+def define_task(name: str, texts: list[str], *, part: Part | None, output: str | None) -> Task:
+    """Combine the command line with the settings of the run.
+
+    Raises:
+        UserError: there is no such run, or flags contradict each other.
+    """
+    folder, parser = Path(name), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
+    run = folder if (folder / SETTINGS.name).is_file() else None
+    if run is not None:
+        parser.set_defaults(**settings_of_run(run).as_dict())
+    given = parser.values(sys.argv[1:])
+    values = {name: given[name] for name in Settings().as_dict()}
+    settings = select_precision(Settings(**values | {"model": str(folder / MODEL_FOLDER) if run else name}))
+    if part is not None:
+        if run is None:
+            raise UserError(f"--split {part}: {name} is not the folder of a run")
+        csv = settings.csv or read_object(run, SETTINGS)["csv"]
+        settings = replace(settings, csv=csv)
+    if texts and settings.csv is not None:
+        raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
+    lines = texts or (read_lines() if settings.csv is None else None)
+    path = (
+        Path(output)
+        if output
+        else None
+        if lines is not None
+        else Path(f"{part or settings.csv_path.stem}-predictions.csv")
+    )
+    if path is not None and path.exists():
+        raise UserError(f"{path}: exists: name another file with --output, or remove it")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"--output {path}: its folder does not exist")
+    named = any(text.replace("-", "_").startswith("__label_column") for text in sys.argv[1:])
+    return Task(settings, run, lines, part, path, requires_labels=named or part is not None)
+
+
+def settings_of_run(run: Path) -> Settings:
+    """Return the settings of a run that matter for its predictions; the others have their defaults.
+
+    Raises:
+        UserError: the run has not finished, or settings.json is damaged.
+    """
+    read_object(run, METRICS)  # which is written last
+    recorded = read_object(run, SETTINGS)
+    flags = [f"--{name}={recorded[name]}" for name in OF_THE_RUN if recorded.get(name) is not None]
+    try:
+        return parse_settings(flags)
+    except UserError as problem:
+        raise UserError(f"{run / SETTINGS.name}: {problem}") from None
+
+
+def read_lines() -> list[str]:
+    """Return the lines of standard input that are not blank.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not has_piped_input():
+        raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
+    try:
+        lines = [line.rstrip("\r\n") for line in sys.stdin]
+    except UnicodeDecodeError:
+        raise UserError("standard input: is not valid text in this terminal's encoding") from None
+    if not (texts := [line for line in lines if line.strip()]):
+        raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
+    return texts
+
+
+def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, bool]:
+    """Return the reviews, and whether they have a column of labels.
+
+    Raises:
+        UserError: the CSV cannot be used, or has a label that is not a class of the model.
+    """
+    settings = task.settings
+    if task.texts is not None:
+        n = len(task.texts)
+        texts = pd.Series(pd.arrays.ArrowExtensionArray(pa.array(task.texts, pa.large_string())))
+        return ReviewTable(Path("-"), "", n, {}, tuple(class_names), np.arange(n), texts, np.full(n, -1)), False
+    has_labels = task.requires_labels or settings.label_column in read_header(settings.csv_path)
+    table = read_reviews(
+        settings.csv_path,
+        settings.text_column,
+        settings.label_column if has_labels else None,
+        # The run's split had the rows with a label only.
+        class_names=class_names if task.part is None else None,
+        label_names=settings.label_names,
+        cache_dir=Path(settings.cache_dir),
+    )
+    return table, has_labels
+
+
+def select_rows(task: Task, table: ReviewTable) -> Indices:
+    """Return the positions in the table of the rows to predict, int64 (n,).
+
+    Raises:
+        UserError: the run had other rows.
+    """
+    if task.part is None:
+        return np.arange(len(table), dtype=np.int64)
+    assert task.run is not None, "define_task has checked it"
+    settings = task.settings
+    split = split_reviews(
+        table,
+        test_size=settings.test_size,
+        validation_size=settings.validation_size,
+        seed=settings.seed,
+        columns=(settings.text_column, settings.label_column),
+    )
+    if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
+        raise UserError(f"{table.path}: has changed since the run in {task.run} split it: give its file with --csv")
+    part: Indices = getattr(split, task.part)
+    if not len(part):
+        raise UserError(f"--split {task.part}: the run in {task.run} has no such rows")
+    return part
