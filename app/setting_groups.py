@@ -167,6 +167,15 @@ class TrainingSettings:
         "ddp and zero1: compress the gradients that the ranks exchange, by rounding them to fp16 or bf16, or with "
         "PowerSGD, whose results depend on the number of ranks",
     )
+    param_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "zero2 and zero3: gather the parameters, with which the model computes, in fp32, as they are, or rounded to "
+        "bf16, which needs --precision bf16; shards, optimizer and checkpoints stay in fp32",
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "zero2 and zero3: exchange and sum the gradients of the logical ranks in fp32, as they are, or rounded to bf16",
+    )
     tf32: bool = setting(
         False,
         "GPU: multiply fp32 matrices in TF32, which is faster and rounds their elements to 10 bits after the binary "

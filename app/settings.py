@@ -25,7 +25,8 @@ from .setting_groups import (
 )
 
 WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # the values of --strategy
+SHARDED = ("zero2", "zero3")  # those that use FSDP2, and so have --param_dtype and --reduce_dtype
+STRATEGIES = (*WRAPPED_IN_DDP, *SHARDED)  # the values of --strategy
 
 
 @dataclass
@@ -81,6 +82,11 @@ class Settings(
             yield f"--ddp_comm_hook {hook} needs --strategy ddp or zero1, not {engine}"
         if hook != "no" and self.strategy not in WRAPPED_IN_DDP:
             yield f"--ddp_comm_hook {hook} needs --strategy ddp or zero1, not {self.strategy}"
+        for name in ("param_dtype", "reduce_dtype"):
+            if (dtype := getattr(self, name)) != "fp32" and (engine is not None or self.strategy not in SHARDED):
+                yield f"--{name} {dtype} needs --strategy zero2 or zero3, not {engine or self.strategy}"
+        if self.param_dtype == "bf16" and self.precision not in ("bf16", "auto"):
+            yield f"--param_dtype bf16 needs --precision bf16, not {self.precision}"
         if hook == "power_sgd" and self.precision == "fp16":
             yield (
                 "--ddp_comm_hook power_sgd: an overflow in fp16 would stay in its compression errors: use --precision "

@@ -63,6 +63,30 @@ def test_gradients_that_cannot_be_compressed_are_refused(settings, message):
         Settings(**settings)
 
 
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, "ddp"),
+        ({"strategy": "zero1"}, "zero1"),
+        ({"deepspeed": "ds.json"}, "DeepSpeed"),
+        ({"fsdp": True}, "Trainer's FSDP2"),
+    ],
+)
+def test_only_fsdp2_has_precisions_of_its_own(name, settings, chosen):
+    with pytest.raises(UserError, match=f"^--{name} bf16 needs --strategy zero2 or zero3, not {chosen}$"):
+        Settings(precision="bf16", **settings, **{name: "bf16"})
+    Settings(precision="bf16", strategy="zero2", **{name: "bf16"})
+
+
+def test_parameters_are_gathered_in_bf16_only_where_the_model_computes_in_it():
+    for precision in ("fp32", "fp16", "fp64"):
+        with pytest.raises(UserError, match=f"^--param_dtype bf16 needs --precision bf16, not {precision}$"):
+            Settings(strategy="zero3", param_dtype="bf16", precision=precision)
+        Settings(strategy="zero3", reduce_dtype="bf16", precision=precision)
+    Settings(strategy="zero3", param_dtype="bf16", precision="auto")
+
+
 def test_tf32_and_cpus_exclude_each_other():
     with pytest.raises(UserError, match="--tf32 needs GPUs: remove it, or --use_cpu"):
         Settings(tf32=True, use_cpu=True)

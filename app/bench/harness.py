@@ -26,7 +26,7 @@ from ..distributed.collectives import all_gather_object, raise_on_all_ranks, red
 from ..distributed.world import World
 from ..flags import SIZES
 from ..model.inputs import to_device
-from ..settings import STRATEGIES, WRAPPED_IN_DDP, Settings
+from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import LossScale, Optimization
 from ..training.build import ReviewData, build_data, build_model, select_strategy
@@ -39,6 +39,8 @@ LEARNING_RATE = 1e-4
 def with_each_strategy(settings: Settings) -> list[Settings]:
     """Return the settings with each strategy that supports them."""
     strategies = STRATEGIES if settings.ddp_comm_hook == "no" else WRAPPED_IN_DDP
+    if "bf16" in (settings.param_dtype, settings.reduce_dtype):
+        strategies = SHARDED
     return [
         replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
         for strategy in strategies

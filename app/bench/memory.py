@@ -88,7 +88,9 @@ def measure(name: str, settings: Settings, *, data: ReviewData, world: World) ->
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
     state = (storage_bytes(bench.model.parameters()), gradients, storage_bytes(moments))
     predicted_state = plan.memory(settings.strategy)[world.rank].state
-    predicted = plan.activations.saved + gathered_after_forward(plan.model, settings.strategy)
+    predicted = plan.activations(settings.strategy).saved + gathered_after_forward(
+        plan.model, settings.strategy, plan.options
+    )
     measured = (state, predicted_state, activations, predicted)
     for rank, (state, predicted_state, activations, predicted) in enumerate(all_gather_object(measured, world)):
         cells = [*map(mib, state), *compare(sum(state), predicted_state), *compare(activations, predicted)]

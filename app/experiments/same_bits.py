@@ -132,7 +132,7 @@ def parse() -> tuple[Any, Settings]:
     values = parser.values(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions", "vary")
     options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
-    settings = Settings(**values)
+    settings = Settings(**values | {"strategy": options.strategies[0]})  # each cell has its own
     check_exists(settings.csv_path)
     if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
@@ -153,7 +153,7 @@ def parse() -> tuple[Any, Settings]:
     check_gpus(max(options.ranks), settings.use_cpu)
     from ..data.sampler import plan_batches  # here, like the others that import torch: --help needs none of it
 
-    # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook.
+    # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook or --reduce_dtype.
     for cell in build_cells(options, random.Random(0)):
         plan_batches(cell.settings(settings), LARGEST_COUNT, cell.ranks)
     return options, settings

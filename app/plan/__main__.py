@@ -83,7 +83,7 @@ def check_machine(plan: Plan) -> None:
         raise UserError(
             f"--measure with --ranks {ranks}: this machine has {cores} core(s): use --ranks {cores} or fewer"
         )
-    steps = [sum(memory.total + plan.activations.peak for memory in plan.memory(name)) for name in STRATEGIES]
+    steps = [sum(memory.total + plan.activations(name).peak for memory in plan.memory(name)) for name in STRATEGIES]
     needed = max(ranks * plan.start, *steps)
     available = psutil.virtual_memory().available
     if needed > available:
@@ -99,7 +99,7 @@ def check_machine(plan: Plan) -> None:
 def draw_memory(plan: Plan) -> Figure:
     """Draw the memory of each strategy: state, activations and the rest."""
     parts = pd.DataFrame([asdict(plan.largest_memory(strategy)) for strategy in STRATEGIES])
-    parts["activations"] = plan.activations.peak
+    parts["activations"] = [plan.activations(strategy).peak for strategy in STRATEGIES]
     return draw_parts(parts.rename(columns=lambda name: name.replace("_", " ")), "MiB on the rank that needs most")
 
 

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..common.errors import UserError, raised_by_model
+from ..common.machine import DTYPES
 from ..model.dropout import RowDropout, checkpoint_activations
 from ..model.hub import first_line
 from ..model.inputs import expand_mask
@@ -84,18 +85,21 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor
     return left.new_empty((*groups, rows, stride))[..., :columns]
 
 
-def empty_model(settings: Settings, config: PretrainedConfig, n_tokens: int | None = None) -> PreTrainedModel:
+def empty_model(
+    settings: Settings, config: PretrainedConfig, n_tokens: int | None = None, *, param_dtype: str = "fp32"
+) -> PreTrainedModel:
     """Return a classifier whose parameters have no data. Call and use it inside `without_data`.
 
     Args:
         n_tokens: the number of tokens that the model may get; None: all of its vocabulary.
+        param_dtype: bf16 for the parameters that FSDP2 gathers with `--param_dtype bf16`.
 
     Raises:
         UserError: the model cannot classify sequences, or does not support `--activation_checkpointing`.
     """
     dtype = training_dtype(settings.precision)
     with no_init_weights():
-        model = build_from_config(settings, config, dtype=dtype)
+        model = build_from_config(settings, config, dtype=dtype if param_dtype == "fp32" else DTYPES[param_dtype])
     model.tie_weights()  # the initialization would do it
     for module in model.modules():  # model.to(dtype) cannot replace tensors without data
         for name, buffer in module.named_buffers(recurse=False):
@@ -154,7 +158,7 @@ def count_activations(
     The rows are padded to `--max_length`. The device decides which kernels attention uses.
     """
     with without_data(device):
-        model = empty_model(settings, config, n_tokens)
+        model = empty_model(settings, config, n_tokens, param_dtype=settings.param_dtype)
         parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere

@@ -35,7 +35,7 @@ def memory_of_device(plan: Plan) -> int | None:
 def needed(plan: Plan, variant: Variant) -> int:
     """Return the memory of the device in a step, on the rank that needs most."""
     strategy, cpu_offload = variant
-    return plan.largest_memory(strategy).on_device(cpu_offload) + plan.activations.peak
+    return plan.largest_memory(strategy).on_device(cpu_offload) + plan.activations(strategy).peak
 
 
 def traffic_of(plan: Plan, variant: Variant) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def table_of_what_fits(plan: Plan, budget: int) -> str:
     rows = []
     for strategy, offload in VARIANTS:
         free = budget - plan.largest_memory(strategy).on_device(offload)
-        largest = largest_that_fits(free, plan.count)
+        largest = largest_that_fits(free, partial(plan.count, strategy=strategy))
         rows.append([label((strategy, offload)), mib(max(0, free)), str(largest) if largest else "does not fit"])
     return markdown_table(["strategy", "left for activations", "rows per micro-batch"], rows)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..common.machine import DTYPES
 from ..distributed.world import Topology
 from ..settings import WRAPPED_IN_DDP
 from ..strategies.base import divide_rows, sharded_groups
@@ -55,6 +56,8 @@ class StepOptions:
     accumulation_steps: int = 1
     bucket_cap: int | None = None  # DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller
     comm_hook: str = "no"  # for `ddp` and `zero1`
+    param_dtype: str = "fp32"  # for `zero2` and `zero3`, like the next one
+    reduce_dtype: str = "fp32"
     find_unused_parameters: bool = False
     on_gpus: bool = False  # whether NCCL connects the ranks, and not gloo
 
@@ -62,6 +65,14 @@ class StepOptions:
         """Return the bytes of an element of a gradient that is exchanged."""
         dtype = HOOK_DTYPES.get(self.comm_hook, gradient.dtype)
         return dtype.itemsize
+
+    def gathered(self, size: int) -> int:
+        """Return the bytes of gathered parameters of which the shards have a size."""
+        return size // 2 if self.param_dtype == "bf16" else size  # the shards are in fp32
+
+    def reduced(self, size: int, element: int) -> int:
+        """Return the bytes that are exchanged of gradients of a size, whose elements have some bytes each."""
+        return size // element * DTYPES["bf16"].itemsize if self.reduce_dtype == "bf16" else size
 
 
 def plan_memory(
@@ -103,20 +114,23 @@ def plan_memory(
     *blocks, rest = map(total_bytes, sharded_groups(model))
     # ZeRO-3 gathers the next block while it uses this one.
     gathered = complete + total_bytes(frozen) if strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
-    exchange = 3 * max([rest, *blocks])  # the gradients of a block, their copy that is sent, and what is received
+    # The gradients of a block, FSDP2's copy of them, their rounded copy if there is one, and what is received.
+    block, element = max([rest, *blocks]), trainable[0].element_size()
+    received = options.reduced(block, element)
+    exchange = options.gathered(block) + block + received * (2 if received < block else 1)
     plans = []
     for rank in range(ranks):
         shard, frozen_shard = (sum(shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
-        sums = n_partial_sums * shard
-        plans.append(RankMemory(shard + frozen_shard, shard, N_MOMENTS * shard, gathered, exchange, in_progress, sums))
+        sums, own, moments = n_partial_sums * options.reduced(shard, element), shard + frozen_shard, N_MOMENTS * shard
+        plans.append(RankMemory(own, shard, moments, options.gathered(gathered), exchange, in_progress, sums))
     return plans
 
 
-def gathered_after_forward(model: PreTrainedModel, strategy: str) -> int:
+def gathered_after_forward(model: PreTrainedModel, strategy: str, options: StepOptions) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
     if strategy == "zero3":
-        return total_bytes(sharded_groups(model)[-1])
-    return total_bytes(model.parameters()) if strategy == "zero2" else 0
+        return options.gathered(total_bytes(sharded_groups(model)[-1]))
+    return options.gathered(total_bytes(model.parameters())) if strategy == "zero2" else 0
 
 
 def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:

@@ -22,7 +22,7 @@ from ..distributed.world import Topology
 from ..model.hub import resolve_commit
 from ..model.load import classifier_config, load_tokenizer
 from ..model.vocabulary import tokens_of_model
-from ..settings import Settings
+from ..settings import SHARDED, Settings
 from ..strategies.base import add_gradients_per_block
 from ..training.build import read_and_split
 from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
@@ -40,13 +40,12 @@ class Plan:
     batches: BatchPlan
     device: torch.device  # where the ranks train
     topology: Topology
-    # Returns the activations of a number of rows of `--max_length` tokens, with the run's `precision` and
-    # `activation_checkpointing` or with others.
+    # Returns the activations of a number of rows of `--max_length` tokens under a strategy, with the run's `precision`
+    # and `activation_checkpointing` or with others.
     count: Callable[..., Activations]
 
-    @property
-    def activations(self) -> Activations:
-        return self.count(self.batches.micro_size)
+    def activations(self, strategy: str) -> Activations:
+        return self.count(self.batches.micro_size, strategy)
 
     @property
     def start(self) -> int:
@@ -63,6 +62,8 @@ class Plan:
             accumulation_steps=self.batches.accumulation_steps,
             bucket_cap=None if cap is None else cap * MIB,
             comm_hook=settings.ddp_comm_hook,
+            param_dtype=settings.param_dtype,
+            reduce_dtype=settings.reduce_dtype,
             find_unused_parameters=settings.ddp_find_unused_parameters or unused,
             on_gpus=self.device.type == "cuda",
         )
@@ -165,7 +166,11 @@ def plan_step(
         order = gradient_order(model, batch, settings.precision, device=device)
 
     @cache
-    def count(rows: int, **changes: Any) -> Activations:
+    def count_with(rows: int, **changes: Any) -> Activations:
         return count_activations(replace(settings, **changes), config, n_tokens=n_tokens, rows=rows, device=device)
+
+    def count(rows: int, strategy: str, **changes: Any) -> Activations:
+        # Only what FSDP2 gathers is in --param_dtype. The other strategies count alike.
+        return count_with(rows, **changes, **({} if strategy in SHARDED else {"param_dtype": "fp32"}))
 
     return Plan(settings, model, order, batches, device, topology, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 from ..common.formats import markdown_table, mib
@@ -96,8 +97,9 @@ def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
     for strategy, offload in variants:
         memory = plan.largest_memory(strategy)
         parts = [memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.exchange]
-        parts += [memory.accumulated + memory.partial_sums, plan.activations.peak]
-        parts += [memory.on_device(offload) + plan.activations.peak, memory.in_main_memory(offload)]
+        activations = plan.activations(strategy).peak
+        parts += [memory.accumulated + memory.partial_sums, activations]
+        parts += [memory.on_device(offload) + activations, memory.in_main_memory(offload)]
         rows.append([label((strategy, offload)), *map(mib, parts)])
     kinds = ["parameters", "gradients", "optimizer", "gathered", "exchange", "accumulated", "activations"]
     return markdown_table(["strategy", *kinds, "on the device", "in main memory"], rows)
@@ -112,28 +114,34 @@ def table_of_memory_by_ranks(plan: Plan) -> str:
     numbers = numbers_of_ranks(plan)
     by_strategy = {strategy: [plan.largest_memory(strategy, ranks) for ranks in numbers] for strategy in STRATEGIES}
     rows = []
-    for precision, checkpointing, activations in activation_variants(plan):
+    for precision, checkpointing, count in activation_variants(plan):
         for strategy, offload in VARIANTS:
-            cells = [mib(memory.on_device(offload) + activations.peak) for memory in by_strategy[strategy]]
+            activations = count(strategy).peak
+            cells = [mib(memory.on_device(offload) + activations) for memory in by_strategy[strategy]]
             rows.append([label((strategy, offload)), precision, checkpointing, *cells])
     header = ["strategy", "precision", "checkpointing", *(f"{ranks:,}" for ranks in numbers)]
     return markdown_table(header, rows, text_columns=3)
 
 
 def table_of_activations(plan: Plan) -> str:
-    rows = [[*names, *map(mib, (a.saved, a.weights, a.peak))] for *names, a in activation_variants(plan)]
+    strategy = plan.settings.strategy
+    counted = [(names, count(strategy)) for *names, count in activation_variants(plan)]
+    rows = [[*names, *map(mib, (a.saved, a.weights, a.peak))] for names, a in counted]
     header = ["precision", "checkpointing", "kept for the backward pass", "16-bit weights (included)", "peak"]
     return markdown_table(header, rows, text_columns=2)
 
 
-def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Activations]]:
-    """Yield precision, checkpointing (yes or no), and the activations of a micro-batch."""
+def activation_variants(plan: Plan) -> Iterator[tuple[str, str, Callable[[str], Activations]]]:
+    """Yield precision, checkpointing (yes or no), and the activations of a micro-batch, by strategy."""
     own = plan.settings.precision
-    # With fp64, parameters and gradients are in fp64 too, and the plan has no others.
-    for precision in ("fp64",) if own == "fp64" else dict.fromkeys(("fp32", "bf16", own)):
+    # With fp64, parameters and gradients are in fp64 too, and the plan has no others. The same applies to gathered
+    # parameters in bf16.
+    only_own = own == "fp64" or plan.settings.param_dtype == "bf16"
+    for precision in (own,) if only_own else dict.fromkeys(("fp32", "bf16", own)):
         for checkpointing in (False, True) if plan.model.supports_gradient_checkpointing else (False,):
             changes = {"precision": precision, "activation_checkpointing": checkpointing}
-            yield precision, "yes" if checkpointing else "no", plan.count(plan.batches.micro_size, **changes)
+            count = partial(plan.count, plan.batches.micro_size, **changes)
+            yield precision, "yes" if checkpointing else "no", count
 
 
 def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:

@@ -207,7 +207,9 @@ def _sharded(
         size = sum(padded.values())
         gradients = sum(padded[parameter] for parameter in group if parameter in with_gradient)
         if size:
+            gradients = options.reduced(gradients, group[0].element_size())
             twice = strategy == "zero3" and group is not rest
-            gathered.append(Collective("parameters", what, "all-gather", size, micro_batches * (1 + twice)))
+            times = micro_batches * (1 + twice)
+            gathered.append(Collective("parameters", what, "all-gather", options.gathered(size), times))
         exchanged += _summed(what, gradients, topology, times=options.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]

@@ -10,7 +10,8 @@ EVERY_STEP = (
     *("max_length", "pad_to_multiple_of", "dropout", "attn_implementation", "train_batch_size", "logical_ranks"),
     *("learning_rate", "lr_scheduler_type"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("train_sampling_strategy", "seed", "precision", "tf32", "ddp_comm_hook", "deterministic"),
+    *("train_sampling_strategy", "seed", "precision", "tf32", "ddp_comm_hook", "param_dtype", "reduce_dtype"),
+    "deterministic",
 )
 # They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
 CHOICES = (

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
+from ..common.machine import DTYPES
 from ..data.sampler import BatchPlan
 from ..distributed.world import RankGroup, World
 from ..settings import Settings
@@ -78,6 +79,12 @@ class FullyShardStrategy(PlainAdamW):
         self.name: str = settings.strategy
         self.plan, self.world = plan, world
         self.reshard_after_forward, self.cpu_offload = settings.strategy == "zero3", settings.cpu_offload
+        self.mixed_precision = MixedPrecisionPolicy()  # gather and reduce parameters in their own dtype
+        if settings.param_dtype == "bf16":
+            # The gradients of bf16 parameters are in bf16. They are added over micro-batches in fp32.
+            self.mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # FSDP2's own reduce_dtype would also round the sums over the micro-batches of a logical rank.
+        self.reduce_dtype = DTYPES["bf16"] if settings.reduce_dtype == "bf16" else None
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank, interleaved=True)
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
@@ -98,8 +105,14 @@ class FullyShardStrategy(PlainAdamW):
         for module in (*transformer_blocks(model), model):
             # The backward pass begins with parameters outside of all blocks, so they would be gathered again at once.
             reshard = self.reshard_after_forward and module is not model
-            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
-            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.world.levels))
+            sharded = fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=self.mixed_precision,
+                offload_policy=offload,
+            )
+            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.world.levels, self.reduce_dtype))
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -130,20 +143,31 @@ class FullyShardStrategy(PlainAdamW):
     def _move_gradients_to_sums(self) -> None:
         """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
         self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        self.sums.add(local_parts(map(_gradient, self.parameters)))
+        self.sums.add(self._rounded(local_parts(map(_gradient, self.parameters))))
         for parameter in self.parameters:
             parameter.grad = None
 
     def _add_kept_gradients(self) -> None:
         """Add the partial sums to the gradients of the last logical rank."""
-        if not self.sums.partial_sums:
+        if not self.sums.partial_sums and self.reduce_dtype is None:
             return
         for i in self.used:  # a parameter may have a gradient of another logical rank only
             self.parameters[i].grad = _gradient(self.parameters[i])
         with_gradient = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
-        self.sums.add_to_last_leaf(local_parts(with_gradient.values()), list(with_gradient))
+        gradients = local_parts(with_gradient.values())
+        rounded = self._rounded(gradients)
+        self.sums.add_to_last_leaf(rounded, list(with_gradient))
+        if rounded is not gradients:
+            torch._foreach_copy_(gradients, rounded)
         self.sums.clear()
         self.used.clear()
+
+    def _rounded(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Round gradients to `--reduce_dtype`. A sum over the ranks stays as it is: `PairwiseReduceScatter` rounded it.
+
+        With one rank, FSDP2 exchanges nothing, so they are not rounded yet.
+        """
+        return gradients if self.reduce_dtype is None else [gradient.to(self.reduce_dtype) for gradient in gradients]
 
     @record_function(CLIP)
     def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
@@ -168,10 +192,14 @@ class FullyShardStrategy(PlainAdamW):
 
 
 class PairwiseReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter, as a sum in the order of the tree, divided by the number of ranks."""
+    """FSDP2's reduce-scatter, as a sum in the order of the tree, divided by the number of ranks.
 
-    def __init__(self, levels: Sequence[RankGroup]) -> None:
-        self.levels = levels
+    With a `dtype`, the gradient of each logical rank is rounded to it, and so is each sum in the tree, as
+    `compression.RoundedAllReduce` does.
+    """
+
+    def __init__(self, levels: Sequence[RankGroup], dtype: torch.dtype | None = None) -> None:
+        self.levels, self.dtype = levels, dtype
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -185,7 +213,11 @@ class PairwiseReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Write this rank's shard of the average of all ranks' inputs into `output_tensor`. Collective."""
-        mean = reduce_scatter_pairwise(input_tensor.view(group.size(), -1), self.levels).div_(group.size())
+        chunks = input_tensor.view(group.size(), -1)
+        if self.dtype is None:
+            mean = reduce_scatter_pairwise(chunks, self.levels).div_(group.size())
+        else:  # divided first, so that what is rounded does not depend on the number of ranks
+            mean = reduce_scatter_pairwise(chunks.div_(group.size()).to(self.dtype), self.levels)
         output_tensor.copy_(mean)
 
 

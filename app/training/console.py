@@ -61,6 +61,8 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     threads, warmup = torch.get_num_threads(), warmup_steps(settings.warmup_steps, plan.total_steps)
     compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
+    compression += ", parameters gathered in bf16" if settings.param_dtype == "bf16" else ""
+    compression += ", gradients reduced in bf16" if settings.reduce_dtype == "bf16" else ""
     vocabulary = trimmed_vocabulary(classifier.model)
     n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     lines = [

@@ -100,5 +100,7 @@ def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, world,
 def test_every_strategy_that_supports_the_settings_is_measured():
     assert [one.strategy for one in with_each_strategy(Settings())] == list(STRATEGIES)
     assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
+    reduced = with_each_strategy(Settings(strategy="zero2", reduce_dtype="bf16"))
+    assert [one.strategy for one in reduced] == ["zero2", "zero3"]
     offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
     assert [one.cpu_offload for one in offloaded] == [False, False, False, True]

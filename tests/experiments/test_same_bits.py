@@ -49,6 +49,7 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
         (["--logical_ranks=6", "--ranks", "1", "2", "3"], "--logical_ranks 6: must be a power of two"),
         (["--ranks", "1", "3"], "--logical_ranks 4 cannot be divided among 3 ranks: start"),
         (["--ddp_comm_hook=bf16"], "--ddp_comm_hook bf16 needs --strategy ddp or zero1, not zero2"),
+        (["--reduce_dtype=bf16"], "--reduce_dtype bf16 needs --strategy zero2 or zero3, not ddp"),
         (["--ddp_comm_hook=power_sgd", "--strategies=ddp"], "--ddp_comm_hook power_sgd .* need 4 ranks, not 1"),
         (["--ranks", "0"], "argument --ranks: 0: must be a whole number, 1 or more"),
         (["--ranks", "3", "--vary=logical_ranks"], "--train_batch_size 32 cannot be divided among 3 rank"),
@@ -61,6 +62,11 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
 def test_settings_with_which_a_cell_would_fail_are_rejected(monkeypatch, flags, message):
     with pytest.raises(UserError, match=f"^{message}"):
         cells(monkeypatch, *flags)
+
+
+def test_settings_of_some_strategies_need_only_those(monkeypatch):
+    all_cells = cells(monkeypatch, "--reduce_dtype=bf16", "--strategies", "zero3", "zero2")
+    assert {cell.strategy for cell in all_cells} == {"zero2", "zero3"}
 
 
 def test_varied_settings_are_combined_with_everything_else_once(monkeypatch):

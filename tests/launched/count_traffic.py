@@ -15,7 +15,7 @@ from helpers.traffic import Step
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
 from app.program import launch
-from app.settings import STRATEGIES, Settings
+from app.settings import SHARDED, STRATEGIES, Settings
 
 
 def main(settings: Settings) -> None:
@@ -25,6 +25,11 @@ def main(settings: Settings) -> None:
         cells += [("bart", strategy, shapes[i % len(shapes)]) for i, strategy in enumerate(STRATEGIES)]
         steps = [
             Step(name, strategy, world.size, *shape, inside=world.ranks_per_node) for name, strategy, shape in cells
+        ]
+        fsdp_bf16 = {"precision": "bf16", "param_dtype": "bf16", "reduce_dtype": "bf16"}
+        steps += [
+            Step("uneven", strategy, world.size, *shapes[-1], changes=fsdp_bf16, inside=world.ranks_per_node)
+            for strategy in SHARDED
         ]
         steps.append(
             Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}, inside=world.ranks_per_node)

@@ -76,7 +76,9 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
 
 def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
-    assert [gathered_after_forward(model, name) for name in ("ddp", "zero1", "zero2", "zero3")] == [0, 0, 308, 4 * 11]
+    strategies, in_bf16 = ("ddp", "zero1", "zero2", "zero3"), StepOptions(param_dtype="bf16")
+    assert [gathered_after_forward(model, name, StepOptions()) for name in strategies] == [0, 0, 308, 4 * 11]
+    assert [gathered_after_forward(model, name, in_bf16) for name in strategies] == [0, 0, 154, 2 * 11]
     assert plan_memory(model, "zero2", topology=Topology(2))[0].gathered == 4 * 77
     assert plan_memory(model, "zero3", topology=Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
         "the two largest blocks, and the rest"
@@ -138,3 +140,26 @@ def test_compressed_gradients_need_memory(strategy):
         )
         copy = 2 * 64 if hook == "bf16" else 0
         assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "gathered", "exchange", "sums"),
+    [
+        # The gradients of the largest block, the copy that FSDP2 makes in fp32, its rounded copy, and what is received.
+        ("fp32", "fp32", 4, 4 + 4 + 4, 4),
+        ("bf16", "fp32", 2, 2 + 4 + 4, 4),
+        ("fp32", "bf16", 4, 4 + 4 + 2 + 2, 2),
+        ("bf16", "bf16", 2, 2 + 4 + 2 + 2, 2),
+    ],
+)
+def test_parameters_and_gradients_in_bf16_need_half_the_memory_for_a_time(
+    param_dtype, reduce_dtype, gathered, exchange, sums
+):
+    model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
+    options = StepOptions(logical_ranks_per_rank=2, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    plain, narrow = (
+        plan_memory(model, "zero2", topology=Topology(2), options=chosen)[0] for chosen in (StepOptions(), options)
+    )
+    assert (narrow.gathered, narrow.exchange) == (gathered * 77, exchange * 32)
+    assert narrow.partial_sums == sums * narrow.gradients // 4
+    assert narrow.state == plain.state, "shards stay in fp32"

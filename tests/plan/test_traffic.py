@@ -16,14 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from app.bench.traffic import Counts
 from app.distributed.world import Topology
 from app.plan.memory import StepOptions
 from app.plan.traffic import BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
-from app.settings import STRATEGIES, WRAPPED_IN_DDP
+from app.settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP
 
 # Tied weights, parameters without a gradient, one that is not trained, and a mixture of experts.
 FAST = ("bart", "xlnet", "frozen", "mixtral")
 
+# Not those that compute with parameters in fp32 on purpose.
+BF16 = [name for name in MODELS if name not in ("fnet", "batch_norm")]
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
@@ -68,6 +71,39 @@ def test_any_settings(strategy, changes):
 )
 def test_compressed_gradients(hook, ranks, strategy):
     check(Step("uneven", strategy, ranks, changes={"ddp_comm_hook": hook}))
+
+
+FSDP_BF16 = {"precision": "bf16", "param_dtype": "bf16", "reduce_dtype": "bf16"}
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize(
+    ("changes", "gathered", "exchanged"),
+    [
+        ({"precision": "bf16", "param_dtype": "bf16"}, 2, 1),
+        ({"reduce_dtype": "bf16"}, 1, 2),
+        ({"precision": "fp64", "reduce_dtype": "bf16"}, 0.5, 2),
+        (FSDP_BF16, 2, 2),
+    ],
+)
+def test_gathered_parameters_and_reduced_gradients_in_bf16_have_half_the_bytes(strategy, changes, gathered, exchanged):
+    step = Step("uneven", strategy, ranks=4, logical_ranks=8, accumulation=2, changes=changes)
+    check(step)
+    plain = Step("uneven", strategy, ranks=4, logical_ranks=8, accumulation=2).predict()
+
+    def size(counts: Counts, operation: str) -> int:
+        return sum(size * n for (kind, size, _), n in counts.items() if kind == operation)
+
+    found = step.predict()
+    assert size(plain, "all-gather") == gathered * size(found, "all-gather") > 0
+    assert size(plain, "all-to-all") == exchanged * size(found, "all-to-all") > 0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in BF16]
+)
+def test_any_architecture_in_bf16(name):
+    check(Step(name, "zero3", ranks=3, logical_ranks=3, accumulation=2, changes=FSDP_BF16))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "batch_norm"])

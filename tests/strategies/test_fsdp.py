@@ -213,6 +213,82 @@ def test_each_rank_gets_its_shard_of_the_average(monkeypatch, ranks, inside):
     assert torch.equal(torch.cat(shards), add_neighbors(inputs) / ranks)
 
 
+@pytest.mark.parametrize(("ranks", "inside"), [(2, None), (3, None), (8, None), (8, 4)])
+def test_each_rank_gets_its_shard_of_the_rounded_average(monkeypatch, ranks, inside):
+    """Each rank's gradient is rounded once it is divided, and so is each sum in the tree."""
+    inputs = [torch.randn(ranks * 5, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    network = ThreadNetwork(ranks)
+    monkeypatch.setattr(reduction, "dist", network)
+    group = SimpleNamespace(size=lambda: ranks)
+
+    def reduce(rank: int) -> torch.Tensor:
+        comm = PairwiseReduceScatter(network.world(rank, inside).levels, torch.bfloat16)
+        output = comm.allocate((5,), dtype=torch.float32, device=torch.device("cpu"))
+        comm(output, inputs[rank].clone(), group, op=None)
+        return output
+
+    found = torch.cat(network.run(reduce))
+    expected = add_neighbors([(one / ranks).bfloat16() for one in inputs])
+    assert expected.dtype is torch.bfloat16
+    assert torch.equal(found, expected.float())
+    assert not torch.equal(found, add_neighbors(inputs) / ranks)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("uses", [[True], [True] * 8, [True, False], [False, True, False, False]])
+def test_a_process_rounds_the_gradients_of_its_logical_ranks_and_their_sums(strategy, accumulation, uses):
+    """A gradient is rounded when all micro-batches of its logical rank are added, even on a single rank."""
+    n = len(uses) * accumulation
+    with process_group_of(0, 1) as world:
+        torch.manual_seed(0)
+        plain = TwoBlocks()
+        model = copy.deepcopy(plain)
+        zero = FullyShardStrategy(
+            Settings(strategy=strategy, reduce_dtype="bf16"), batch_plan(1, len(uses), accumulation), world
+        )
+        wrapped = zero.wrap(model)
+        for _ in range(2):
+            inputs = torch.randn(len(uses), accumulation, 4, 6)
+            leaves = gradients_of_logical_ranks(plain, inputs, uses)
+            for number, x in enumerate(inputs.flatten(0, 1)):
+                with zero.accumulate(wrapped, number):
+                    (wrapped(x, uses[number // accumulation]) / n).backward()
+            found = local_part(flat_gradients(list(model.parameters())))
+            assert torch.equal(found, add_neighbors([leaf.bfloat16() for leaf in leaves]).float())
+            assert not torch.equal(found, add_neighbors(leaves))
+            wrapped.zero_grad()
+
+
+class Sees(nn.Linear):
+    """A layer that notes the dtype of its weights in each forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.weight.dtype
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_only_gathered_parameters_are_in_bf16(strategy, param_dtype):
+    with process_group_of(0, 1) as world:
+        settings = Settings(strategy=strategy, precision="bf16", param_dtype=param_dtype)
+        zero, model = FullyShardStrategy(settings, batch_plan(1, 2, 2), world), TwoBlocks()
+        model.first.linear = Sees(6, 6)
+        with torch.no_grad():
+            model.first.linear.weight.fill_(1 + 2**-20)
+        wrapped = zero.wrap(model)
+        for number in range(4):
+            with zero.accumulate(wrapped, number):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = wrapped(torch.randn(4, 6))
+                loss.backward()
+        assert model.first.linear.seen is (torch.bfloat16 if param_dtype == "bf16" else torch.float32)
+        for parameter in model.parameters():
+            assert local_part(parameter).dtype is local_part(parameter.grad).dtype is torch.float32
+        assert (local_part(model.first.linear.weight) == 1 + 2**-20).all(), "the shards are not rounded"
+
+
 def test_adamw_updates_local_tensors_to_the_bits_of_dtensors(monkeypatch):
     processed = []
     fused = torch._fused_adamw_

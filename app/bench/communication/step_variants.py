@@ -68,7 +68,8 @@ def models(name: str) -> list[str]:
 
 def plain_ddp(settings: Settings) -> Settings:
     """Return the settings with `--strategy ddp` and gradients that are not compressed."""
-    return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no")
+    fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no", **fp32)  # type: ignore[arg-type]
 
 
 def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrategy:
