@@ -17,4 +17,4 @@ def test_predicted_bytes_equal_counted_bytes(tmp_path, ranks, ranks_per_node):
     with forked_job(str(program), "--use_cpu", "--threads=1", cwd=tmp_path, ranks=ranks, **variables) as job:
         done = job.finish()
     assert done.status == 0, done.err
-    assert json.loads(result.read_text()) == {"steps": 17, "wrong": [{}] * ranks}
+    assert json.loads(result.read_text()) == {"steps": 19, "wrong": [{}] * ranks}
