@@ -54,14 +54,15 @@ RECIPES = (
     *("ddp_loop", "trainer_run", f"ddp_loop{BF16}", f"trainer_run{BF16}", "tutorial"),
     *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
 )
-COLLECTIVE_SECTIONS = ("collectives", "granularity")  # which train no model
+# Those that train no model.
+COLLECTIVE_SECTIONS = ("collectives", "granularity", "point_to_point", "operations", "backends")
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
+# Only with --sections: with them, the defaults would take much longer.
 ON_REQUEST = (
-    "ladder",
-    "convergence",
-    "granularity",
-)  # only with --sections: with them, the defaults would take much longer
+    *("ladder", "convergence", "readiness", "batch_size", "data_parallel"),
+    *(name for name in COLLECTIVE_SECTIONS if name != "collectives"),
+)
 SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 ABOUT_SECONDS = (

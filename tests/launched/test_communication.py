@@ -9,6 +9,7 @@ from helpers.architectures import write_model
 from helpers.jobs import LIMIT, unavailable
 
 from app.bench.communication.collectives import COLLECTIVES, VARIANTS
+from app.bench.communication.messages import results_of
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.flags import STEP_SECTIONS
 
@@ -101,6 +102,23 @@ def test_every_exchange_of_the_ladder_trains_alike(launch, review_csv, tmp_path)
     # The sum of two gradients does not depend on their order, so the losses are the same with any buckets.
     assert set(differences.values()) == {0.0}
     assert len(differences) == 10
+
+
+@pytest.mark.slow
+def test_the_sections_on_request_are_measured_on_two_ranks(launch, review_csv, tmp_path):
+    flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--output_dir", "out", "--seconds_per_point", 0.001]
+    flags += ["--csv", review_csv(150), "--max_length", 16, "--train_batch_size", 8, "--largest_mib", 0.0625]
+    flags += ["--model", write_model(tmp_path / "model", "bert")]
+    names = ["readiness", "batch_size", "point_to_point", "operations"]
+    done = launch("app.bench.communication", *flags, "--sections", *names, ranks=2)
+    assert done.status == 0, done.err
+    sections = json.loads((tmp_path / "out" / "communication.json").read_text())["sections"]
+    assert [name for name in names if name in sections] == names
+    assert list(sections["point_to_point"]) == ["0 and 1"]
+    assert {name: entry["result"] for name, entry in sections["operations"].items()} == results_of(2)
+    assert list(sections["batch_size"]["points"]) == ["4", "8", "16", "32", "64"]
+    refused = launch("app.bench.communication", "--use_cpu", "--sections", "data_parallel", ranks=2)
+    assert "error: section data_parallel: needs 2 or more GPUs" in refused.err
 
 
 def test_a_link_needs_a_start_without_torchrun(launch):

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,14 @@ from ...cli import parse_flags, program_name
 from ...common.errors import UserError, escape_control_characters
 from ...common.files import write_json, write_text
 from ...common.link import Link
-from ...data.sampler import plan_batches
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.environment import default_threads, started_by_torchrun
 from ...distributed.process_group import join
-from ...distributed.world import World
 from ...flags import (
     BENCHMARKS,
     COLLECTIVE_SECTIONS,
     DEFAULT_SECTIONS,
     SECTIONS,
-    STEP_SECONDS,
     STEP_SECTIONS,
     add_communication_flags,
     reject_unused,
@@ -45,9 +43,7 @@ from ...training.console import quiet_libraries
 from ..harness import describe_job
 from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
 from ..page import Section, as_html, as_markdown
-from . import convergence, granularity, ladder, training_step
-from .collectives_section import check_largest, measure_collectives
-from .compression import measure_compression, settings_by_hook
+from .sections import Options, check, measure
 
 TITLE = "Communication laboratory"
 
@@ -67,22 +63,18 @@ def main(
         default = STEP_SECTIONS if link else DEFAULT_SECTIONS
         names = [name for name in SECTIONS if name in (sections or default)]
         trains_none = set(names) <= set(COLLECTIVE_SECTIONS)
-        largest = int(largest_mib * 2**20)
         folder = None
         quiet_libraries(world)
         with raise_on_all_ranks(world):
             if trains_none:
                 used = ("use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm")
                 reject_unused(settings, used, f"on --sections {' '.join(names)}")
-            if "collectives" in names:
-                check_largest(largest, world.size)
-        data, pretrained = None, False
-        if not trains_none:
-            data = build_data(settings, world)
-            with raise_on_all_ranks(world):
-                check(names, settings, seeds, n_train=len(data.split.train), world=world)
-            # A model that cannot be loaded would be noticed only after minutes.
-            pretrained = build_model(settings, data, world).pretrained
+        options = Options(int(largest_mib * 2**20), seconds_per_point, seeds, over_link=link is not None)
+        data = None if trains_none else build_data(settings, world)
+        with raise_on_all_ranks(world):
+            check(names, settings, options, n_train=len(data.split.train) if data else 0, world=world)
+        if data is not None:  # a model that cannot be loaded would be noticed only after minutes
+            options = replace(options, pretrained=build_model(settings, data, world).pretrained)
         with raise_on_all_ranks(world):
             if world.is_main_process:
                 folder = create_folder(settings.output_dir, RUNS / "communication")
@@ -92,25 +84,7 @@ def main(
         world.print_main(headline(facts))
         measured = []
         for name in names:
-            seconds = STEP_SECONDS * seconds_per_point
-            if name == "granularity":
-                section = granularity.measure_granularity(
-                    largest, seconds=seconds, world=world, disable_tqdm=settings.disable_tqdm
-                )
-            elif data is None or name == "collectives":
-                section = measure_collectives(
-                    world, largest, seconds_per_point=seconds_per_point, disable_tqdm=settings.disable_tqdm
-                )
-            elif name == "compression":
-                section = measure_compression(settings, data, seeds, seconds=seconds, world=world)
-            elif name == "convergence":
-                section = convergence.measure_convergence(settings, data, seeds, pretrained=pretrained, world=world)
-            elif name == "ladder":
-                section = ladder.measure_ladder(settings, data, seconds, world=world)
-            else:
-                section = training_step.measure_step(
-                    name, settings, data, seconds=seconds, world=world, over_link=link is not None
-                )
+            section = measure(name, settings, data, options=options, world=world)
             world.print_main(as_markdown(section))
             measured.append(section)
             with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
@@ -123,27 +97,6 @@ def check_link(link: Link | None) -> None:
     """Raise `UserError` if the ranks are not those that `--link` starts."""
     if link and LINK_METHOD_VARIABLE not in os.environ:
         raise UserError(f"--link: starts its own two ranks: use python -m {program_name()}, without torchrun")
-
-
-def check(names: Sequence[str], settings: Settings, seeds: int, *, n_train: int, world: World) -> None:
-    """Check, before anything is measured, that every section can be.
-
-    Raises:
-        UserError: a setting or a flag that a section cannot be measured with.
-    """
-    for name in names:
-        try:
-            if name == "compression":
-                settings_by_hook(settings, seeds, n_train=n_train, ranks=world.size)
-            elif name == "convergence":
-                convergence.variants_of(settings, n_train, world.size, pretrained=False)
-            elif name == "ladder":
-                for variant in ladder.ladder_variants(settings).values():
-                    plan_batches(variant.settings, n_train, world.size)
-            elif name not in COLLECTIVE_SECTIONS:
-                training_step.variants_of(name, settings, n_train, topology=world.topology)
-        except UserError as problem:
-            raise UserError(f"section {name}: {problem} (--sections names those to measure)") from None
 
 
 def write(folder: Path, facts: Mapping[str, str], settings: Settings, *, measured: Sequence[Section]) -> None:

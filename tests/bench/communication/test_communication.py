@@ -9,11 +9,18 @@ from contextlib import contextmanager
 import pytest
 
 from app.bench.communication import __main__ as communication
-from app.bench.communication import training_step
-from app.bench.communication.__main__ import SECTIONS, check
+from app.bench.communication import gpus, training_step
+from app.bench.communication.sections import Options, check
 from app.bench.page import Section
 from app.common.errors import AgreedError, RunError, UserError
+from app.flags import SECTIONS
+from app.runs.hashes import hash_weights
 from app.settings import Settings
+from app.training.build import build_data
+
+OPTIONS = Options(largest=2**20, seconds_per_point=1.0, seeds=3)
+ON_GPUS = ("backends", "data_parallel")
+HERE = [name for name in SECTIONS if name not in (*ON_GPUS, "point_to_point")]  # on one rank without a GPU
 
 
 @pytest.fixture
@@ -35,15 +42,51 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
 def test_every_section_can_be_measured_with_legal_settings(settings, world, change):
     for name, value in change.items():
         setattr(settings, name, value)
-    check(SECTIONS, settings, 3, n_train=81, world=world)
+    check(HERE, settings, OPTIONS, n_train=81, world=world)
 
 
 def test_a_batch_that_one_section_cannot_divide_is_refused_before_any_is_measured(settings, world):
     settings.train_batch_size = 7
-    check(["collectives", "buckets", "compression"], settings, 3, n_train=81, world=world)
+    check(["collectives", "buckets", "compression"], settings, OPTIONS, n_train=81, world=world)
     problem = "^section reduction: --train_batch_size 7 cannot be divided among --logical_ranks 2.*--sections"
     with pytest.raises(UserError, match=problem):
-        check(SECTIONS, settings, 3, n_train=81, world=world)
+        check(HERE, settings, OPTIONS, n_train=81, world=world)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("backends", "needs 1 or more GPUs: NCCL connects GPUs only"),
+        ("data_parallel", "needs 2 or more GPUs: DataParallel divides a batch among GPUs"),
+        ("point_to_point", "a message needs two ranks: start more"),
+        ("collectives", "--largest_mib 0.001.*: a fit needs 3 sizes"),
+        ("batch_size", "3 training rows are not enough for a batch"),
+    ],
+)
+def test_a_section_that_cannot_be_measured_here_is_named(settings, world, name, problem):
+    options = Options(largest=1049, seconds_per_point=1.0, seeds=3)
+    with pytest.raises(UserError, match=f"^section {name}: {problem}.*--sections"):
+        check([name], settings, options, n_train=3, world=world)
+
+
+def test_a_step_of_data_parallel_trains(settings, world):
+    """Without GPUs, DataParallel calls the model itself."""
+    data = build_data(settings, world)
+    weights = []
+    build = gpus.build_named
+
+    def build_and_keep(*arguments, **options):
+        weights.append(build(*arguments, **options))
+        return weights[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpus, "build_named", build_and_keep)
+        for make in (gpus.ddp_step, gpus.data_parallel_step):
+            before = hash_weights(build(settings.model, settings, data, world=world))
+            step = make(settings.model, settings, data, world=world)
+            assert hash_weights(weights[-1]) == before
+            assert gpus.memory_of_step(step, world) == 0
+            assert hash_weights(weights[-1]) != before
 
 
 def test_a_used_folder_is_refused_before_anything_is_measured(settings, world, monkeypatch, tmp_path, capsys):
