@@ -12,7 +12,7 @@ Rank 0 prints a line for each rank, in rank order. Then each node connects to ev
 all-reduce and train two steps of a toy model with DDP. Ranks wait for each other for --ddp_timeout seconds, here by
 default 30.
 
-If nothing is printed within seconds, torchrun on some node does not reach node 0. There, this names the reason:
+If nothing is printed within seconds, torchrun on some node does not reach node 0. On that node, this names the reason:
 
     python -m app.check --connect 10.0.0.1:29500
 """
@@ -58,7 +58,7 @@ TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, and where its gloo would wait for other ranks."""
+    """Where a rank is, and the address on which its gloo would wait for other ranks."""
 
     host: str
     local_rank: int
@@ -124,7 +124,7 @@ def find_ranks(settings: Settings) -> None:
     found = [f"rank {other} ({places[other].host}): {text}" for other, text in enumerate(problems) if text is not None]
     if found:
         store.set(f"read/{rank}", "")
-        if rank == 0:  # whose end closes the store
+        if rank == 0:  # the store closes when rank 0 ends
             wait_for_keys(store, [f"read/{other}" for other in range(size)], timeout)
         if local_rank != 0:  # the first rank of each node prints the line
             time.sleep(SECONDS_OF_RANK_0)
@@ -195,8 +195,8 @@ def sum_over_ranks(world: World) -> bool:
 
 
 def train_toy_model(world: World) -> bool:
-    """Train one step on other rows on every rank; return whether all ranks have the same weights afterwards."""
-    torch.manual_seed(world.rank)  # other weights, too: DDP copies those of rank 0
+    """Train one step with different rows on each rank; return whether all ranks have the same weights afterwards."""
+    torch.manual_seed(world.rank)  # different weights, too: DDP copies those of rank 0
     model = DistributedDataParallel(torch.nn.Linear(16, 4).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(8, 16, device=world.device)).square().mean().backward()

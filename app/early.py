@@ -1,4 +1,4 @@
-"""Answer `--help` and a user's mistakes before a program imports torch, which takes seconds.
+"""Print `--help`, and report a user's mistakes, before a program imports torch, which takes seconds.
 
 `python -m app.ddp_loop` imports the package `app`, whose `__init__.py` calls `check_command_line`, and then runs the
 program, which can keep its imports at the top. It parses the same command line again when it starts.
@@ -42,8 +42,8 @@ from .program import print_mistake
 from .settings import Settings
 
 PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
-# The programs whose command line is checked. These have training settings, and reject some of them; the others have
-# flags of their own only. Further programs import torch late.
+# The programs whose command line is checked. These have training settings, and reject some of them; those in
+# WITHOUT_SETTINGS have only flags of their own. All other programs import torch late.
 REJECTED = (
     PATHS
     | BENCHMARKS
@@ -68,7 +68,7 @@ OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
 
 
 def check_command_line() -> None:
-    """Exit if `--help` is given, or if there is a mistake that all ranks make. Only for the programs above."""
+    """Exit if `--help` is given, or if there is a mistake that all ranks make. Only for these programs."""
     name = program_name().removeprefix(f"{PACKAGE}.")
     if name not in REJECTED | WITHOUT_SETTINGS:
         return
@@ -81,8 +81,8 @@ def check_command_line() -> None:
             rank, size, _, local_size = rank_and_sizes()
         if wants_help and rank != 0:
             sys.exit(0)  # rank 0 prints the help
-        # The ranks of one node read the same files, but another node's may differ: all ranks then have to learn of a
-        # mistake, and `launch` connects them first.
+        # The ranks of one node read the same files, but another node's may differ. All ranks then have to learn of a
+        # mistake, so `launch` connects them first.
         if wants_help or size == local_size:
             check_flags(name, description=docstring(name) if wants_help else None)
     except UserError as problem:
@@ -126,7 +126,7 @@ def check_csv(settings: Settings, own_flags: Mapping[str, Any]) -> None:
     """
     if own_flags.get("runs") or set(own_flags.get("sections") or ["all"]) <= set(COLLECTIVE_SECTIONS):
         return
-    # Whoever resumes a run that is already finished is told so, even if its reviews are gone.
+    # Resuming a finished run must report that it is finished, even if its reviews no longer exist.
     if settings.resume_from_checkpoint is None:
         check_exists(settings.csv_path)
 

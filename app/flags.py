@@ -1,4 +1,4 @@
-"""The flags that programs add to the settings or reject. They are here, so that `app.early` can parse them early."""
+"""The flags that programs add to the settings or reject. They are here so that `app.early` can parse them early."""
 
 from __future__ import annotations
 

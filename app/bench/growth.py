@@ -5,7 +5,7 @@
 
 For each number of rows, writes a CSV (the reviews of `--csv`, repeated, with a few characters changed in each copy) and
 trains one step of `tiny` on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again ("warm").
-Both jobs go on to evaluate the test rows, a tenth. Writes growth.html and growth.json into `--output_dir`.
+Both jobs also evaluate the test rows, a tenth of all rows. Writes growth.html and growth.json into `--output_dir`.
 """
 
 from __future__ import annotations
@@ -45,24 +45,15 @@ from .page import Figure, Section, Table, as_html, as_markdown
 CHANGES = 3  # characters that are changed in each copy of a review
 POLL_SECONDS = 0.1
 FLAGS = (
-    "--model",
-    "tiny",
-    "--use_cpu",
-    "--max_steps",
-    "1",
-    "--logging_steps",
-    "1",
-    "--eval_strategy",
-    "no",
-    "--save_strategy",
-    "no",
+    *("--model", "tiny", "--use_cpu", "--max_steps", "1", "--logging_steps", "1"),
+    *("--eval_strategy", "no", "--save_strategy", "no"),
 )
 # The file of the cache whose last byte ends a phase of a cold start.
 PHASES = {"read": "rows-*.arrow", "split, vocabulary": "vocabulary-*.json", "tokenize": "tokens-*.arrow"}
 NOTE = (
     "Seconds from the start of torchrun to the end of each phase, which is when its file is in the cache. Memory: the "
-    "peak of each rank's private memory in MiB, which mapped files are no part of: ranks share them, and the kernel "
-    "may drop their pages."
+    "peak of each rank's private memory in MiB. It does not include mapped files, which the ranks share and whose "
+    "pages the kernel may drop."
 )
 
 
@@ -99,7 +90,12 @@ def main() -> int:
                 for kind in ("cold", "warm")
             }
         print(f"{n:,} rows: " + ", ".join(f"{kind} {start.first_step:.1f} s" for kind, start in results[n].items()))
-    facts = {"ranks": f"{arguments.ranks}, `tiny`", **describe_machine(torch.device("cpu")), "command": command_line()}
+    facts = {
+        "model": "tiny",
+        "ranks": str(arguments.ranks),
+        **describe_machine(torch.device("cpu")),
+        "command": command_line(),
+    }
     report = section(results)
     print(f"\n{as_markdown(report)}")
     write_json(folder / "growth.json", {"machine": facts, "sections": {report.name: report.data}})
@@ -121,7 +117,7 @@ def write_rows(path: Path, table: ReviewTable, n: int) -> None:
             for _ in range(CHANGES if row >= len(table) else 0):
                 other = generator.choice(texts)
                 characters[generator.randrange(len(characters))] = generator.choice(other)
-            # A changed character may leave nothing but whitespace.
+            # The changes may leave only whitespace.
             text = "".join(characters)
             writer.writerow([table.class_names[table.labels[source]], text if text.strip() else texts[source]])
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from ..common.cache import is_intact, write_intact
-from ..common.errors import UserError
+from ..common.errors import UserError, escape_control_characters
 from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
@@ -55,7 +55,7 @@ def tokenize(
     with local_main_process_first(world):
         if world.local_rank == 0 and not is_intact(path, key):
             if path.exists():
-                world.print_main(f"{path}: damaged; tokenizing again")
+                world.print_main(f"{escape_control_characters(str(path))}: damaged; tokenizing again")
             hide_bar = hides_progress(disable_tqdm, world.is_main_process)
 
             def write(file: Path) -> None:
@@ -79,7 +79,7 @@ def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, m
 class TokenRows(TorchDataset[dict[str, Any]]):
     """Rows for a `DataLoader`: token ids as views of the memory-mapped file, and the label.
 
-    `Dataset` would convert each batch to lists of Python integers, which takes longer than to pad them.
+    `Dataset` would convert each batch to lists of Python integers, which takes longer than padding them.
     """
 
     def __init__(self, rows: Dataset, positions: NDArray[np.int64]) -> None:
@@ -150,8 +150,8 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def _chunks(rows: Dataset, name: str) -> list[pa.ListArray]:
-    """Return a column of lists in parts of `CHUNK` rows, of which only those in use need memory."""
+def _chunks(rows: Dataset, name: str) -> list[pa.Array]:
+    """Return a column in parts of `CHUNK` rows, of which only those in use need memory."""
     return list(rows.with_format("arrow")[name][:].chunks)
 
 
@@ -206,7 +206,7 @@ def _tokenize(
 
 
 def _lists(lists: list[list[int]]) -> pa.ListArray:
-    """Convert lists of integers, through one flat array, which is faster than one list after the other."""
+    """Convert lists of integers through one flat array, which is faster than converting one list after another."""
     offsets = np.cumsum([0, *map(len, lists)], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, np.fromiter(chain.from_iterable(lists), np.int32, offsets[-1]))
 

@@ -1,10 +1,10 @@
 """Train only the embeddings of tokens that occur in the reviews.
 
-BERT for Chinese has 21,128 tokens, of which a set of hotel reviews contains a fifth. The other rows of its embedding
-matrix get a gradient of zero in every step, which is nevertheless filled, summed over the ranks and processed by AdamW.
-So the model that is trained has only the rows of tokens that occur. The remaining rows stay on rank 0, out of the
-training step. All that AdamW would do to them is weight decay, which `decay` applies with the same rounding. Saved
-models have all rows.
+BERT for Chinese has 21,128 tokens, of which the hotel reviews contain 3,200. The other rows of its embedding matrix get
+a gradient of zero in every step, which is still filled with zeros, summed over the ranks and processed by AdamW. So the
+model that is trained has only the rows of tokens that occur. The remaining rows stay on rank 0 and take no part in the
+training step. AdamW would only apply weight decay to them, which `decay` does with the same rounding. Saved models have
+all rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.optim.adam import adam
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-USED_AT_MOST = 0.9  # of all tokens; otherwise trimming the matrix would save next to nothing
+USED_AT_MOST = 0.9  # of all tokens; with more, trimming the matrix would save very little
 BLOCK = 1 << 16  # elements that are decayed at a time: 256 KiB, which fit into a core's cache
 _ATTRIBUTE = "trimmed_vocabulary"
 
@@ -143,7 +143,7 @@ def trim_shapes(model: PreTrainedModel, n_used: int) -> None:
 def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Embedding]:
     """Return the modules that hold the embedding matrix of the tokens, of which a model needs `n_used` rows.
 
-    Returns an empty list if the matrix must not be trimmed, or if that is not worthwhile.
+    Returns an empty list if the matrix must not be trimmed, or if it is not worth trimming.
     """
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)

@@ -55,7 +55,7 @@ def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp
     assert (tmp_path / "out" / "ablation.md").read_text() in done.out
     ablation = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert len(ablation["differences"]) == 16, "one of 17 is left out"
-    assert "left out: `set_epoch` forgotten: the same order in each epoch: it cannot show in 1 epoch" in done.out
+    assert "left out: `set_epoch` forgotten: the same order in each epoch: it has no effect in 1 epoch" in done.out
     (ours, *others) = ablation["baselines"]
     by_change = {changed(row["recipe"]): row for row in ablation["differences"] if row["baseline"] == ours}
     assert by_change["counted_ranks"]["max_loss_difference"] == 0

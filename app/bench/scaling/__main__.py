@@ -54,16 +54,8 @@ DEFAULT_RANKS = (1, 2, 4, 8)
 MOST_RANKS = 64  # on one machine
 MOST_PARAMETERS = 1e12
 MEASUREMENT_FLAGS = (
-    "model",
-    "ranks",
-    "links",
-    "train_batch_size",
-    "length",
-    "threads",
-    "steps",
-    "rounds",
-    "strategies",
-    "use_cpu",
+    *("model", "ranks", "links", "train_batch_size", "length"),
+    *("threads", "steps", "rounds", "strategies", "use_cpu"),
 )
 
 
@@ -149,7 +141,9 @@ def step_profile(arguments: argparse.Namespace) -> StepProfile | None:
     if step_ms is not None and run is not None:
         raise UserError("--step_ms and --profile exclude each other: give only one of them")
     if parameters is None:
-        raise UserError("--parameters: is missing: the number of the model's parameters, such as 60e6")
+        raise UserError(
+            f"--{'step_ms' if run is None else 'profile'}: add --parameters, the model's number of them, such as 60e6"
+        )
     if not 1 <= parameters <= MOST_PARAMETERS:
         raise UserError(f"--parameters {parameters:g}: must be from 1 to {MOST_PARAMETERS:g}")
     return read_profile(Path(run)) if step_ms is None else from_step_time(step_ms, arguments.rows)

@@ -13,7 +13,7 @@ COLUMNS = ("rows per rank", "rounds", "measured", "range", "predicted", "interva
 
 ABOUT_SUPERLINEAR = (
     "Where a measured speedup exceeds the number of ranks, the efficiency is shown as 100%: the steps of one rank were "
-    "disturbed, or the smaller part of a batch fits the caches better."
+    "disturbed, or the smaller share of the batch fits the caches better."
 )
 
 

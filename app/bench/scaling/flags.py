@@ -1,4 +1,4 @@
-"""The flags of app.bench.scaling. They are here, so that `app.early` can parse them without torch."""
+"""The flags of app.bench.scaling. They are here so that `app.early` can parse them without torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def add_scaling_flags(parser: OneLineParser) -> None:
     add("--model", default=next(iter(SIZES)), metavar="NAME", help=names)
     on_machine = "on this machine (default: 1 2 4 8; at most the number of GPUs)"
     add("--ranks", type=count, nargs="+", metavar="N", help=on_machine)
-    add("--use_cpu", action="store_true", help="use the CPU and gloo, although there are GPUs")
+    add("--use_cpu", action="store_true", help="use the CPU and gloo, even if there are GPUs")
     shapes = f"Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)}; on GPUs: none)"
-    links = f"links between two nodes, as {shapes}"
-    strategies = "compared with ddp (default: ddp only)"
+    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=f"links between two nodes, as {shapes}")
+    strategies = f"which of {', '.join(STRATEGIES)} to compare with ddp (default: ddp only)"
     add("--strategies", choices=STRATEGIES, nargs="+", default=["ddp"], metavar="NAME", help=strategies)
-    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=links)
     add("--train_batch_size", type=count, default=32, metavar="N", help="rows of a step, strong scaling (default: 32)")
     add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
     add("--length", type=count, default=64, metavar="N", help="tokens of a row (default: 64)")

@@ -19,7 +19,7 @@ from ...record.results import mfu
 from ...record.steps import Totals
 from ...settings import Settings
 from ..harness import timed
-from ..rounds import Interval, in_rounds, median_of
+from ..rounds import Interval, in_rounds, ratios
 from .others import OTHERS
 from .own import TRAININGS, build_own
 from .recipe import Count, Recipe, Task, precision_of
@@ -121,7 +121,7 @@ def utilization(recipe: Recipe, one: Round, peak: float) -> float:
 
 def ratio(ours: Result, theirs: Result, value: Callable[[Round], float]) -> Interval:
     """Return the median and the range of the rounds' ratios."""
-    return median_of([value(a) / value(b) for a, b in zip(ours.rounds, theirs.rounds, strict=True)])
+    return ratios([value(one) for one in ours.rounds], [value(one) for one in theirs.rounds])
 
 
 def as_data(results: Mapping[str, Result]) -> dict[str, Any]:

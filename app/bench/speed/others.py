@@ -1,4 +1,4 @@
-"""The recipes of others, written as in their documentation: they use nothing of this project but data and weights.
+"""The recipes of others, written as in their documentation: of this project, they use only the data and weights.
 
 None of them accumulates gradients: each rank trains on its share of the global batch at once.
 """
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ...distributed.world import World
+from ...flags import BF16
 from ...settings import Settings
 from .recipe import CountingCollator, Recipe, Task, plain_copy, precision_of
 from .turns import AccelerateState, Turns
@@ -164,11 +165,8 @@ def recipe_of_loop(
     return Recipe(model, train, lambda steps: collator.count(steps).summed(world), end)
 
 
-Build = Callable[..., Recipe]
-OTHERS: dict[str, Build] = {
+OTHERS: dict[str, Callable[..., Recipe]] = {
     "tutorial": build_tutorial,
-    "trainer-defaults": build_trainer,
-    "trainer-defaults-bf16": build_trainer,
-    "accelerate": build_accelerate,
-    "accelerate-bf16": build_accelerate,
+    **dict.fromkeys(("trainer-defaults", f"trainer-defaults{BF16}"), build_trainer),
+    **dict.fromkeys(("accelerate", f"accelerate{BF16}"), build_accelerate),
 }

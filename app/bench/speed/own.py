@@ -24,7 +24,7 @@ from ...training.prepare import NoProfiler, prepare
 from .recipe import Count, Recipe, Task, precision_of
 from .turns import AccelerateState, Turns
 
-# What trains a prepared run. Each is ended after its last step.
+# The functions that train a prepared run. `Turns` ends each of them after its last step.
 TRAININGS: dict[str, Any] = {"ddp_loop": ddp_loop.train, "trainer_run": trainer_run.train_and_test}
 
 
@@ -158,7 +158,7 @@ class SamplerOfRounds(FullBatchSampler):
 def represent(lengths: NDArray[np.int64], steps: int, rounds: int, *, seed: int) -> NDArray[np.int64]:
     """Choose batches for rounds, each of which represents all of them: one from each of `steps` quantiles of length.
 
-    Different rounds get different batches of a quantile, if there are enough, and in another order.
+    Different rounds get different batches of a quantile, if there are enough, in different orders.
 
     Args:
         lengths: int64 (n,), the length of each batch.

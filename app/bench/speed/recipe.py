@@ -34,9 +34,9 @@ class Recipe:
     """One way to train a model.
 
     Attributes:
-        model: whose floating-point operations are counted.
+        model: the model whose floating-point operations are counted.
         train: train for a number of optimizer steps. Collective.
-        count: return what this number of steps, the latest ones, have trained on, on all ranks. Collective.
+        count: return what the latest steps, as many as given, have trained on, over all ranks. Collective.
         end: end the training.
     """
 

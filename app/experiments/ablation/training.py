@@ -1,7 +1,7 @@
 """Train a variant by the training step of app.ddp_loop, with its batches, initial weights and dropout masks.
 
-One process works for all ranks, as with --logical_ranks. A variant changes nothing else, so any difference from its
-baseline is its effect.
+One process simulates all ranks, as with --logical_ranks. A variant differs from its baseline in one thing, so any
+difference in the results is its effect.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
 class Replicas:
     """Averaged parameters instead of averaged gradients: each rank updates its own copy of the model.
 
-    What DDP does in one place is here for all ranks: they have equal weights, and each computes the gradients of its
-    rows. But then each rank's optimizer uses its own gradients, and the weights are averaged afterwards.
+    This process holds the copies of all ranks. As with DDP, they start with equal weights, and each rank computes the
+    gradients of its rows. But its optimizer uses these gradients alone, and the weights are averaged afterwards.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Replicas:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give all copies the mean of their parameters: dist.all_reduce for each of them, in a real job."""
+        """Give all copies the mean of their parameters. A real job would call `dist.all_reduce` for each of them."""
         for copies in zip(*(model.parameters() for model in self.models), strict=True):
             mean_of_ranks = torch.stack(copies).mean(dim=0)
             for parameter in copies:

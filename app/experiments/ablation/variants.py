@@ -59,7 +59,7 @@ def name_baseline(baseline: Variant) -> str:
 
 
 def build_changes(ranks: int, accumulation_steps: int, epochs: int) -> tuple[list[Change], dict[str, str]]:
-    """Return the changes, and the names of those that cannot show with these settings, each with the reason.
+    """Return the changes, and the names of those without effect with these settings, each with the reason.
 
     Changes with the same baseline are neighbors. The first one is the control: it should have no systematic effect.
     """
@@ -100,9 +100,9 @@ def build_changes(ranks: int, accumulation_steps: int, epochs: int) -> tuple[lis
             )
     left_out = {}
     if epochs < 2:
-        left_out[changes.pop().name] = "it cannot show in 1 epoch: train for 2 or more"
+        left_out[changes.pop().name] = "it has no effect in 1 epoch: train for 2 or more"
     if ranks == 1:
-        left_out |= {change.name: "it cannot show with 1 rank: use --nproc_per_node 2" for change in between_ranks}
+        left_out |= {change.name: "it has no effect with 1 rank: use --nproc_per_node 2" for change in between_ranks}
     else:
         changes += between_ranks
     return changes, left_out

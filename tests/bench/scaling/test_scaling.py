@@ -282,7 +282,7 @@ def test_a_cluster_needs_two_numbers_of_rows(no_namespaces, tmp_path):
         (["--link_gbit", "-1", "--link_latency_us", "1"], "--link_gbit/--link-gbit: -1: must be a number above 0"),
         (["--model", "./huge"], "--model ./huge: "),
         (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
-        (["--step_ms", "250"], "--parameters: is missing"),
+        (["--step_ms", "250"], "--step_ms: add --parameters"),
         (["--step_ms", "250", "--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1e+12"),
         (["--step_ms", "250", "--profile", "runs"], "--step_ms and --profile exclude each other"),
         (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
