@@ -177,6 +177,8 @@ def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_lengt
     recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
     # The backend's own truncation and padding are left over from its previous call.
     recipe |= {"truncation": tokenizer.truncation_side, "padding": None}
+    # Whether "[SEP]" in a review is the special token. The backend does not write it into its JSON.
+    recipe |= {"split_special_tokens": tokenizer.split_special_tokens}
     parts = [FILE_VERSION, table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__]
     parts += [_input_names(tokenizer), max_length, recipe]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())

@@ -80,6 +80,18 @@ def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(world, 
     assert len(list(cache.iterdir())) == 5
 
 
+def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_the_cache(world, tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("label,review\n0,a[SEP]b\n1,b[SEP]a\n")
+    table = read_reviews(path)
+    tokenizer = learn_tokenizer(table.texts)
+    special = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache", world=world)
+    tokenizer.split_special_tokens = True
+    split = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache", world=world)
+    assert special["input_ids"][0].count(tokenizer.sep_token_id) == 2
+    assert split["input_ids"][0].count(tokenizer.sep_token_id) == 1
+
+
 def test_a_cache_folder_that_cannot_be_written_or_read_is_reported(world, review_csv, tmp_path):
     table = read_reviews(review_csv(20))
     tokenizer = learn_tokenizer(table.texts)
