@@ -68,8 +68,8 @@ class Settings(
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
         if self.deepspeed is not None and self.strategy != "ddp":
             yield f"--deepspeed shards by its own configuration: remove --strategy {self.strategy}"
-        if self.deepspeed is not None and self.precision not in ("fp32", "bf16", "auto"):
-            yield f"--deepspeed trains in fp32 or bf16: remove --precision {self.precision}"
+        if self.deepspeed is not None and self.precision == "fp64":
+            yield "--deepspeed trains in fp32, bf16 or fp16: remove --precision fp64"
         if self.fsdp and (self.strategy != "ddp" or self.deepspeed is not None):
             yield "--fsdp, --deepspeed and --strategy exclude each other: give only one of them"
         if self.fsdp and self.precision == "fp16":

@@ -29,14 +29,14 @@ def test_a_path_that_is_not_utf8_is_rejected(name):
         ({"strategy": "zero2"}, "remove --strategy zero2"),
         ({"profile": 2}, "--profile cannot divide the steps of DeepSpeed"),
         ({"fsdp": True}, "--fsdp, --deepspeed and --strategy exclude each other"),
-        ({"precision": "fp16"}, "--deepspeed trains in fp32 or bf16: remove --precision fp16"),
-        ({"precision": "fp64"}, "remove --precision fp64"),
+        ({"precision": "fp64"}, "--deepspeed trains in fp32, bf16 or fp16: remove --precision fp64"),
     ],
 )
-def test_deepspeed_has_its_own_sharding_and_no_fp16(other, message):
+def test_deepspeed_has_its_own_sharding_and_no_fp64(other, message):
     with pytest.raises(UserError, match=message):
         Settings(deepspeed="ds.json", **other)
-    Settings(deepspeed="ds.json", precision="bf16")
+    for precision in ("auto", "bf16", "fp16"):
+        Settings(deepspeed="ds.json", precision=precision)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])

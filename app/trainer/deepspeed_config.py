@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import UserError, shorten
 from ..common.formats import flatten
 from ..data.sampler import BatchPlan
 from ..settings import Settings
 from ..training.step import warmup_steps
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 Config = dict[str, Any]
 
@@ -25,6 +28,8 @@ PRINTING: Mapping[str, type] = {
     "steps_per_print": int,
 }
 CHECKED_BY_DEEPSPEED = ("zero_optimization", "comms_logger")
+# What `--precision` calls the dtypes of autocast.
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 # Keys of `zero_optimization` with which DeepSpeed would compute other results, or which are not supported here, and the
 # only value of each that is accepted. A section has no value itself if it is an object, as it must be.
 FIXED_ZERO_VALUES: Config = {
@@ -76,9 +81,11 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
                 raise UserError(f"{file}: {key} is {as_json(value)}: must be of type {kind.__name__}")
         elif key in determined:
             if value not in ("auto", determined[key]):
+                if key == "fp16.enabled" and value is True:
+                    raise UserError(f"{file}: fp16.enabled is true: add --precision fp16, or remove it")
                 expected = as_json(determined[key])
                 raise UserError(f'{file}: {key} is {as_json(value)}, not {expected} as set: remove it or set "auto"')
-        elif not key.startswith(("fp16.", "bf16.")):  # their other keys have no effect, because both are off
+        elif not key.startswith(("fp16.", "bf16.")):  # bf16 is off, and DeepSpeed checks fp16
             raise UserError(f"{file}: {key} is not supported: remove it")
     check_sections(file, config)
     printing = {key.partition(".")[0] for key in PRINTING} | set(CHECKED_BY_DEEPSPEED)
@@ -86,8 +93,31 @@ def complete_config(config: Config, settings: Settings, plan: BatchPlan) -> Conf
     filled = {key: value for key, value in determined.items() if "." not in key}
     # Trainer writes "no clipping" as infinity, which JSON lacks, so Trainer fills it in.
     filled["gradient_clipping"] = settings.max_grad_norm or "auto"
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
-    return kept | filled | (autocast if settings.precision == "bf16" else {})
+    if settings.precision in AUTOCAST:
+        dtype = AUTOCAST[settings.precision]
+        filled["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
+    if settings.precision == "fp16":
+        filled["fp16"] = loss_scale_section(file, config.get("fp16", {}))
+    return kept | filled
+
+
+def loss_scale_section(file: str, given: Config) -> Config:
+    """Return the complete `fp16` section, with DeepSpeed's defaults, for `DeepSpeedLossScale`.
+
+    It is not enabled, because DeepSpeed would then convert the weights to fp16.
+    """
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from pydantic import ValidationError
+
+    values = {key: value for key, value in given.items() if value != "auto"} | {"enabled": True}
+    try:
+        section: Config = DeepSpeedFP16Config.model_validate(values).model_dump()
+    except ValidationError as problem:
+        raise invalid_value(file, "fp16", problem) from None
+    for key in ("auto_cast", "fp16_master_weights_and_grads"):
+        if section.pop(key):
+            raise UserError(f"{file}: fp16.{key}: true is not supported: remove it")
+    return section | {"enabled": False}
 
 
 def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ...]:
@@ -95,9 +125,10 @@ def changes_of_config(state: Mapping[str, Any], config: Config) -> tuple[str, ..
     recorded = state.get("deepspeed_config")
     if recorded is None:
         return ()
-    before, now = (flatten(side["zero_optimization"]) for side in (recorded, config))
+    sections = ("zero_optimization", "fp16")
+    before, now = (flatten({name: side.get(name, {}) for name in sections}) for side in (recorded, config))
     return tuple(
-        f"zero_optimization.{key}: {as_json(now.get(key))}, was {as_json(before.get(key))}"
+        f"{key}: {as_json(now.get(key))}, was {as_json(before.get(key))}"
         for key in before | now
         if before.get(key) != now.get(key)
     )
@@ -126,10 +157,11 @@ def determined_values(settings: Settings, plan: BatchPlan) -> Config:
         "scheduler.params.warmup_max_lr": settings.learning_rate,
         "scheduler.params.warmup_type": "linear",
         # DeepSpeed's bf16 section would keep the weights in bf16; `--precision bf16` is autocast, with weights in fp32.
-        "fp16.enabled": False,
+        # So is `--precision fp16`, of which the fp16 section configures the loss scale.
+        "fp16.enabled": settings.precision == "fp16",
         "bf16.enabled": False,
-        "torch_autocast.enabled": settings.precision == "bf16",
-        "torch_autocast.dtype": "bfloat16",
+        "torch_autocast.enabled": settings.precision in AUTOCAST,
+        "torch_autocast.dtype": AUTOCAST.get(settings.precision, "bfloat16"),
         "torch_autocast.lower_precision_safe_modules": [],
     }
 
@@ -144,9 +176,7 @@ def check_sections(file: str, config: Config) -> None:
         try:
             model.model_validate(config.get(name, {}))  # it ignores values that are "auto"
         except ValidationError as problem:
-            first = problem.errors()[0]
-            key = ".".join(map(str, (name, *first["loc"])))
-            raise UserError(f"{file}: {key} is {as_json(first['input'])}: {shorten(first['msg'], 120)}") from None
+            raise invalid_value(file, name, problem) from None
     zero = config.get("zero_optimization", {})
     stage, values = zero.get("stage"), flatten(zero)
     if stage not in (1, 2, 3) or isinstance(stage, bool):
@@ -158,6 +188,13 @@ def check_sections(file: str, config: Config) -> None:
     for key, value in fixed.items():
         if values.get(key, value) != value:
             raise UserError(f"{file}: zero_optimization.{key}: {as_json(values[key])} is not supported: remove it")
+
+
+def invalid_value(file: str, section: str, problem: ValidationError) -> UserError:
+    """Return the error for the first value of a section that DeepSpeed rejects."""
+    first = problem.errors()[0]
+    key = ".".join(map(str, (section, *first["loc"])))
+    return UserError(f"{file}: {key} is {as_json(first['input'])}: {shorten(first['msg'], 120)}")
 
 
 def as_json(value: Any) -> str:

@@ -54,10 +54,12 @@ class DeepSpeed(PlainAdamW):
         is created, with its configuration: a complete model is needed to load weights and to group parameters by shape.
         """
         import deepspeed.ops
+        from deepspeed.runtime import torch_autocast
 
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         # DeepSpeed would compile an operation for inference on CPUs, which needs a C++ compiler and half a minute.
         deepspeed.ops.__compatible_ops__ = {}
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # an earlier run of this process may have set it
         if config["zero_optimization"]["stage"] == 3:
             # The configuration is checked against the number of ranks of DeepSpeed's own backend.
             deepspeed.init_distributed(deepspeed.accelerator.get_accelerator().communication_backend_name())
@@ -145,6 +147,8 @@ class DeepSpeedState(TrainingState):
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        if not any(self.optimization.optimizer.state.values()):  # all steps so far were skipped
+            self._allocate_moments(torch.zeros(()))
         self._link_moments()
         states = self.optimization.optimizer.state.values()
         (steps, *_) = [state["step"] for state in states]  # the same for all parameters
@@ -162,6 +166,8 @@ class DeepSpeedState(TrainingState):
         """Restore AdamW's state. The weights were loaded before the engine was created from them."""
         # Without DeepSpeed, a parameter that has had no gradient has no state; here its moments stay zero.
         trained = [(name, p) for name, p in self.model.named_parameters() if f"step.{name}" in shards]
+        if not trained:  # all steps so far were skipped
+            return
         self._allocate_moments(shards.read_replicated(f"step.{trained[0][0]}"))
         for name, parameter in trained:
             for key in MOMENTS:

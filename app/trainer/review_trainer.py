@@ -29,6 +29,7 @@ from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation
 from ..training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 from .deepspeed_engine import DeepSpeed, DeepSpeedState
+from .deepspeed_loss_scale import DeepSpeedLossScale
 
 
 class ReviewTrainer(Trainer):
@@ -129,6 +130,9 @@ class ReviewTrainer(Trainer):
             wrapper = "FSDPModule" if settings.fsdp else "DeepSpeedEngine"
             assert wrapper in [base.__name__ for base in type(model).__mro__], f"a {type(model)} is no {wrapper}"
             self.wrapped = model
+        config = self.prepared.deepspeed_config
+        if config is not None and settings.precision == "fp16":
+            self.loss_scale = DeepSpeedLossScale(model, config["fp16"])
         return model, loader
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -230,8 +234,9 @@ class RecordCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Skip the step if the gradient norm is not finite. Keep its learning rate: the schedule advances with it."""
-        trainer = self.trainer
-        skip_step_if_nonfinite(self.prepared.strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
+        trainer, strategy = self.trainer, self.prepared.strategy
+        if not isinstance(strategy, DeepSpeed):  # its engine has skipped it, and the next step may be finite
+            skip_step_if_nonfinite(strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
         trainer.loss_scale.update(trainer.grad_norm)
         self.learning_rate = float(trainer.shared_scheduler.get_last_lr()[0])
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.architectures import write_model
 from helpers.jobs import Outcome, TrainingRun, read_steps, require_deepspeed, require_success, write_subset
 from safetensors.torch import load_file
 from transformers import pipeline
 
 from app.report.bitwise import first_difference
+from app.runs.hashes import hash_run
 from app.runs.reader import read_run
 
 pytestmark = pytest.mark.launched
@@ -41,6 +43,10 @@ SHORT = [*FLAGS, "--max_steps=4", "--logical_ranks=2", "--gradient_accumulation_
 SHORT += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--eval_strategy=steps", "--eval_steps=2"]
 BEST = ["--validation_size=0.2", "--load_best_model_at_end"]
 BF16 = ["--bf16", "--max_steps=2"]
+# As in tutorials. Stage 3 begins with a scale that overflows in some steps.
+FP16_SECTION = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
+OVERFLOWS = FP16_SECTION | {"initial_scale_power": 23, "min_loss_scale": 1}
+FP16 = ["--precision=fp16", "--max_steps=12", "--save_steps=4"]
 LONG = [
     "--csv=more_reviews.csv",
     "--model=tiny",
@@ -61,6 +67,8 @@ def write_inputs(folder: Path, csv: Path) -> None:
         # Otherwise stage 3 replaces torch.nn.functional.linear, also for the runs that follow it in the same process.
         config = {"zero_optimization": zero | {"memory_efficient_linear": False}}
         (folder / f"{name}.json").write_text(json.dumps(config))
+        (folder / f"fp16-{name}.json").write_text(json.dumps(config | {"fp16": FP16_SECTION}))
+        (folder / f"overflows-{name}.json").write_text(json.dumps(config | {"fp16": OVERFLOWS}))
     (folder / "other-batch.json").write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 1}}))
 
 
@@ -85,6 +93,10 @@ RUNS = {
         "ddp": ddp(),
         **{name: with_config(name) for name in FAST},
         "stage-1-as-3": with_config("stage-3", resume("stage-1")),
+        "fp16-ddp": ddp(*FP16),
+        "fp16-stage-1": with_config("fp16-stage-1", *FP16),
+        "overflows-3": with_config("overflows-stage-3", *FP16),
+        "overflows-3-resumed": with_config("overflows-stage-3", *FP16, resume("overflows-3", 4)),
     },
     "slow": {
         "ddp": ddp(),
@@ -98,6 +110,11 @@ RUNS = {
         "best-stage-3": with_config("stage-3", *BEST),
         "bf16-ddp": ddp(*BF16),
         "bf16-stage-2": with_config("stage-2", *BF16),
+        "fp16-stage-2": with_config("fp16-stage-2", *FP16),
+        "fp16-stage-3": with_config("fp16-stage-3", *FP16),
+        "overflows-1": with_config("overflows-stage-1", *FP16),
+        "overflows-1-resumed": with_config("overflows-stage-1", *FP16, resume("overflows-1", 4)),
+        "overflows-1-as-zero2": ddp(*FP16, "--strategy=zero2", resume("overflows-1", 4)),
         "fsdp": fsdp(),
         "ddp-after": ddp(),
         "long-ddp": TrainingRun("trainer_run", LONG),
@@ -108,6 +125,7 @@ MISTAKES = {
     "wrong-path": TrainingRun("ddp_loop", [*SHORT, "--deepspeed=stage-1.json"]),
     "contradiction": with_config("other-batch"),
     "no-file": with_config("none"),
+    "no-fp16": with_config("fp16-stage-2"),
     "fsdp-on-cpus": ddp("--fsdp"),
     **{f"unused-{n}": with_config(f"stage-{n}", "--model=xlnet") for n in ("1", "2", "3")},
 }
@@ -199,6 +217,7 @@ def test_a_mistake_is_one_line_that_names_what_to_change(folder, outcomes):
     mistakes = {name: outcomes[name].problem for name in MISTAKES}
     assert "only app.trainer_run has it" in mistakes["wrong-path"]
     assert 'train_batch_size is 64, not 16 as set: remove it or set "auto"' in mistakes["contradiction"]
+    assert "--deepspeed fp16-stage-2.json: fp16.enabled is true: add --precision fp16, or remove" in mistakes["no-fp16"]
     assert "--deepspeed none.json: No such file or directory" in mistakes["no-file"]
     assert "--fsdp needs GPUs" in mistakes["fsdp-on-cpus"]
     assert {mistakes[f"unused-{n}"] for n in ("1", "2", "3")} == {
@@ -236,6 +255,42 @@ def test_the_best_weights_are_loaded_into_shards(folder):
 @pytest.mark.slow
 def test_bf16_is_the_autocast_of_ddp(folder):
     assert largest_difference(folder / "bf16-stage-2", folder / "bf16-ddp") < 1e-3
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_the_usual_fp16_configurations_train_what_ddp_trains_in_fp16(folder, stage):
+    run, plain = folder / f"fp16-stage-{stage}", folder / "fp16-ddp"
+    assert largest_difference(run, plain) < 1e-3
+    assert largest_difference(run, plain, "grad_norm") < 1e-2
+    assert largest_difference(run, plain, "learning_rate") == 0
+    config = read_settings(run)["deepspeed_config"]
+    assert config["fp16"]["initial_scale_power"] == 16
+    assert config["torch_autocast"]["dtype"] == "float16"
+    weights = load_file(run / "model" / "model.safetensors").values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_steps_that_overflow_in_fp16_are_skipped_and_the_loss_scale_is_restored(folder, stage):
+    run, resumed = folder / f"overflows-{stage}", folder / f"overflows-{stage}-resumed"
+    norms = [step["grad_norm"] for step in read_steps(run)]
+    skipped = norms.count(None)
+    assert 2 < skipped < 12
+    assert norms[:skipped] == [None] * skipped
+    assert read_run(run).metrics["skipped_steps"] == skipped
+    schedule = json.loads((run / "checkpoints" / "checkpoint-12" / "schedule.json").read_text())
+    assert schedule["loss_scale"]["value"] == 2.0 ** (23 - (skipped - 1)), "the first overflow is tolerated"
+    learning_rates = [step["learning_rate"] for step in read_steps(run)]
+    assert learning_rates == [step["learning_rate"] for step in read_steps(folder / "fp16-ddp")]
+    assert hash_run(resumed) == hash_run(run)
+
+
+@pytest.mark.slow
+def test_a_strategy_goes_on_with_deepspeeds_loss_scale(folder):
+    steps, others = (read_steps(folder / name) for name in ("overflows-1", "overflows-1-as-zero2"))
+    # DeepSpeed and `LossScale` change the scale alike, except after the very first overflow.
+    assert [step["grad_norm"] is None for step in steps] == [step["grad_norm"] is None for step in others]
+    assert abs(steps[-1]["loss"] - others[-1]["loss"]) < 1e-3
 
 
 @pytest.mark.slow

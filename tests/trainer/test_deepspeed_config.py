@@ -74,6 +74,52 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
     assert "bf16" not in config
 
 
+# As tutorials have it for each stage.
+USUAL_FP16 = {
+    **{"enabled": True, "loss_scale": 0, "loss_scale_window": 500},
+    **{"initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+}
+FP16_DEFAULTS = {
+    **{"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2},
+    **{"consecutive_hysteresis": False, "min_loss_scale": 1},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("given", "section"),
+    [
+        ({}, {}),
+        ({"fp16": USUAL_FP16}, {"loss_scale_window": 500}),
+        ({"fp16": dict.fromkeys(USUAL_FP16, "auto")}, {}),
+        ({"fp16": {"enabled": True, "loss_scale": 128, "auto_cast": False}}, {"loss_scale": 128}),
+    ],
+)
+def test_fp16_is_autocast_with_the_loss_scale_of_the_file(stage, given, section):
+    require_deepspeed()
+    config = complete_config(given | {"zero_optimization": {"stage": stage}}, settings(precision="fp16"), PLAN)
+    assert config["torch_autocast"] == {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": []}
+    assert config["fp16"] == FP16_DEFAULTS | section, "not enabled: the weights stay in fp32"
+    assert config["communication_data_type"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"enabled": False}, 'fp16.enabled is false, not true as set: remove it or set "auto"'),
+        ({"loss_scale": -1}, "fp16.loss_scale is -1: "),
+        ({"loss_scale_window": True}, "fp16.loss_scale_window is true: "),
+        ({"hysteresis": "two"}, 'fp16.hysteresis is "two": '),
+        ({"initial_scale": 3}, "fp16.initial_scale is 3: "),
+        ({"auto_cast": True}, "fp16.auto_cast: true is not supported: remove it"),
+        ({"fp16_master_weights_and_grads": True}, "fp16.fp16_master_weights_and_grads: true is not supported"),
+    ],
+)
+def test_deepspeed_checks_the_section_of_the_loss_scale(section, message):
+    require_deepspeed()
+    assert message in rejection(ZERO | {"fp16": section}, precision="fp16")
+
+
 @pytest.mark.parametrize(
     ("given", "values", "message"),
     [
@@ -91,7 +137,7 @@ def test_bf16_is_autocast_with_weights_and_communication_in_fp32():
         ({"scheduler": {"type": "WarmupDecayLR"}}, {"lr_scheduler_type": "cosine"}, 'not "WarmupCosineLR"'),
         ({"scheduler": {"params": {"warmup_num_steps": 5}}}, {}, "scheduler.params.warmup_num_steps is 5, not 1"),
         ({"scheduler": {"params": {"total_num_steps": 99}}}, {}, "scheduler.params.total_num_steps is 99, not 10"),
-        ({"fp16": {"enabled": True}}, {}, "fp16.enabled is true, not false"),
+        ({"fp16": {"enabled": True}}, {}, "fp16.enabled is true: add --precision fp16, or remove it"),
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}, "bf16.enabled is true, not false"),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled is true, not false"),
         ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true, not false"),
