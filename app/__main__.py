@@ -95,6 +95,8 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
     if not with_log_level:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # for the ranks
     raise_on_interrupt()
+    if module == "predict" and settings.csv is None and own_flags["split"] is None and options.nproc_per_node == "auto":
+        options.nproc_per_node = "1"  # for single texts
     ranks = resolve_nproc_per_node(options.nproc_per_node, settings, options.nnodes or "1")
     values = {name: value for name, value in vars(options).items() if value is not None} | {"nproc_per_node": ranks}
     flags = [f"--{name}={value}" for name, value in values.items()]

@@ -23,7 +23,8 @@ import hashlib
 import json
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +78,14 @@ def predict(task: Task, world: World) -> None:
     """
     quiet_libraries(world)
     settings, start = task.settings, time.monotonic()
-    with raise_on_all_ranks(world):
+    with raise_on_all_ranks(world), model_is_no_flag():
         if task.texts is not None and world.size > 1:
             raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
-        classifier = load_trained(settings, world.device, commit)
+        with model_is_no_flag():
+            classifier = load_trained(settings, world.device, commit)
         table, has_labels = read_table(task, classifier.class_names)
         part = select_rows(task, table)
     if task.texts is None:
@@ -115,6 +117,15 @@ def predict(task: Task, world: World) -> None:
             finish(task, table, part, logits=logits, has_labels=has_labels)
     if world.is_main_process and task.output is not None:
         print(f"{'took':>14}  {time.monotonic() - start:.1f} s for {len(part):,} reviews, {world.size} rank(s)")
+
+
+@contextmanager
+def model_is_no_flag() -> Iterator[None]:
+    """Leave out `--model` from messages about the model."""
+    try:
+        yield
+    except UserError as problem:
+        raise UserError(str(problem).removeprefix("--model ")) from None
 
 
 def open_partial(output: Path, key: str) -> PartialLogits:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from ..cli import parse_settings, settings_parser
 from ..common.errors import UserError
 from ..common.terminal import has_piped_input
+from ..common.valid import is_utf8
 from ..data.csv_checks import read_header
 from ..data.csv_table import Indices, ReviewTable, read_reviews
 from ..data.split import split_reviews
@@ -83,6 +84,8 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if texts and settings.csv is not None:
         raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
     lines = texts or (read_lines() if settings.csv is None else None)
+    if any(is_utf8(line) for line in lines or ()):
+        raise UserError("a text is not valid UTF-8")
     path = (
         Path(output)
         if output
@@ -124,7 +127,7 @@ def read_lines() -> list[str]:
     try:
         lines = [line.rstrip("\r\n") for line in sys.stdin]
     except UnicodeDecodeError:
-        raise UserError("standard input: is not valid text in this terminal's encoding") from None
+        raise UserError("standard input: is not valid UTF-8") from None
     if not (texts := [line for line in lines if line.strip()]):
         raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
     return texts

@@ -102,6 +102,13 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv
     assert set(pd.read_csv("run.csv")["label"]) == {"负面", "正面"}
 
 
+def test_a_config_file_does_not_name_the_model(run, predict):
+    (run.parent / "settings.yaml").write_text("eval_batch_size: 7\n")
+    predict("run", "--split=test", "--output=sevens.csv", "--config=settings.yaml")
+    predict("run", "--split=test", "--output=flag.csv", "--eval_batch_size=7")
+    assert (run.parent / "sevens.csv").read_bytes() == (run.parent / "flag.csv").read_bytes()
+
+
 def interrupt(monkeypatch, segments: int) -> list[int]:
     """Let the computation fail after some segments; return the list of those that have been computed."""
     computed, compute = [], logits._compute_segment
@@ -162,6 +169,8 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["run/model", "--split=test"], "is not the folder of a run"),
         (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
+        (["run", "\udcff"], "a text is not valid UTF-8"),
+        (["./no", "a"], "./no: no such folder"),
         (["unfinished", "a"], "metrics.json: missing: the run has not finished"),
     ],
 )
