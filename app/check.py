@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from .common.errors import RunError, UserError, escape_control_characters
-from .common.formats import MIB
+from .common.errors import RunError, UserError
+from .common.formats import MIB, labeled
 from .common.machine import device_name
 from .distributed.collectives import all_gather_object, wait_for_device
 from .distributed.environment import master_endpoint, rank_and_sizes, started_by_torchrun
@@ -206,7 +206,7 @@ def train_toy_model(world: World) -> bool:
 
 
 def print_line(name: str, text: str) -> None:
-    print(f"{name:>14}  {escape_control_characters(text)}", flush=True)
+    print(labeled(name, text), flush=True)
 
 
 if __name__ == "__main__":

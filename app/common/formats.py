@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from .errors import UserError, shorten
+from .errors import UserError, escape_control_characters, shorten
 from .paths import TEMPLATES
 
 MAX_CELL_LENGTH = 160
@@ -22,6 +22,11 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in nested.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
+
+
+def labeled(name: str, text: object) -> str:
+    """Return a line of the blocks that programs print: a name, aligned on the right, and a fact."""
+    return f"{name:>14}  {escape_control_characters(str(text))}"
 
 
 def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:

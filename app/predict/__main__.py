@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..common.errors import RunError, UserError, escape_control_characters
+from ..common.formats import labeled
 from ..common.machine import arithmetic
 from ..data.csv_table import Indices, ReviewTable, describe_dropped
 from ..data.loaders import form_eval_batches
@@ -116,7 +117,7 @@ def predict(task: Task, world: World) -> None:
         if world.is_main_process:
             finish(task, table, part, logits=logits, has_labels=has_labels)
     if world.is_main_process and task.output is not None:
-        print(f"{'took':>14}  {time.monotonic() - start:.1f} s for {len(part):,} reviews, {world.size} rank(s)")
+        print(labeled("took", f"{time.monotonic() - start:.1f} s for {len(part):,} reviews, {world.size} rank(s)"))
 
 
 @contextmanager
@@ -145,14 +146,14 @@ def finish(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.
     except OSError as problem:
         raise RunError(f"{task.output} could not be written: {problem.strerror or problem}") from None
     labels = table.labels[part]
-    labeled = labels >= 0
+    known = labels >= 0
     for line in describe_dropped(table):
         print(escape_control_characters(line))
-    if labeled.any():
-        scores = score(logits[labeled], labels[labeled])
+    if known.any():
+        scores = score(logits[known], labels[known])
         correct = round(scores.accuracy * scores.n)
-        print(f"{'accuracy':>14}  {scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}")
-    print(f"{'predictions':>14}  {escape_control_characters(str(task.output))}")
+        print(labeled("accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"))
+    print(labeled("predictions", task.output))
 
 
 if __name__ == "__main__":

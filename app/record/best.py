@@ -13,6 +13,7 @@ import torch
 from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
 from ..checkpoint.state import load_complete_weights, write_weights
 from ..common.errors import RunError
+from ..common.formats import labeled
 from ..distributed.collectives import first_failure
 from ..model.vocabulary import complete_state
 from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
@@ -90,7 +91,7 @@ class BestWeights:
                 raise RunError(f"{folder}: the best weights are damaged: {problem}")
             load_complete_weights(folder, model)
         metric = f"validation {self.metric} {self.best.value:.4f}"
-        world.print_main(f"{'best weights':>14}  of step {self.best.step}: {metric}")
+        world.print_main(labeled("best weights", f"of step {self.best.step}: {metric}"))
 
 
 def remove_unused_best(checkpoints: Path, best: Best) -> None:

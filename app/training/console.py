@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
-from ..common.errors import escape_control_characters
+from ..common.formats import labeled
 from ..common.machine import Arithmetic, automatic_precision, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..data.csv_table import describe_dropped, sample_rows
@@ -150,7 +150,7 @@ def describe_result(scores: Scores, record: RunRecord) -> str:
 
 
 def _block(lines: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:>14}  {escape_control_characters(text)}" for name, text in lines)
+    return "\n".join(labeled(name, text) for name, text in lines)
 
 
 def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
