@@ -186,16 +186,12 @@ class SettingsParser(OneLineParser):
                 raise UserError(f"--config {path}: config cannot be set in a config file")
             if name not in known or value not in ("", "null", "~"):  # parse() reports unknown names
                 arguments.append(f"--{name}={value}")
-        required = [action for action in self._actions if action.required]  # which the command line has
+        for action in self._actions:
+            action.required = False  # the command line has them
         try:
-            for action in required:
-                action.required = False
             parsed = self.parse(arguments)
         except UserError as problem:
             raise UserError(f"--config {path}: {problem}") from None
-        finally:
-            for action in required:
-                action.required = True
         names = ["precision" if name == "bf16" else name for name in content]
         return {name: parsed[name] for name in names}
 
