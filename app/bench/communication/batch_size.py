@@ -13,8 +13,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 
 from ...common.charts import SERIES_COLORS, render_svg, use_powers_of_two
+from ...common.errors import UserError
 from ...common.formats import mib
-from ...distributed.collectives import all_gather_object
+from ...distributed.collectives import all_gather_object, raise_on_all_ranks
 from ...distributed.world import World
 from ...plan.fits import largest_that_fits
 from ...plan.step import build_plan
@@ -57,15 +58,19 @@ def batch_size_variants(settings: Settings, n_train: int, ranks: int) -> dict[st
 def measure_batch_size(settings: Settings, data: ReviewData, *, seconds: float, world: World) -> Section:
     """Time steps of several sizes, next to the memory that they need. Collective."""
     variants = batch_size_variants(settings, len(data.split.train), world.size)
-    compared = compare(settings.model, variants, data, seconds=seconds, world=world, micro_batches=8)
     plan = build_plan(next(iter(variants.values())).settings, world.topology)
     base, count = plan.largest_memory("ddp").on_device(cpu_offload=False), partial(plan.count, strategy="ddp")
+    free = memory_per_rank(world)
+    limit = largest_that_fits(free - base, count)
+    variants = {rows: variant for rows, variant in variants.items() if int(rows) <= limit}
+    with raise_on_all_ranks(world):
+        if not variants:
+            raise UserError(f"section batch_size: no batch fits into {mib(free)} MiB per rank")
+    compared = compare(settings.model, variants, data, seconds=seconds, world=world, micro_batches=8)
     points = {}
     for rows in map(int, variants):
         median = statistics.median(compared.seconds[str(rows)])
         points[rows] = Point(median, rows * world.size, base + count(rows).peak)
-    free = memory_per_rank(world)
-    limit = largest_that_fits(free - base, count)
     first = next(iter(points.values()))
     table = Table(
         settings.model,
@@ -80,7 +85,7 @@ def measure_batch_size(settings: Settings, data: ReviewData, *, seconds: float, 
             ]
             for rows, point in points.items()
         ],
-        f"The plan's limit for {mib(free)} MiB per rank: {limit:,} rows.",
+        f"The plan's limit for {mib(free)} MiB per rank: {limit:,} rows. Larger batches are not timed.",
     )
     parts = [Figure(TITLE, batch_size_chart(points))] if world.is_main_process else []
     data_of_points = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -28,8 +28,8 @@ ABOUT_MESSAGES = (
     "docs/communication.md#messages-and-operations says how it differs from a collective's."
 )
 ABOUT_OPERATIONS = (
-    "An all-reduce of a bucket with each operation. The results are of a tensor in which rank r has r + 1. "
-    "docs/communication.md#messages-and-operations says which operations the backends have."
+    "An all-reduce of a bucket with each operation. The results are of a tensor in which rank 0 has 3, rank 1 has 2 "
+    "and the others have 1. docs/communication.md#messages-and-operations says which operations the backends have."
 )
 
 
@@ -102,7 +102,7 @@ def measure_operations(world: World, largest: int, *, seconds: float, disable_tq
     rows = []
     found: dict[str, float] = {}
     for name, expected in results_of(world.size).items():
-        value = torch.full((1,), float(world.rank + 1), device=world.device)
+        value = torch.full((1,), value_of(world.rank), device=world.device)
         reduce_with(name, value, world.size)
         wait_for_device(world)
         found[name] = float(value)
@@ -117,13 +117,18 @@ def measure_operations(world: World, largest: int, *, seconds: float, disable_tq
     return Section("operations", "Operations of a reduction", [ABOUT_OPERATIONS], [table], data)
 
 
+def value_of(rank: int) -> float:
+    """Return small different numbers, whose product is finite with any number of ranks."""
+    return float(max(1, 3 - rank))
+
+
 def results_of(ranks: int) -> Mapping[str, float]:
-    """Return the result of each operation if rank r has r + 1."""
-    values: Sequence[int] = range(1, ranks + 1)
+    """Return the result of each operation on the values of all ranks."""
+    values = [value_of(rank) for rank in range(ranks)]
     return {
         SUM: sum(values),
         AVERAGE: sum(values) / ranks,
-        "product": float(math.prod(values)),
+        "product": math.prod(values),
         "min": min(values),
         "max": max(values),
     }

@@ -7,6 +7,7 @@ import pytest
 from app.bench import rounds
 from app.bench.communication import batch_size, readiness
 from app.bench.communication.readiness import Readiness
+from app.common.errors import UserError
 from app.setting_groups import TINY
 from app.settings import Settings
 from app.training.build import build_data
@@ -50,7 +51,7 @@ def test_the_plan_has_a_limit_for_the_sizes_that_are_timed(settings, world, monk
     monkeypatch.setattr(batch_size, "memory_per_rank", lambda world: 64 << 20)
     section = batch_size.measure_batch_size(settings, build_data(settings, world), seconds=0.001, world=world)
     points, limit = section.data["points"], section.data["limit"]
-    assert list(points) == ["4", "8"], "there are not a thousand training rows"
+    assert list(points) == ["4", "8"], "a thousand rows are neither there, nor do they fit"
     assert 0 < points["4"]["planned_bytes"] < points["8"]["planned_bytes"]
     assert limit > 8
     plan = batch_size.build_plan(settings, world.topology)
@@ -58,3 +59,12 @@ def test_the_plan_has_a_limit_for_the_sizes_that_are_timed(settings, world, monk
     needed = [base + plan.count(rows, "ddp").peak for rows in (limit, limit + 1)]
     assert needed[0] <= 64 << 20 < needed[1]
     assert f"{limit:,} rows" in section.parts[-1].note
+
+
+def test_batches_that_do_not_fit_are_not_timed(settings, world, monkeypatch):
+    monkeypatch.setattr(batch_size, "largest_that_fits", lambda free, count: 6)
+    section = batch_size.measure_batch_size(settings, build_data(settings, world), seconds=0.001, world=world)
+    assert list(section.data["points"]) == ["4"]
+    monkeypatch.setattr(batch_size, "largest_that_fits", lambda free, count: 0)
+    with pytest.raises(UserError, match="no batch fits into"):
+        batch_size.measure_batch_size(settings, build_data(settings, world), seconds=0.001, world=world)
