@@ -26,6 +26,7 @@ from ..distributed.collectives import all_gather_object, raise_on_all_ranks, red
 from ..distributed.world import World
 from ..flags import SIZES
 from ..model.inputs import to_device
+from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import LossScale, Optimization
@@ -101,11 +102,19 @@ class Bench:
         return self.train_steps(micro_batches(), self.optimization(steps, learning_rate), steps=steps)
 
 
-def build_named(name: str, settings: Settings, data: ReviewData, *, world: World) -> PreTrainedModel:
-    """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective."""
+def build_named(name: str, settings: Settings, data: ReviewData, *, world: World, trim: bool = True) -> PreTrainedModel:
+    """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective.
+
+    Args:
+        trim: whether a BERT of `SIZES` has only the embeddings that training needs, as the model of the settings has.
+    """
     if name not in SIZES:
         return build_model(settings, data, world).model
-    return build_bert(name, settings.seed)
+    model = build_bert(name, settings.seed)
+    if trim:
+        tokens = tokens_of_model(data.tokens, data.tokenizer, model.config)
+        trim_vocabulary(model, tokens, keep_unused=False)
+    return model
 
 
 def build_bert(name: str, seed: int) -> PreTrainedModel:

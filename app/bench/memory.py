@@ -60,7 +60,7 @@ def main(settings: Settings, sizes: bool) -> None:
 
 def measure(name: str, settings: Settings, *, data: ReviewData, world: World) -> None:
     """Train a few steps and print one line per rank. Collective."""
-    model = build_named(name, settings, data, world=world)
+    model = build_named(name, settings, data, world=world, trim=False)
     config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
     bench = distribute(settings, data, model, world=world)
     with raise_on_all_ranks(world):
