@@ -57,10 +57,10 @@ RECIPES = (
 # Those that train no model.
 COLLECTIVE_SECTIONS = ("collectives", "granularity", "point_to_point", "operations", "backends")
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
-DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS, "compression")
+DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS)
 # Only with --sections: with them, the defaults would take much longer.
 ON_REQUEST = (
-    *("ladder", "convergence", "readiness", "batch_size", "data_parallel"),
+    *("compression", "ladder", "convergence", "readiness", "batch_size", "data_parallel"),
     *(name for name in COLLECTIVE_SECTIONS if name != "collectives"),
 )
 SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)
