@@ -1,4 +1,4 @@
-"""The section of the laboratory on the size of the batch: rows per second, and the memory that the plan predicts."""
+"""The section of the laboratory on the size of the batch: tokens per second, and the memory that the plan predicts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from ..page import Figure, Section, Table
 from .step_variants import Variant, compare, plain_ddp
 
 ROWS = (4, 8, 16, 32, 64, 128)  # of a micro-batch, on each rank
-TITLE = "Rows per second over the size of the batch"
+TITLE = "Tokens per second over the size of the batch"
 ABOUT = (
-    "Steps of one micro-batch per rank, on batches of the real lengths. The memory is that of app.plan, with rows of "
-    "--max_length, and so is the limit. docs/communication.md#the-size-of-the-batch."
+    "Steps of one micro-batch per rank. Each size has other rows, so compare tokens, which do not include padding. The "
+    "memory is that of app.plan, with rows of --max_length, and so is the limit. "
+    "docs/communication.md#the-size-of-the-batch."
 )
 
 
@@ -39,11 +40,16 @@ class Point:
 
     seconds: float  # per step
     rows: int  # per step, on all ranks
+    tokens: float  # the same, without padding
     memory: int  # bytes per rank, from the plan
 
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
 
 def batch_size_variants(settings: Settings, n_train: int, ranks: int) -> dict[str, Variant]:
@@ -70,17 +76,18 @@ def measure_batch_size(settings: Settings, data: ReviewData, *, seconds: float, 
     points = {}
     for rows in map(int, variants):
         median = statistics.median(compared.seconds[str(rows)])
-        points[rows] = Point(median, rows * world.size, base + count(rows).peak)
+        points[rows] = Point(median, rows * world.size, compared.tokens[str(rows)], base + count(rows).peak)
     first = next(iter(points.values()))
     table = Table(
         settings.model,
-        ["rows per rank", "time per step", "rows per second", "relative", "planned memory, MiB"],
+        ["rows per rank", "time per step", "rows per second", "tokens per second", "relative", "planned memory, MiB"],
         [
             [
                 str(rows),
                 format_seconds(point.seconds),
                 f"{point.rows_per_second:.0f}",
-                f"{point.rows_per_second / first.rows_per_second:.2f}",
+                f"{point.tokens_per_second:,.0f}",
+                f"{point.tokens_per_second / first.tokens_per_second:.2f}",
                 mib(point.memory),
             ]
             for rows, point in points.items()
@@ -89,7 +96,7 @@ def measure_batch_size(settings: Settings, data: ReviewData, *, seconds: float, 
     )
     parts = [Figure(TITLE, batch_size_chart(points))] if world.is_main_process else []
     data_of_points = {
-        str(rows): {"seconds": compared.seconds[str(rows)], "planned_bytes": point.memory}
+        str(rows): {"seconds": compared.seconds[str(rows)], "tokens": point.tokens, "planned_bytes": point.memory}
         for rows, point in points.items()
     }
     content = {"points": data_of_points, "limit": limit, "bytes_per_rank": free}
@@ -107,8 +114,8 @@ def memory_per_rank(world: World) -> int:
 
 def batch_size_chart(points: Mapping[int, Point]) -> Markup:
     def draw(canvas: Canvas) -> None:
-        axes = canvas.add_subplot(xlabel="rows per rank", ylabel="rows per second")
-        axes.plot(list(points), [point.rows_per_second for point in points.values()], "o-", color=SERIES_COLORS[0])
+        axes = canvas.add_subplot(xlabel="rows per rank", ylabel="tokens per second")
+        axes.plot(list(points), [point.tokens_per_second for point in points.values()], "o-", color=SERIES_COLORS[0])
         use_powers_of_two(axes, 2, "{:,.0f}".format)
         axes.set_ylim(bottom=0)
 

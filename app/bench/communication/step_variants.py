@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ...data.sampler import BatchPlan
+from ...distributed.collectives import all_gather_object
 from ...distributed.world import Topology, World
 from ...setting_groups import TINY
 from ...settings import Settings
@@ -44,6 +45,7 @@ class Comparison:
     seconds: Mapping[str, Sequence[float]]  # per step of each variant, in each round, on the slowest rank
     # Of each variant: this rank's losses of the first micro-batches, which are the same rows.
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    tokens: Mapping[str, float] = field(default_factory=dict)  # per step of each variant, on all ranks, without padding
 
     def median(self, name: str) -> float:
         """Return the median time of a variant, in seconds per step."""
@@ -112,6 +114,7 @@ def compare(
     n = micro_batches or MICRO_BATCHES.get(model, MICRO_BATCHES_OF_OTHERS)
     calls: dict[str, Callable[[], object]] = {}
     steps: dict[str, int] = {}
+    tokens: dict[str, float] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
     for name, variant in variants.items():
@@ -121,6 +124,8 @@ def compare(
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
+        masks = [batch.get("attention_mask", batch["input_ids"] >= 0) for batch in batches[plan.micro_size]]
+        tokens[name] = sum(int(mask.sum()) for mask in masks) / steps[name]
         optimization = bench.optimization(TOTAL_STEPS)
         train = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
         calls[name] = partial(train_and_keep_losses, train, losses[name], COMPARED_CALLS * steps[name])
@@ -130,6 +135,7 @@ def compare(
         model,
         {name: [seconds / steps[name] for seconds in rounds] for name, rounds in times.items()},
         {name: torch.cat(kept).tolist() for name, kept in losses.items()},
+        {name: sum(of_rank[name] for of_rank in all_gather_object(tokens, world)) for name in variants},
     )
 
 

@@ -53,6 +53,8 @@ def test_the_plan_has_a_limit_for_the_sizes_that_are_timed(settings, world, monk
     points, limit = section.data["points"], section.data["limit"]
     assert list(points) == ["4", "8"], "a thousand rows are neither there, nor do they fit"
     assert 0 < points["4"]["planned_bytes"] < points["8"]["planned_bytes"]
+    assert 4 * 3 <= points["4"]["tokens"] <= 4 * 16
+    assert 8 * 3 <= points["8"]["tokens"] <= 8 * 16
     assert limit > 8
     plan = batch_size.build_plan(settings, world.topology)
     base = plan.largest_memory("ddp").on_device(cpu_offload=False)
