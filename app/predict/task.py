@@ -27,16 +27,8 @@ from ..settings import Settings
 
 # Settings of a run that determine its predictions, or the split of its rows.
 OF_THE_RUN = (
-    *(
-        "text_column",
-        "label_column",
-        "label_names",
-        "test_size",
-        "validation_size",
-        "seed",
-        "max_length",
-        "pad_to_multiple_of",
-    ),
+    *("text_column", "label_column", "label_names", "test_size", "validation_size", "seed"),
+    *("max_length", "pad_to_multiple_of"),
     *("attn_implementation", "precision", "tf32", "deterministic", "eval_batch_size", "threads"),
 )
 Part = Literal["train", "validation", "test"]
@@ -86,13 +78,9 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     lines = texts or (read_lines() if settings.csv is None else None)
     if any(is_utf8(line) for line in lines or ()):
         raise UserError("a text is not valid UTF-8")
-    path = (
-        Path(output)
-        if output
-        else None
-        if lines is not None
-        else Path(f"{part or settings.csv_path.stem}-predictions.csv")
-    )
+    path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
+    if output is not None:
+        path = Path(output)
     if path is not None and path.exists():
         raise UserError(f"{path}: exists: name another file with --output, or remove it")
     if path is not None and not path.absolute().parent.is_dir():
