@@ -1,0 +1,55 @@
+"""The settings of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.paths import DOWNLOADED_CSV
+from ..common.valid import at_least, count, label_names, name_of, number
+from .field import setting
+
+
+@dataclass
+class DataSettings:
+    _argument_group_name = "data"
+
+    csv: str | None = setting(
+        None,
+        f"CSV file of reviews; default: {DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample",
+        valid=name_of("a CSV file"),
+    )
+    text_column: str = setting("review", "column that contains the text", valid=name_of("a column"))
+    label_column: str = setting(
+        "label", "column that contains the class: two or more distinct integers or strings", valid=name_of("a column")
+    )
+    label_names: str | None = setting(
+        None,
+        "names of the classes in the model's config, predictions and reports, such as 0=negative,1=positive; default: "
+        "the labels",
+        valid=label_names,
+    )
+    test_size: float = setting(
+        0.1,
+        "fraction of the rows, between 0 and 1, to hold out as test rows",
+        valid=number(lambda x: 0 < x < 1, "a fraction of the rows between 0 and 1, such as 0.1"),
+    )
+    validation_size: float = setting(
+        0.0,
+        "fraction of the remaining rows to hold out for monitoring and for choosing the best weights; 0: none",
+        valid=at_least(0, below=1, requirement="0 or a fraction of the training rows below 1"),
+    )
+    max_length: int = setting(
+        128,
+        "maximum number of tokens per review, including special tokens; longer reviews are truncated",
+        valid=count(3, "tokens"),
+    )
+    pad_to_multiple_of: int = setting(
+        1,
+        "pad batches to a multiple of so many tokens: fewer different lengths, for which kernels may be faster",
+        valid=count(1, "tokens"),
+    )
+    cache_dir: str = setting(
+        "runs/cache",
+        "folder of the cache of vocabularies and tokens, which all runs share; safe to delete",
+        valid=name_of("a folder"),
+    )
