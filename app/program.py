@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
@@ -113,7 +114,8 @@ def launch(
         add_arguments: As for `settings_parser`.
         rejected: As for `settings_parser`.
     """
-    from .distributed.failure import report_failure_to_connect  # here: `early` needs none of torch
+    # Here, because `early` needs none of torch.
+    from .distributed.failure import exit_without_handlers, report_failure_to_connect
     from .distributed.process_group import join
 
     stop_importing()
@@ -138,7 +140,9 @@ def launch(
         except UserError as problem:
             with join(Settings(use_cpu=True, threads=1), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem
-        main(settings, **own_flags)
+        # A tracker that hangs must not stop the exit, where its library waits for it.
+        with exit_without_handlers() if rank == 0 and settings.report_to != "none" else nullcontext():
+            main(settings, **own_flags)
     except KeyboardInterrupt:
         _exit_interrupted()
     except Exception as failure:  # before the process group was joined

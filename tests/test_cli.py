@@ -151,7 +151,8 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     ("argument", "hint"),
     [
         ("--per_device_eval_batch_size=8", "--eval_batch_size"),
-        ("--report_to=none", "steps.jsonl"),
+        ("--logging_first_step", "steps.jsonl"),
+        ("--with_tracking", "--report_to"),
         ("--fsdp_config=fsdp.json", "--strategy zero3"),
         ("--do_eval", "--eval_strategy"),
         ("--train_file=a.csv", "--csv"),

@@ -54,6 +54,22 @@ def name_of(thing: str) -> Rule:
     return lambda text: None if text else f" is empty: must name {thing}"
 
 
+def split_names(text: str) -> list[str]:
+    """Return the names in a text such as `tensorboard,wandb`."""
+    return [name.strip() for name in text.split(",")]
+
+
+def names_among(*choices: str) -> Rule:
+    """Accept one or more of the names, separated by commas."""
+
+    def check(text: str) -> str | None:
+        if set(split_names(text)) <= set(choices):
+            return None
+        return f" {shorten(text)}: must be one or more of {', '.join(choices)}, separated by commas"
+
+    return check
+
+
 def is_utf8(text: str) -> str | None:
     """Reject bytes that are not UTF-8, which Python represents as lone surrogates."""
     if text == text.encode("utf-8", "ignore").decode():

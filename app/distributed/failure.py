@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -171,6 +171,17 @@ class ShortErrorHandler(ErrorHandler):
             self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
         else:
             super().record_exception(e)
+
+
+@contextmanager
+def exit_without_handlers() -> Iterator[None]:
+    """End the process after the block, with the status that the block exits with, without calling atexit handlers."""
+    status = 0
+    try:
+        yield
+    except SystemExit as outcome:
+        status = int(outcome.code or 0)
+    exit_now(status)
 
 
 def exit_now(status: int) -> NoReturn:

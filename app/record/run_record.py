@@ -30,21 +30,14 @@ from ..distributed.preemption import StopRequest
 from ..metrics.score import Scores
 from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
 from ..model.vocabulary import TrimmedVocabulary, complete_state
-from ..runs.schema import (
-    CHECKPOINTS,
-    EVALUATIONS,
-    LOGS,
-    MODEL_FOLDER,
-    RUN_STATE,
-    STEPS,
-    checkpoint_files,
-)
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, METRICS, MODEL_FOLDER, RUN_STATE, STEPS, checkpoint_files
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
 from .results import metrics_content, mfu, stage_model, write_results
 from .run_folder import RunFolder, run_state_content
 from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
+from .tracking import Trackers
 
 
 class RunRecord:
@@ -71,6 +64,7 @@ class RunRecord:
             precision, comm_hook, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step
         )
         self.best = BestWeights(run_folder, self.checkpoints, Best(**resume.state.get("best", {})))
+        self.trackers = Trackers(run_folder, warn=self._print)
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
@@ -108,6 +102,7 @@ class RunRecord:
         )
         evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
         self.run_folder.begin(wrapper_name(wrapped), step if evaluate else None)
+        self.run_folder.write_after_reset(self.trackers.start)
         self.steps.start_clock()
         return evaluate
 
@@ -144,6 +139,8 @@ class RunRecord:
             logits=logits,
             stage=lambda: stage_model(self.folder, model, complete_state(model, state), tokenizer=tokenizer),
         )
+        results = metrics | {"step": self.plan.total_steps, "hash": self.results_hash}
+        self.trackers.log(METRICS.name, [results])
         self.run_folder.unlock()
 
     @contextmanager
@@ -155,6 +152,8 @@ class RunRecord:
             checkpoint = self.checkpoints.find_latest_valid() or "none"
             failure.add_note(f"after step {self.steps.last_step}; latest valid checkpoint: {checkpoint}")
             raise
+        finally:
+            self.trackers.close()
 
     # ---- steps and evaluations --------------------------------------------------------------------------------------
 
@@ -259,6 +258,7 @@ class RunRecord:
             self.logs[name].append(text)
         else:
             self.logs[name].append_or_keep(text, self.world.print_main)
+        self.trackers.log(name, lines)
 
     def _print(self, line: str) -> None:
         if self.world.is_main_process:

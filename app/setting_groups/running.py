@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..common.valid import between, count, path_of
+from ..common.valid import between, count, name_of, names_among, path_of
 from .field import setting
 
 MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "swanlab")
 MAX_THREADS = 1024  # OpenMP aborts the process if the system cannot provide the requested threads
 
 
@@ -99,6 +100,15 @@ class OutputSettings:
         10,
         "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged",
         valid=count(),
+    )
+    report_to: str = setting(
+        "none",
+        f"trackers, separated by commas, that also get everything that is logged: {', '.join(TRACKERS)}",
+        valid=names_among("none", *TRACKERS),
+    )
+    project: str = setting("samebits", "project of the trackers", valid=name_of("a project"))
+    run_name: str | None = setting(
+        None, "name of the run in the trackers; default: training path and folder", valid=name_of("a run")
     )
     disable_tqdm: bool = setting(False, "disable progress bars, which appear only on a terminal")
     dry_run: bool = setting(False, "print the memory and traffic of each rank, and exit before loading weights")

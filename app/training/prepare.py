@@ -24,6 +24,7 @@ from ..model.identity import ModelIdentity, hash_code
 from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_folder import RunInfo, open_run
 from ..record.run_record import RunRecord
+from ..record.tracking import check_trackers
 from ..runs.folder import reject_used
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -206,6 +207,8 @@ def resolve_settings(
                     raise UserError(f"--{name}: {reason}")
         else:
             engine.check(settings, world)
+        if world.is_main_process:  # the others need no trackers
+            check_trackers(settings.report_to)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         # Only on rank 0: a lookup by others would make NFS cache that the folder is missing.

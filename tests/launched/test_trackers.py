@@ -1,0 +1,86 @@
+"""Trackers change no bit of a run, get its values in full precision, and cannot keep the process from exiting."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from helpers.jobs import PROJECT, SAMPLE_CSV, read_steps, unavailable, write_subset
+
+import app.ddp_loop
+from app.cli import parse_settings
+from app.runs.schema import METRICS, TRACKERS
+
+pytestmark = pytest.mark.launched
+FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--max_steps=6", "--logical_ranks=2"]
+FLAGS += ["--use_cpu", "--threads=1", "--disable_tqdm", "--logging_steps=4", "--eval_strategy=steps", "--eval_steps=3"]
+# A library that never finishes, and would keep the process from exiting in two more ways.
+HANGING = """
+import atexit, threading, time
+
+class Run:
+    def log(self, values, step):
+        pass
+
+    def finish(self):
+        time.sleep(600)
+
+def init(project, name, resume):
+    atexit.register(time.sleep, 600)
+    threading.Thread(target=time.sleep, args=[600]).start()
+    run = Run()
+    run.name = name
+    return run
+
+config = {}
+"""
+
+
+@pytest.fixture
+def libraries(tmp_path) -> str:
+    """The PYTHONPATH of a trackio that hangs."""
+    folder = tmp_path / "libraries"
+    (folder / "trackio-1.dist-info").mkdir(parents=True)
+    (folder / "trackio-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1\n")
+    (folder / "trackio.py").write_text(HANGING)
+    return f"{folder}:{PROJECT}"
+
+
+def read_events(folder: Path) -> dict[tuple[str, int], float]:
+    """The values that TensorBoard has of a run, by name and step."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    values = {}
+    for file in sorted((folder / TRACKERS / "tensorboard").glob("events.*")):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.tag.startswith(("train/", "eval/", "final/")):
+                    assert (value.tag, event.step) not in values, "logged twice"
+                    values[value.tag, event.step] = make_ndarray(value.tensor).item()
+    return values
+
+
+def test_both_paths_log_all_values_and_train_the_same_bits(launch, libraries, world, tmp_path, monkeypatch):
+    if importlib.util.find_spec("tensorboard") is None:
+        unavailable("TensorBoard is not installed: run bash run_scripts/setup.sh")
+    write_subset(SAMPLE_CSV, tmp_path / "reviews.csv", 120)
+    monkeypatch.chdir(tmp_path)
+    app.ddp_loop.fine_tune(parse_settings([*FLAGS, "--output_dir=untracked"]), world)
+    expected = json.loads((tmp_path / "untracked" / METRICS.name).read_text())["hash"]
+    for path, ranks in (("ddp_loop", 0), ("trainer_run", 2)):
+        flags = [*FLAGS, "--report_to=tensorboard,trackio", f"--output_dir={path}"]
+        done = launch(path, *flags, ranks=ranks, PYTHONPATH=libraries, limit=120)  # less than the library hangs
+        assert done.status == 0, done.err
+        warning = "warning: --report_to trackio: did not finish within 1 s"
+        assert (done.out + done.err).count("warning: --report_to") == done.out.count(warning) == 1
+        metrics = json.loads((tmp_path / path / METRICS.name).read_text())
+        assert metrics["hash"] == expected
+        logged = read_events(tmp_path / path)
+        for step in read_steps(tmp_path / path):
+            number = step.pop("step")
+            assert {name: logged[f"train/{name}", number] for name in step} == step
+        assert logged["eval/accuracy", 6] == metrics["accuracy"] == logged["final/accuracy", 6]
+        assert json.loads((tmp_path / path / TRACKERS / "trackio.json").read_text())["id"] == f"{path}-{path}"

@@ -1,0 +1,255 @@
+"""Trackers that work, raise, hang or are slow: what they get, and that training never waits for them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.run_records import Copies, add_steps, begin, correct_predictions
+from torch import nn
+
+from app.checkpoint.resume import Resume
+from app.common.errors import UserError
+from app.record import run_record as record_module
+from app.record import tracking
+from app.record.run_record import RunRecord
+from app.runs.schema import RUN_STATE, STEPS
+from app.settings import Settings
+
+FLAGS = {"report_to": "wandb", "save_strategy": "no"}
+EVALUATION = {"n": 12, "accuracy": 1 / 3, "f1": 0.5, "loss": 0.7}
+
+
+class FakeTracker:
+    """A tracker of accelerate that keeps what it is given. It calls `before` with the name of each method first."""
+
+    def __init__(self, before: Callable[[str], None] = lambda name: None) -> None:
+        self.before = before
+        self.ids: list[str | None] = []  # of the runs that it was started with
+        self.config: dict[str, object] = {}
+        self.logged: list[tuple[int, dict[str, object]]] = []
+        self.has_finished = False
+
+    def store_init_configuration(self, values: dict[str, object]) -> None:
+        self.before("config")
+        self.config |= values
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.before("log")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.before("finish")
+        self.has_finished = True
+
+    def steps(self, name: str) -> list[int]:
+        return [step for step, values in self.logged if name in values]
+
+
+@pytest.fixture
+def track(monkeypatch) -> Callable[..., FakeTracker]:
+    """Replace the trackers of all runs by one, which is returned."""
+
+    def use(before: Callable[[str], None] = lambda name: None) -> FakeTracker:
+        tracker = FakeTracker(before)
+
+        def start(name, folder, run_id, *, project, run_name):
+            before("start")
+            tracker.ids.append(run_id)
+            return tracker
+
+        monkeypatch.setattr(tracking, "start_tracker", start)
+        monkeypatch.setattr(tracking, "run_id_of", lambda name, tracker: "id")
+        return tracker
+
+    return use
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """What a hanging tracker waits for: the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def train(new_record, n_steps: int, **settings) -> tuple[RunRecord, float]:
+    """Train some steps, evaluate and end. Return the record, and the seconds that the end took."""
+    record, plan = new_record(**FLAGS | settings, logging_steps=1, max_steps=n_steps)
+    with record.locate_failures():
+        begin(record, plan)
+        for step in range(1, n_steps + 1):
+            add_steps(record, step)
+        record.write_evaluation(n_steps, "test", EVALUATION)
+        start = time.monotonic()
+    return record, time.monotonic() - start
+
+
+def warnings(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+
+
+# ---- what a tracker gets ---------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_gets_what_is_in_the_files(new_record, track, capsys):
+    tracker = track()
+    record, _ = train(new_record, 2, learning_rate=0.1)
+    lines = [json.loads(line) for line in (record.folder / STEPS.name).read_text().splitlines()]
+    for line, (step, values) in zip(lines, tracker.logged, strict=False):
+        assert values.pop("train/examples_per_second") == line["examples"] / line["seconds"]
+        assert {"step": step} | values == {(f"train/{name}", name)[name == "step"]: line[name] for name in line}
+    step, values = tracker.logged[2]
+    assert (step, values.pop("eval/epoch") > 0) == (2, True)
+    assert values == {f"eval/{name}": value for name, value in EVALUATION.items()}
+    assert tracker.config["learning_rate"] == 0.1
+    assert tracker.config["path"] == "ddp_loop"
+    assert tracker.has_finished
+    assert warnings(capsys) == []
+
+
+def test_the_results_and_their_hash_come_last(new_record, track, monkeypatch):
+    tracker = track()
+    record, plan = new_record(**FLAGS, max_steps=1)
+    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: "f" * 64)
+    with record.locate_failures():
+        begin(record, plan)
+        add_steps(record, 1)
+        record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
+    (step, numbers), (_, texts) = tracker.logged[-2:]
+    assert (step, numbers["final/accuracy"], texts) == (1, 1.0, {"final/hash": "f" * 64})
+    assert "final/confusion_matrix" not in numbers, "trackers have no type for it"
+
+
+def test_a_resumed_run_continues_the_run_of_the_tracker(new_record, track, fill):
+    tracker = track()
+    record, plan = new_record(**FLAGS)
+    with record.locate_failures():
+        begin(record, plan)
+        add_steps(record, 1, 2)
+        record.save_checkpoint(2, fill)
+        record.write_evaluation(2, "test", EVALUATION)
+        add_steps(record, 3, 4)
+    config = dict(tracker.config)
+    checkpoint = record.checkpoints.latest_valid
+    resume = Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
+    again, plan = new_record(resume, **FLAGS, logging_steps=7)
+    with again.locate_failures():
+        begin(again, plan)
+        again.write_evaluation(2, "test", EVALUATION)
+        add_steps(again, 3, 4, 5)
+        again.write_evaluation(5, "test", EVALUATION)
+    assert tracker.ids == [None, "id"]
+    assert tracker.steps("train/loss") == [1, 2, 3, 4, 5], "none is doubled"
+    assert tracker.steps("eval/loss") == [2, 5]
+    assert tracker.config == config, "MLflow rejects changed values"
+
+
+def test_only_rank_0_has_trackers(new_record, track):
+    record, _ = new_record(**FLAGS)
+    assert len(record.trackers.threads) == 1
+    object.__setattr__(record.info.world, "rank", 1)
+    try:
+        assert not record.info.world.is_main_process
+        assert tracking.Trackers(record.run_folder, warn=print).threads == []
+    finally:
+        object.__setattr__(record.info.world, "rank", 0)
+
+
+# ---- trackers that do not work ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["start", "config", "log", "finish"])
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SystemExit(1), ValueError("a\nb\x1b[0m")])
+def test_a_tracker_that_raises_is_one_warning(new_record, track, capsys, where, problem):
+    def fail(name: str) -> None:
+        if name == where:
+            raise problem
+
+    tracker = track(fail)
+    record, seconds = train(new_record, 5)
+    (line,) = warnings(capsys)
+    assert line.startswith("warning: --report_to wandb: ")
+    assert line.isprintable()
+    assert seconds < tracking.SECONDS_AT_END
+    assert len((record.folder / STEPS.name).read_text().splitlines()) == 5
+    assert tracker.has_finished == (where in ("config", "log"))
+
+
+def test_a_tracker_that_recovers_gets_the_later_values(new_record, track):
+    failures = iter([OSError("unreachable"), OSError("unreachable")])
+
+    def fail_twice(name: str) -> None:
+        if name == "log" and (problem := next(failures, None)):
+            raise problem
+
+    tracker = track(fail_twice)
+    train(new_record, 5)
+    assert tracker.steps("train/loss") == [3, 4, 5]
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_costs_a_second_and_a_bounded_queue(new_record, track, capsys, monkeypatch, where, hang):
+    monkeypatch.setattr(tracking, "MAX_QUEUED", 4)
+    track(lambda name: hang.wait() if name == where else None)
+    record, seconds = train(new_record, 20)
+    assert 0.9 < seconds < 2 * tracking.SECONDS_AT_END
+    (line,) = warnings(capsys)
+    assert ("did not finish within 1 s" if where == "finish" else "does not respond") in line
+    assert len((record.folder / STEPS.name).read_text().splitlines()) == 20
+
+
+def test_a_slow_tracker_does_not_delay_the_steps(new_record, track, monkeypatch):
+    tracker = track(lambda name: time.sleep(0.5))
+    record, plan = new_record(**FLAGS)
+    begin(record, plan)
+    start = time.monotonic()
+    add_steps(record, 1, 2)
+    assert time.monotonic() - start < 0.5
+    record.trackers.close()
+    assert not tracker.has_finished
+
+
+def test_a_failed_run_ends_its_trackers(new_record, track):
+    tracker = track()
+    record, plan = new_record(**FLAGS)
+    begin(record, plan)
+    add_steps(record, 1)
+    with pytest.raises(ZeroDivisionError), record.locate_failures():
+        raise ZeroDivisionError
+    assert tracker.steps("train/loss") == [1]
+    assert tracker.has_finished
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"id": 1}', '{"id": 1, "logged": 3}'])
+def test_a_damaged_file_starts_a_new_run_of_the_tracker(tmp_path, content):
+    (tmp_path / "wandb.json").write_text(content)
+    assert tracking.read_state(tmp_path / "wandb.json") == {}
+
+
+# ---- the flags -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("report_to", "names"),
+    [("none", []), ("wandb", ["wandb"]), ("wandb, mlflow,wandb", ["wandb", "mlflow"]), ("none,mlflow", ["mlflow"])],
+)
+def test_trackers_are_separated_by_commas(report_to, names):
+    assert tracking.requested_trackers(Settings(report_to=report_to).report_to) == names
+
+
+@pytest.mark.parametrize("report_to", ["", "all", "wandb;mlflow", "wandb,"])
+def test_an_unknown_tracker_is_rejected(report_to):
+    with pytest.raises(UserError, match="must be one or more of none, tensorboard, trackio"):
+        Settings(report_to=report_to)
+
+
+def test_a_tracker_that_is_not_installed_is_rejected(monkeypatch):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["wandb"])
+    tracking.check_trackers("none")
+    tracking.check_trackers("wandb")
+    with pytest.raises(UserError, match=r"^--report_to mlflow: .* pip install 'samebits\[mlflow\]'"):
+        tracking.check_trackers("wandb,mlflow")
