@@ -113,6 +113,9 @@ def parse() -> tuple[argparse.Namespace, Settings]:
             "--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook, and use --precision fp32 or "
             "bf16"
         )
+    for name in ("class_weights", "label_smoothing_factor", "early_stopping_patience", "load_best_model_at_end"):
+        if options.ablate and getattr(settings, name) != getattr(Settings, name):
+            raise UserError(f"--{name}: has no effect with --ablate: remove one of the two flags")
     if options.ablate and (options.runs or options.assert_equal):
         raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
     if options.ablate and options.nproc_per_node == "auto":

@@ -122,10 +122,11 @@ def train_step(
         #    per step.
         with strategy.accumulate(wrapped, number):
             with mixed_precision(settings.precision, batch["labels"].device), masks:
-                loss = wrapped(**batch).loss
-            # The model returns the mean loss of a micro-batch. All micro-batches have the same number of rows, so the
-            # sum of mean / number of micro-batches is the mean over this rank's rows, and the average over the ranks
-            # turns its gradient into the gradient of the mean loss over the global batch.
+                loss = optimization.loss(wrapped(**batch), batch["labels"], step)
+            # This is the mean loss of the micro-batch, unless --class_weights is set (training/loss.py). All
+            # micro-batches have the same number of rows, so the sum of mean / number of micro-batches is the mean over
+            # this rank's rows, and the average over the ranks turns its gradient into that of the mean loss over the
+            # global batch.
             loss_scale.scale(loss / len(batches)).backward()  # scaled for fp16 only
         losses.append(loss.detach())
 
@@ -159,7 +160,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
     optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world), prepared.loss)
 
     # A checkpoint holds the weights and all that updates them. Each rank writes its part.
     state = TrainingState(model, optimization, strategy, world)
@@ -175,6 +176,8 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     sampler = data.train_sampler(strategy.logical_ranks, settings)
     loader = DataLoader(data.train_rows, plan.micro_size, sampler=sampler, **data.loader_options(world.device))
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
+        if record.early_stopping.stops:
+            break
         # Without set_epoch, every epoch would repeat the order of the first one. A resumed epoch skips the steps that
         # are done.
         steps_done = step % plan.steps_per_epoch
@@ -194,6 +197,8 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             #    a number that is only displayed. If any rank has been asked to stop, all ranks stop here.
             if record.after_step(step, losses, norm, learning_rate=learning_rate, batches=batches):
                 evaluate_during_training(step, prepared, world)
+                if record.early_stopping.stops:  # every rank has the same scores, so all ranks stop here
+                    break
     record.best.load(model, step)
 
 

@@ -16,6 +16,7 @@ FLAGS_OF_RUNS = (
     *("num_train_epochs", "max_steps", "eval_strategy", "eval_steps", "eval_batch_size"),
     *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "resume_from_checkpoint"),
     *("load_best_model_at_end", "metric_for_best_model"),
+    *("early_stopping_patience", "early_stopping_threshold", "class_weights", "label_smoothing_factor"),
     *("output_dir", "logging_steps", "profile", "measure_peak_flops", "report_to", "project", "run_name"),
 )
 

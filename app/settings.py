@@ -97,11 +97,14 @@ class Settings(
                 "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it cannot be combined "
                 "with --ddp_find_unused_parameters"
             )
-        if self.load_best_model_at_end and (not self.validation_size > 0 or self.eval_strategy == "no"):
-            yield (
-                "--load_best_model_at_end needs validation rows to choose on, because test rows must not be used: add "
-                "--validation_size 0.1 and an --eval_strategy"
-            )
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(self, name) and (not self.validation_size > 0 or self.eval_strategy == "no"):
+                yield (
+                    f"--{name} needs validation rows to choose on, because test rows must not be used: add "
+                    "--validation_size 0.1 and an --eval_strategy"
+                )
+        if self.early_stopping_threshold > 0 and self.early_stopping_patience is None:
+            yield "--early_stopping_threshold needs --early_stopping_patience"
 
     @property
     def csv_path(self) -> Path:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,7 +40,7 @@ from .program import launch
 from .settings import Settings
 from .trainer.deepspeed_engine import gather_parameters
 from .trainer.engine import TrainerEngine, training_arguments, unset_engine
-from .trainer.review_trainer import RecordCallback, ReviewTrainer
+from .trainer.review_trainer import NothingLeftToTrain, RecordCallback, ReviewTrainer
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 
@@ -87,38 +87,30 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     assert trainer.model_accepts_loss_kwargs is False
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    callback = RecordCallback(trainer, prepared, world, stop=stop)
-    trainer.add_callback(callback)
-    train(trainer, callback, prepared, world=world)
+    trainer.add_callback(RecordCallback(trainer, prepared, world, stop=stop))
+    train(trainer, prepared, world)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
     scores = score(logits, prepared.test_set.labels)
     prepared.record.finish(prepared.strategy, prepared.model, tokenizer=data.tokenizer, logits=logits, scores=scores)
     return scores
 
 
-def train(trainer: ReviewTrainer, callback: RecordCallback, prepared: Preparation, *, world: World) -> None:
+def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
     """Train up to the last step, from the beginning or from a checkpoint.
 
     Raises:
         Preempted: the run was asked to stop, and has saved a checkpoint.
         RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
-    checkpoint, total_steps = prepared.resume.checkpoint, prepared.plan.total_steps
-    all_steps_are_done = prepared.resume.step == total_steps
-    if checkpoint is not None and (all_steps_are_done or prepared.settings.deepspeed is not None):
+    checkpoint = prepared.resume.checkpoint
+    if checkpoint is not None and prepared.settings.deepspeed is not None:
         load_weights(prepared.model, checkpoint, world)  # DeepSpeed's engine copies them when it is created
-    if not all_steps_are_done:
-        with copy_trainer_state(checkpoint, world) as folder:
-            trainer.train(resume_from_checkpoint=folder)
-        assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
-    else:  # only evaluations are left, but Trainer would train one more step
-        trainer.state.global_step = total_steps
-        if trainer.wrapped is prepared.model:  # an engine would have placed it on the device
-            prepared.model.to(device=world.device)  # type: ignore[call-arg]
-        callback.begin()
+    with copy_trainer_state(checkpoint, world) as folder, suppress(NothingLeftToTrain):
+        trainer.train(resume_from_checkpoint=folder)
+    assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
     if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
         with gather_parameters(prepared.model.parameters(), write=True):
-            prepared.record.best.load(prepared.model, total_steps)
+            prepared.record.best.load(prepared.model, trainer.state.global_step)
 
 
 @contextmanager

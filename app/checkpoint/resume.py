@@ -19,6 +19,7 @@ from ..common.machine import Arithmetic, changes_of_arithmetic, device_name
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
+from ..metrics.early_stopping import EarlyStopping
 from ..model.identity import ModelIdentity, differences_of_configs
 from ..runs.parse import parse_object
 from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
@@ -39,8 +40,8 @@ LOG_FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
 # A checkpoint is rejected if one of these settings has another value. The settings of `setting_effects.ROUNDING` may
 # have one, which `changes_since` announces.
 MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
-# With --load_best_model_at_end, these too. The batch size affects the rounding of the scores, and with it the choice
-# between two that are nearly equal.
+# With --load_best_model_at_end or --early_stopping_patience, these too. The batch size affects the rounding of the
+# scores, and with it the choice between two that are nearly equal.
 BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
 
 
@@ -229,7 +230,8 @@ def check_compatible(
     state = resume.state
     # A checkpoint that is older than a setting was trained with the setting's present default.
     recorded = Settings().as_dict() | state["settings"]
-    names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if settings.load_best_model_at_end else ())]
+    chooses = settings.load_best_model_at_end or settings.early_stopping_patience is not None
+    names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if chooses else ())]
     pairs = [
         *((name, recorded.get(name), getattr(settings, name)) for name in names),
         ("total steps", state["total_steps"], total_steps),
@@ -245,6 +247,13 @@ def check_compatible(
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
     for log in LOGS:
         resume.lines_of(log)  # raises if a log is damaged
+    stopping, patience = EarlyStopping(settings), settings.early_stopping_patience
+    stopping.add_all(resume.lines_of(EVALUATIONS.name, before=resume.step))
+    if stopping.stops:
+        raise UserError(
+            f"cannot resume from {resume.checkpoint}: with --early_stopping_patience {patience} the run stops before "
+            "it: raise the patience, or resume from an earlier checkpoint"
+        )
     if settings.load_best_model_at_end and resume.best is not None and (problem := problem_of(resume.best)):
         raise UserError(f"cannot resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
 

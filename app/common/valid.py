@@ -98,5 +98,23 @@ def label_names(text: str) -> str | None:
     return is_utf8(text)
 
 
+def split_class_weights(text: str) -> list[float]:
+    """Return the numbers in a text such as `1,2.5`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    return [float(weight) for weight in text.split(",")]
+
+
+def class_weights(text: str) -> str | None:
+    try:
+        if text == "balanced" or all(0 < weight <= sys.float_info.max for weight in split_class_weights(text)):
+            return None
+    except ValueError:
+        pass
+    return f" {shorten(text)}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
+
+
 def path_of(thing: str) -> Rule:
     return lambda text: name_of(thing)(text) or is_utf8(text)

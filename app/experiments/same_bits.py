@@ -10,8 +10,9 @@ the final weights, the losses, gradient norms and learning rates of all steps, t
 exit status is 1 unless all hashes are equal. Any training flag applies to all cells. On GPUs, --deterministic is set.
 
 --vary trains these cells with each value of further settings: {1, 2, 4} accumulation steps, {random, group_by_length}
-sampling, {fp32, bf16} precision, and as many logical ranks as ranks, instead of --logical_ranks. Each combination of
-values is a training of its own: its cells must have one hash.
+sampling, {fp32, bf16} precision, as many logical ranks as ranks, instead of --logical_ranks, {no, balanced} class
+weights, {no, 0.1} label smoothing, and {no, 1} patience of early stopping. Each combination of values is a training of
+its own: its cells must have one hash.
 
     python -m app.experiments.same_bits --vary accumulation sampling precision --strategies ddp \\
         --interruptions uninterrupted
@@ -54,6 +55,9 @@ VARIED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "sampling": ("train_sampling_strategy", ("random", "group_by_length")),
     "precision": ("precision", ("fp32", "bf16")),
     "logical_ranks": ("logical_ranks", ()),
+    "class_weights": ("class_weights", (None, "balanced")),
+    "label_smoothing": ("label_smoothing_factor", (0.0, 0.1)),
+    "early_stopping": ("early_stopping_patience", (None, 1)),
 }
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.

@@ -27,6 +27,7 @@ from ..common.terminal import hides_progress
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.preemption import StopRequest
+from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
 from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
 from ..model.vocabulary import TrimmedVocabulary, complete_state
@@ -65,6 +66,7 @@ class RunRecord:
         )
         self.best = BestWeights(run_folder, self.checkpoints, Best(**resume.state.get("best", {})))
         self.trackers = Trackers(run_folder, warn=self._print)
+        self.early_stopping = EarlyStopping(self.settings)
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ class RunRecord:
             disable=hides_progress(self.settings.disable_tqdm, self.world.is_main_process),
         )
         evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
+        self.early_stopping.add_all(self.resume.lines_of(EVALUATIONS.name, before=step if evaluate else None))
         self.run_folder.begin(wrapper_name(wrapped), step if evaluate else None)
         self.run_folder.write_after_reset(self.trackers.start)
         self.steps.start_clock()
@@ -239,6 +242,10 @@ class RunRecord:
         self.write_evaluation(step, eval_set_name, metrics)
         self.best.keep(step, strategy, model, metrics=metrics)
         self.steps.start_clock()  # an evaluation does not count as training time
+        self.early_stopping.add(metrics)
+        if self.early_stopping.stops:
+            self._print(f"step {step}/{self.plan.total_steps}: {self.early_stopping}")
+            self.bar.close()
 
     def write_evaluation(self, step: int, eval_set_name: str, metrics: Mapping[str, float]) -> None:
         """Append a line to evaluations.jsonl, and print it."""

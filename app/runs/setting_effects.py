@@ -10,13 +10,13 @@ EVERY_STEP = (
     *("max_length", "pad_to_multiple_of", "dropout", "attn_implementation", "train_batch_size", "logical_ranks"),
     *("learning_rate", "lr_scheduler_type"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("train_sampling_strategy", "seed", "precision", "tf32", "ddp_comm_hook", "param_dtype", "reduce_dtype"),
-    "deterministic",
+    *("train_sampling_strategy", "class_weights", "label_smoothing_factor", "seed", "precision", "tf32"),
+    *("ddp_comm_hook", "param_dtype", "reduce_dtype", "deterministic"),
 )
 # They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
 CHOICES = (
     *("text_column", "label_column", "label_names", "test_size", "validation_size"),
-    *("model", "num_train_epochs", "max_steps"),
+    *("model", "num_train_epochs", "max_steps", "early_stopping_patience", "early_stopping_threshold"),
 )
 # Another recorded value states their effect: the split's fingerprint, the model's commit or content, the global batch
 # size, the devices.
@@ -25,7 +25,7 @@ STATED_ELSEWHERE = ("csv", "revision", "trust_remote_code", "per_device_train_ba
 ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "deepspeed", "fsdp")
 # They affect which weights are kept and how rows are evaluated, but no step.
 AFTER_THE_STEPS = ("load_best_model_at_end", "eval_batch_size")
-# They decide which weights are the best, and matter only if a run finishes with those.
+# They decide which weights are the best, and matter only if a run finishes with those, or stops early.
 BEST_WEIGHTS = ("metric_for_best_model", "eval_strategy", "eval_steps")
 # How the ranks share the work, and when checkpoints are saved: not a single bit of the results depends on it.
 WITHOUT_EFFECT = (

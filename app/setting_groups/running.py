@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..common.valid import between, count, name_of, names_among, path_of
+from ..common.valid import at_least, between, count, name_of, names_among, path_of
 from .field import setting
 
 MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
@@ -23,6 +23,15 @@ class EvaluationSettings:
     eval_steps: int = setting(500, "optimizer steps between evaluations with --eval_strategy steps", valid=count())
     eval_batch_size: int = setting(
         64, "examples per evaluation batch; affects padding, and thereby scores by rounding error", valid=count()
+    )
+    early_stopping_patience: int | None = setting(
+        None,
+        "stop training after so many evaluations in a row that did not improve --metric_for_best_model on the "
+        "validation rows; default: train all steps",
+        valid=count(1, "evaluations"),
+    )
+    early_stopping_threshold: float = setting(
+        0.0, "only an improvement by more than this counts for --early_stopping_patience", valid=at_least(0)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..common.valid import LARGEST_COUNT, above, at_least, between, count, name_of, number, path_of
+from ..common.valid import LARGEST_COUNT, above, at_least, between, class_weights, count, name_of, number, path_of
 from .field import setting
 
 TINY = "tiny"
@@ -91,6 +91,17 @@ class TrainingSettings:
     max_grad_norm: float = setting(1.0, "clip gradients to this global norm; 0: no clipping", valid=at_least(0))
     train_sampling_strategy: Literal["group_by_length", "random"] = setting(
         "group_by_length", "form batches of reviews of similar length (less padding) or of random reviews"
+    )
+    class_weights: str | None = setting(
+        None,
+        "weight of each class in the training loss: `balanced` (inversely proportional to its training rows), or one "
+        "number per class, such as 1,2.5, in the order of the labels; normalized over the global batch",
+        valid=class_weights,
+    )
+    label_smoothing_factor: float = setting(
+        0.0,
+        "share of each training label that is divided among all classes; evaluations do not smooth",
+        valid=at_least(0, below=1, requirement="0 or more and below 1"),
     )
     seed: int = setting(
         42, "seed of the split, the initial weights, the data order and dropout", valid=between(0, LARGEST_COUNT)

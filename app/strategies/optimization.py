@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +62,25 @@ class LossScale:
         self.good_steps.fill_(state["good_steps"])
 
 
+# loss(outputs, labels, step) returns the loss of a micro-batch, a scalar, from the model's outputs, the labels, int64
+# (rows,), and the number of optimizer steps before this one.
+Loss = Callable[[Any, torch.Tensor, int], torch.Tensor]
+
+
+def mean_loss(outputs: Any, labels: torch.Tensor, step: int) -> torch.Tensor:
+    """Return the model's own loss, the mean cross-entropy of the micro-batch's rows."""
+    loss: torch.Tensor = outputs.loss
+    return loss
+
+
 @dataclass(frozen=True)
 class Optimization:
-    """The optimizer, its schedule, and the scale of the loss in fp16."""
+    """The optimizer, its schedule, the scale of the loss in fp16, and the loss."""
 
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     loss_scale: LossScale
+    loss: Loss = mean_loss
 
 
 VECTOR_BYTES = 64  # of the largest vector registers (AVX-512)

@@ -5,7 +5,6 @@ The docstring of each override explains what would differ without it.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,13 @@ class ReviewTrainer(Trainer):
         """Copy a batch as app.ddp_loop does: Trainer would wait for the copy of each tensor."""
         return to_device(inputs, self.prepared.model, self.world)
 
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep the loss of each micro-batch for the record: Trainer adds them up over a logging interval."""
-        with self.masks if model.training else nullcontext():
-            loss: Any = super().compute_loss(model, *args, **kwargs)
-        if not isinstance(loss, torch.Tensor):  # in an evaluation, it is a tuple of the loss and the model's outputs
-            return loss
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the shared loss, and keep that of each micro-batch: Trainer adds them up over a logging interval."""
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with self.masks:
+            _, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = self.prepared.loss(outputs, inputs["labels"], self.state.global_step)
         self.micro_losses.append(loss.detach())
         return self.loss_scale.scale(loss)
 
@@ -154,6 +154,7 @@ class ReviewTrainer(Trainer):
         prepared.record.after_evaluation(
             self.state.global_step, prepared.eval_set.name, scores, strategy=prepared.strategy, model=prepared.model
         )
+        self.control.should_training_stop = prepared.record.early_stopping.stops
         return metrics
 
     def evaluation_loop(  # noqa: PLR0917 (the caller's signature)
@@ -197,6 +198,10 @@ class ReviewTrainer(Trainer):
 # ---- callback --------------------------------------------------------------------------------------------------------
 
 
+class NothingLeftToTrain(Exception):
+    """Only evaluations are left, but Trainer would train one more step."""
+
+
 class RecordCallback(TrainerCallback):
     """Add the actions of app/ddp_loop.py around Trainer's optimizer steps, in the same order.
 
@@ -211,6 +216,9 @@ class RecordCallback(TrainerCallback):
         if self.prepared.resume.checkpoint is not None:
             self._training_state().load(self.prepared.resume.checkpoint)
         self.begin()
+
+        if self.prepared.resume.step == self.prepared.plan.total_steps or self.prepared.record.early_stopping.stops:
+            raise NothingLeftToTrain
 
     def begin(self) -> None:
         """Start the record, and repeat the evaluation after the checkpoint's own step if there was one."""

@@ -30,6 +30,7 @@ from ..runs.schema import LATEST, PREDICTIONS, RUNS
 from ..setting_groups import TINY
 from ..settings import Settings
 from .build import ReviewData
+from .loss import requested_class_weights
 from .step import warmup_steps
 
 
@@ -64,6 +65,10 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     compression += ", parameters gathered in bf16" if settings.param_dtype == "bf16" else ""
     compression += ", gradients reduced in bf16" if settings.reduce_dtype == "bf16" else ""
     vocabulary = trimmed_vocabulary(classifier.model)
+    weights = ", ".join(
+        f"{name} {weight:.4g}"
+        for name, weight in zip(table.class_names, requested_class_weights(settings, data), strict=True)
+    )
     n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     lines = [
         ("path", path_name),
@@ -78,6 +83,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         *([("vocabulary", str(vocabulary))] if vocabulary else []),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),
+        *([("class weights", weights)] if settings.class_weights is not None else []),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (
             "machine",

@@ -28,8 +28,10 @@ from ..record.tracking import check_trackers
 from ..runs.folder import reject_used
 from ..settings import Settings
 from ..strategies.base import Strategy
+from ..strategies.optimization import Loss
 from .build import ReviewData, build_data, build_model, select_strategy
 from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
+from .loss import build_loss
 from .step import default_learning_rate
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Preparation:
     record: RunRecord
     resume: Resume
     profiler: NoProfiler | StepProfiler
+    loss: Loss
     deepspeed_config: dict[str, Any] | None = None
 
     @property
@@ -134,6 +137,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
     )
     with raise_on_all_ranks(world):
+        loss = build_loss(settings, data)
         check_compatible(
             resume,
             path_name=path_name,
@@ -186,6 +190,7 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         record=record,
         resume=resume,
         profiler=profiler,
+        loss=loss,
         deepspeed_config=info.deepspeed_config,
     )
 
