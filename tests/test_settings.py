@@ -107,3 +107,33 @@ def test_no_batch_is_padded_beyond_the_maximum_length(multiple, valid):
         return
     with pytest.raises(UserError, match=f"--pad_to_multiple_of {multiple}: must"):
         Settings(max_length=100 if multiple == 200 else 200, pad_to_multiple_of=multiple)
+
+
+@pytest.mark.parametrize("weights", ["", "1,", "0,1", "-1,1", "nan,1", "1,inf", "1e400,1", "Balanced", "1;2"])
+def test_class_weights_are_numbers_above_0(weights):
+    with pytest.raises(UserError, match=r"--class_weights .*: must be `balanced`, or one number above 0 per class"):
+        Settings(class_weights=weights)
+
+
+@pytest.mark.parametrize("weights", ["balanced", "1,2.5", " 1 , 2e-3 ,7"])
+def test_class_weights_that_are_valid(weights):
+    Settings(class_weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"early_stopping_patience": 2}, "--early_stopping_patience needs validation rows to choose on"),
+        (
+            {"early_stopping_patience": 2, "validation_size": 0.1, "eval_strategy": "no"},
+            "add --validation_size 0.1 and an --eval_strategy",
+        ),
+        ({"early_stopping_patience": 0, "validation_size": 0.1}, "--early_stopping_patience 0: must be 1"),
+        ({"early_stopping_threshold": 0.1}, "--early_stopping_threshold needs --early_stopping_patience"),
+        ({"label_smoothing_factor": 1}, "--label_smoothing_factor 1: must be 0 or more and below 1"),
+    ],
+)
+def test_early_stopping_and_smoothing_that_cannot_work_are_rejected(settings, message):
+    with pytest.raises(UserError, match=message):
+        Settings(**settings)
+    Settings(early_stopping_patience=1, early_stopping_threshold=0.1, validation_size=0.1, label_smoothing_factor=0.9)

@@ -12,12 +12,12 @@ from helpers.run_folders import write_run
 
 from app.common.errors import UserError
 from app.experiments import same_bits
-from app.experiments.same_bits import VARIED, Cell, as_markdown, build_cells, main, parse
+from app.experiments.same_bits import Cell, as_markdown, build_cells, main, parse
 from app.program import run_program
 from app.settings import Settings
 
-PARITY = ["--vary", *VARIED, "--ranks", "1", "2", "3", "--strategies=ddp", "--interruptions=uninterrupted"]
-PARITY += ["--train_batch_size=48"]
+PARITY = ["--vary", "accumulation", "sampling", "precision", "logical_ranks", "--ranks", "1", "2", "3"]
+PARITY += ["--strategies=ddp", "--interruptions=uninterrupted", "--train_batch_size=48"]
 
 
 def cells(monkeypatch, *flags: str) -> list:

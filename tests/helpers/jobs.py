@@ -287,4 +287,5 @@ def run_folders(
 
 def require_success(outcomes: Mapping[str, Outcome]) -> None:
     """Assert that every run finished."""
-    assert {name: outcome.problem for name, outcome in outcomes.items()} == dict.fromkeys(outcomes)
+    problems = {name: outcome.problem for name, outcome in outcomes.items() if outcome.problem is not None}
+    assert not problems, problems

@@ -41,6 +41,10 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
     size, steps, warmup = settings.train_batch_size, settings.max_steps, settings.max_steps // 10
     steps_per_epoch = len(split.train) // size
+    weights = None
+    if settings.class_weights is not None:
+        weights = torch.tensor([*map(float, settings.class_weights.split(","))], dtype=model.dtype)
+    criterion = torch.nn.CrossEntropyLoss(weights, label_smoothing=settings.label_smoothing_factor)
     losses = []
     model.train()
     for step in range(steps):
@@ -51,7 +55,7 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3 * share
         with RowDropout(settings.seed, step, range(size)):
             logits = logits_of(rows)
-        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(table.labels[rows]))
+        loss = criterion(logits, torch.from_numpy(table.labels[rows]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -32,6 +32,7 @@ FLAGS += ["--eval_steps=6", "--save_strategy=steps", "--save_steps=4", "--save_t
 ANY_RANKS = ["--logical_ranks=4"]
 BEST = [*ANY_RANKS, "--load_best_model_at_end", "--metric_for_best_model=loss"]
 TWO = ["--logical_ranks=2"]
+WEIGHTED = ["--class_weights=balanced", "--label_smoothing_factor=0.1"]
 VARIANTS = {
     "best": BEST,
     "tiny": [*BEST, "--model=tiny"],  # learns its tokenizer from the training rows
@@ -41,6 +42,8 @@ VARIANTS = {
     "overflow": [*ANY_RANKS, "--precision=fp16", "--learning_rate=1e-2"],
     "power_sgd": [*TWO, "--model=tiny", "--ddp_comm_hook=power_sgd", "--save_steps=1", "--max_steps=8"],
     "evaluated": [*BEST, "--eval_steps=4", "--eval_batch_size=4", "--save_steps=2"],  # step 4 is saved and evaluated
+    # Training stops after step 8, although it is not the last one.
+    "early": [*ANY_RANKS, "--eval_steps=4", "--early_stopping_patience=1", "--early_stopping_threshold=10", *WEIGHTED],
     "long": [*BEST, "--max_steps=200", "--eval_steps=60", "--save_steps=20"],
     # A restart must find the run still training: rendezvous of two nodes take seconds.
     "slow": [*ANY_RANKS, "--model=tiny", "--max_steps=200", "--max_length=48", "--eval_steps=100", "--save_steps=5"],
@@ -52,7 +55,7 @@ VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
 MUTATIONS = {"overflow": "large_loss_scale", "fsdp": "cpus_as_gpus"}  # by variant or strategy
 # Any ranks, strategy and path train these variants to the same bits as one process of ddp_loop.
 REFERENCES = dict.fromkeys(
-    ["best", "tiny", "constant", "overflow", "evaluated", "long", "slow"], ("ddp_loop", 1, "ddp")
+    ["best", "tiny", "constant", "overflow", "evaluated", "early", "long", "slow"], ("ddp_loop", 1, "ddp")
 )
 CPU = {"device": "cpu"}
 DEEPSPEED = {
@@ -107,6 +110,9 @@ FAST_CELLS = [
     Cell("ddp_loop", PLAIN, PLAIN, DAMAGED),
     *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
     Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
+    Cell("ddp_loop", (1, "ddp"), (2, "zero1"), "step 4", "early"),
+    # The first thing that the resumed run does is the evaluation after which it stops.
+    *(Cell(path, (1, "ddp"), (2, "zero3"), "step 8", "early") for path in PATHS),
     # Before and after the first compressed step. DDP forms other buckets in the first step of a process, and here in
     # the later ones, too.
     *(Cell("ddp_loop", PLAIN, (2, "zero1"), f"step {n}", "power_sgd", ("--ddp_bucket_cap_mb=1",)) for n in (1, 5)),
@@ -273,6 +279,8 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, traine
         assert f"(step {step})" in outcomes[cell.name].out
     if step == 8:
         assert uninterrupted_steps[7]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
+    if cell.variant == "early":
+        assert len(uninterrupted_steps) == 8
     if cell.interruption == DAMAGED:
         assert re.findall(r"checkpoint-(16|12)\b", outcomes[cell.name].out) == ["16", "12"], "both are reported"
     if cell.variant == "overflow":

@@ -1,0 +1,92 @@
+"""The training loss: micro-batches together have the loss of one large batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.utils.class_weight import compute_class_weight
+
+from app.common.errors import UserError
+from app.data.sampler import BatchPlan, FullBatchSampler
+from app.training.loss import WeightedLoss, class_weights
+
+CLASSES = ["a", "b", "c"]
+
+
+def batch_plan(logical_ranks: int, accumulation: int, micro_size: int, steps_per_epoch: int) -> BatchPlan:
+    size = logical_ranks * accumulation * micro_size
+    return BatchPlan(
+        **{"global_size": size, "ranks": 1, "logical_ranks": logical_ranks, "micro_size": micro_size},
+        **{"accumulation_steps": accumulation, "steps_per_epoch": steps_per_epoch},
+        **{"total_steps": 3 * steps_per_epoch, "epochs": 3},
+    )
+
+
+@given(
+    plan=st.builds(batch_plan, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
+    weights=st.lists(st.floats(0.01, 100), min_size=3, max_size=3),
+    smoothing=st.floats(0, 0.9),
+    seed=st.integers(0, 2**31),
+    left_over=st.integers(0, 2),
+    group=st.booleans(),
+)
+def test_the_mean_over_micro_batches_is_the_loss_of_one_large_batch(plan, weights, smoothing, seed, left_over, group):
+    n = plan.global_size * plan.steps_per_epoch + left_over
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (n,), generator=generator)
+    logits = torch.randn(n, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    lengths = torch.randint(1, 9, (n,), generator=generator).numpy()
+
+    def sampler(logical_ranks: list[int]) -> FullBatchSampler:
+        return FullBatchSampler(lengths, plan, logical_ranks=logical_ranks, seed=seed % 99, group_by_length=group)
+
+    loss = WeightedLoss(np.array(weights), labels.numpy(), sampler([0]), smoothing=smoothing)
+    one_large_batch = torch.nn.CrossEntropyLoss(torch.tensor(weights, dtype=torch.float64), label_smoothing=smoothing)
+    batches = sampler([*range(plan.logical_ranks)])
+    for step in (*range(2 * plan.steps_per_epoch), 0):  # a resumed run starts anywhere
+        epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+        batches.set_epoch(epoch)
+        rows = torch.tensor(batches.rows_of_step(step_of_epoch))
+        micro_losses = [
+            loss(SimpleNamespace(logits=logits[micro]), labels[micro], step) for micro in rows.split(plan.micro_size)
+        ]
+        found, expected = torch.stack(micro_losses).mean(), one_large_batch(logits[rows], labels[rows])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+
+
+def test_logits_of_16_bits_have_a_loss_of_32_bits():
+    plan = batch_plan(1, 1, 4, 1)
+    labels = torch.tensor([0, 1, 2, 0])
+    sampler = FullBatchSampler(np.ones(4, dtype=np.int64), plan, logical_ranks=[0], seed=0)
+    loss = WeightedLoss(np.ones(3), labels.numpy(), sampler, smoothing=0.1)
+    logits = torch.zeros(4, 3, dtype=torch.bfloat16)
+    found = loss(SimpleNamespace(logits=logits), labels, 0)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(np.log(3), rel=1e-6)
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    labels = np.array([0, 1, 1, 2, 2, 2])
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert class_weights("balanced", labels, CLASSES) == pytest.approx(expected)
+    assert class_weights("1,2.5,0.1", labels, CLASSES).tolist() == [1, 2.5, 0.1]
+    assert class_weights(None, labels, CLASSES).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("requested", "labels", "message"),
+    [
+        ("1,2", [0, 1, 2], "--class_weights 1,2: 2 weights for 3 classes: give one for each of a, b, c"),
+        ("balanced", [0, 2], "no training row has the label b"),
+    ],
+)
+def test_weights_that_do_not_fit_the_classes_are_rejected(requested, labels, message):
+    with pytest.raises(UserError, match=message):
+        class_weights(requested, np.array(labels), CLASSES)
