@@ -11,7 +11,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,15 @@ from typing import Any
 
 from ..common.errors import UserError, escape_control_characters, shorten
 from ..common.valid import split_names
-from ..runs.schema import EVALUATIONS, METRICS, STEPS, TRACKERS
+from ..runs.schema import EVALUATIONS, LOGS, METRICS, STEPS, TRACKERS
 from .run_folder import RunFolder, settings_content
 from .trackers import log_values, run_id_of, start_tracker
 
 MAX_QUEUED = 1000  # logging intervals and evaluations that wait for a tracker; further ones are dropped
 SECONDS_AT_END = 1.0  # that the trackers have, together, after the last result
+# After a killed process, these trackers may lack the values of the last seconds. They are sent again, perhaps doubled.
+SECONDS_TO_STORE = {"trackio": 1.0, "wandb": 20.0, "swanlab": 20.0}
+KEEP_CONFIG = ("mlflow", "tensorboard")  # the first rejects changed values, such as other flags; the second adds to it
 PREFIXES = {STEPS.name: "train", EVALUATIONS.name: "eval", METRICS.name: "final"}
 
 Lines = Sequence[Mapping[str, Any]]
@@ -71,7 +75,18 @@ class Trackers:
         for thread in self.threads:
             config = settings_content(self.run_folder.info, self.run_folder.resume.launchers)
             thread.config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
+            thread.earlier = self._earlier
             thread.start()
+
+    def _earlier(self) -> list[tuple[str, Lines]]:
+        """Return the lines up to the checkpoint, in the order of steps: a killed process may have lost some of them."""
+        before = {EVALUATIONS.name: self.run_folder.step_to_evaluate}  # it is repeated
+        lines = [
+            (PREFIXES[file], [json.loads(line)])
+            for file in LOGS
+            for line in self.run_folder.resume.lines_of(file, before.get(file))
+        ]
+        return sorted(lines, key=lambda item: item[1][0]["step"])
 
     def log(self, file: str, lines: Lines) -> None:
         """Log lines as they are written to a file of the run, and warn about problems."""
@@ -106,6 +121,7 @@ class TrackerThread(threading.Thread):
 
     Attributes:
         config: the values that describe the run; set it before `start`.
+        earlier: returns the lines of a resumed run up to its checkpoint, by prefix; set it before `start`.
         problem: why values are missing in the tracker, or None.
     """
 
@@ -114,9 +130,11 @@ class TrackerThread(threading.Thread):
         self.tracker_name, self.project, self.run_name = name, project, run_name
         self.state_file = folder / TRACKERS / f"{name}.json"
         self.config: Mapping[str, Any] = {}
+        self.earlier: Callable[[], Iterable[tuple[str, Lines]]] = list
         self.queue: Queue[tuple[str, Lines] | None] = Queue(MAX_QUEUED)
         self.problem: str | None = None
         self.has_warned = False
+        self.sent: deque[tuple[float, str, int]] = deque()  # time, prefix and step of values that may not be stored yet
 
     def put(self, prefix: str, lines: Lines) -> None:
         try:
@@ -132,44 +150,64 @@ class TrackerThread(threading.Thread):
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        name = self.tracker_name
         try:
             state = read_state(self.state_file)
             tracker = start_tracker(
-                self.tracker_name,
-                self.state_file.parent,
-                state.get("id"),
-                project=self.project,
-                run_name=self.run_name,
+                name, self.state_file.parent, state.get("id"), project=self.project, run_name=self.run_name
             )
             is_new = not state
-            state = state or {"id": run_id_of(self.tracker_name, tracker), "logged": {}}
+            self.state = state or {"id": run_id_of(name, tracker), "logged": {}}
+            self.has = dict(self.state["logged"])
         except BaseException as problem:  # some libraries raise SystemExit
             self.problem = f"could not be started: {problem or type(problem).__name__}"
             return
-        if is_new:  # a resumed run has other flags, and MLflow rejects a changed value
+        self.attempt(self.write_state)
+        if is_new or name not in KEEP_CONFIG:
             self.attempt(partial(tracker.store_init_configuration, dict(self.config)))
+        self.attempt(partial(self.log_earlier, tracker))
         while (item := self.queue.get()) is not None:
-            self.attempt(partial(self.log_lines, tracker, state, item))
+            self.attempt(partial(self.log_lines, tracker, item))
         self.attempt(tracker.finish)
+        if self.problem is None:
+            self.attempt(partial(self.write_state, is_finished=True))
 
-    def attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], object]) -> None:
         """Call a function. After a problem, which may be temporary, the next values are tried again."""
         try:
             action()
         except BaseException as problem:
             self.problem = self.problem or f"{problem or type(problem).__name__}"
 
-    def log_lines(self, tracker: Any, state: dict[str, Any], item: tuple[str, Lines]) -> None:
+    def log_earlier(self, tracker: Any) -> None:
+        for item in self.earlier():
+            self.log_lines(tracker, item)
+
+    def log_lines(self, tracker: Any, item: tuple[str, Lines]) -> None:
         """Log the lines that the tracker does not have yet. A resumed run repeats steps, with equal values."""
-        (prefix, lines), logged = item, state["logged"]
+        prefix, lines = item
         for line in lines:
-            if line["step"] > logged.get(prefix, 0):
-                logged[prefix] = line["step"]
+            if (step := line["step"]) > self.has.get(prefix, 0):
                 if prefix == PREFIXES[STEPS.name]:
                     line = {**line, "examples_per_second": line["examples"] / line["seconds"]}
                 values = {f"{prefix}/{name}": value for name, value in line.items() if name != "step"}
-                log_values(self.tracker_name, tracker, values, step=line["step"])
-        write_state(self.state_file, state)
+                log_values(self.tracker_name, tracker, values, step=step)
+                self.sent.append((time.monotonic(), prefix, step))
+                self.write_state()
+
+    def write_state(self, is_finished: bool = False) -> None:
+        """Write the id of the tracker's run, and the last step of each prefix that a killed process does not lose.
+
+        The file is replaced, but not flushed to disk, which could slow down the training's own files.
+        """
+        stored_before = time.monotonic() - (0 if is_finished else SECONDS_TO_STORE.get(self.tracker_name, 0))
+        while self.sent and self.sent[0][0] <= stored_before:
+            _, prefix, step = self.sent.popleft()
+            self.state["logged"][prefix] = step
+        self.state_file.parent.mkdir(exist_ok=True)
+        staging = self.state_file.with_name(f".{self.state_file.name}.tmp")
+        staging.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
+        os.replace(staging, self.state_file)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -179,11 +217,3 @@ def read_state(path: Path) -> dict[str, Any]:
         return {"id": state["id"], "logged": dict(state["logged"])}
     except (OSError, ValueError, KeyError, TypeError):  # damaged by a power failure: it is not flushed to disk
         return {}
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the file. It is not flushed to disk, which could slow down the training's own files."""
-    path.parent.mkdir(exist_ok=True)
-    staging = path.with_name(f".{path.name}.tmp")
-    staging.write_text(json.dumps(state) + "\n", encoding="utf-8")
-    os.replace(staging, path)

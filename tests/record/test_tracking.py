@@ -16,7 +16,7 @@ from app.common.errors import UserError
 from app.record import run_record as record_module
 from app.record import tracking
 from app.record.run_record import RunRecord
-from app.runs.schema import RUN_STATE, STEPS
+from app.runs.schema import RUN_STATE, STEPS, TRACKERS
 from app.settings import Settings
 
 FLAGS = {"report_to": "wandb", "save_strategy": "no"}
@@ -62,6 +62,8 @@ def track(monkeypatch) -> Callable[..., FakeTracker]:
             return tracker
 
         monkeypatch.setattr(tracking, "start_tracker", start)
+        monkeypatch.setattr(tracking, "SECONDS_TO_STORE", {})
+        monkeypatch.setattr(tracking, "KEEP_CONFIG", ("wandb",))
         monkeypatch.setattr(tracking, "run_id_of", lambda name, tracker: "id")
         return tracker
 
@@ -124,28 +126,59 @@ def test_the_results_and_their_hash_come_last(new_record, track, monkeypatch):
     assert "final/confusion_matrix" not in numbers, "trackers have no type for it"
 
 
-def test_a_resumed_run_continues_the_run_of_the_tracker(new_record, track, fill):
-    tracker = track()
-    record, plan = new_record(**FLAGS)
+def interrupt(new_record, fill) -> Resume:
+    """Train four steps. Return where the run resumes: after the second one, whose evaluation is repeated."""
+    record, plan = new_record(**FLAGS, eval_strategy="steps", eval_steps=1)
+    begin(record, plan)
+    for step in (1, 2):
+        add_steps(record, step)
+        record.save_checkpoint(step, fill)
+        record.write_evaluation(step, "test", EVALUATION)
+    add_steps(record, 3, 4)
+    record.trackers.close()
+    checkpoint = record.checkpoints.latest_valid
+    return Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
+
+
+def resume(new_record, point: Resume) -> None:
+    record, plan = new_record(point, **FLAGS, eval_strategy="steps", eval_steps=1, learning_rate=0.1)
     with record.locate_failures():
         begin(record, plan)
-        add_steps(record, 1, 2)
-        record.save_checkpoint(2, fill)
         record.write_evaluation(2, "test", EVALUATION)
-        add_steps(record, 3, 4)
+        add_steps(record, 3, 4, 5)
+        record.write_evaluation(5, "test", EVALUATION)
+
+
+def test_a_resumed_run_continues_the_run_of_the_tracker(new_record, track, fill):
+    tracker = track()
+    point = interrupt(new_record, fill)
     config = dict(tracker.config)
-    checkpoint = record.checkpoints.latest_valid
-    resume = Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
-    again, plan = new_record(resume, **FLAGS, logging_steps=7)
-    with again.locate_failures():
-        begin(again, plan)
-        again.write_evaluation(2, "test", EVALUATION)
-        add_steps(again, 3, 4, 5)
-        again.write_evaluation(5, "test", EVALUATION)
+    resume(new_record, point)
     assert tracker.ids == [None, "id"]
     assert tracker.steps("train/loss") == [1, 2, 3, 4, 5], "none is doubled"
-    assert tracker.steps("eval/loss") == [2, 5]
+    assert tracker.steps("eval/loss") == [1, 2, 5]
     assert tracker.config == config, "MLflow rejects changed values"
+
+
+def test_what_a_killed_process_may_have_lost_is_sent_again(new_record, track, fill, monkeypatch):
+    tracker = track()
+    point = interrupt(new_record, fill)
+    file = point.folder / TRACKERS / "wandb.json"
+    file.write_text(json.dumps({"id": "id", "logged": {"train": 1}}))
+    tracker.logged.clear()
+    resume(new_record, point)
+    assert [(step, next(iter(values))[:5]) for step, values in tracker.logged] == [
+        *((1, "eval/"), (2, "train"), (2, "eval/")),  # in the order of steps, which W&B requires
+        *((3, "train"), (4, "train"), (5, "train"), (5, "eval/")),
+    ]
+
+
+def test_values_that_a_tracker_may_not_have_stored_yet_are_not_recorded_as_sent(new_record, track, monkeypatch, hang):
+    track(lambda name: hang.wait() if name == "finish" else None)
+    monkeypatch.setattr(tracking, "SECONDS_TO_STORE", {"wandb": 600})
+    monkeypatch.setattr(tracking, "SECONDS_AT_END", 0.5)
+    record, _ = train(new_record, 2)
+    assert tracking.read_state(record.folder / TRACKERS / "wandb.json") == {"id": "id", "logged": {}}
 
 
 def test_only_rank_0_has_trackers(new_record, track):
@@ -193,7 +226,8 @@ def test_a_tracker_that_recovers_gets_the_later_values(new_record, track):
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 def test_a_tracker_that_hangs_costs_a_second_and_a_bounded_queue(new_record, track, capsys, monkeypatch, where, hang):
-    monkeypatch.setattr(tracking, "MAX_QUEUED", 4)
+    if where != "finish":  # otherwise it has room for all steps
+        monkeypatch.setattr(tracking, "MAX_QUEUED", 4)
     track(lambda name: hang.wait() if name == where else None)
     record, seconds = train(new_record, 20)
     assert 0.9 < seconds < 2 * tracking.SECONDS_AT_END
