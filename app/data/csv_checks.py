@@ -195,7 +195,7 @@ def read_columns(path: Path, *, text_column: str, label_column: str | None) -> I
                     pass
                 elif not header:
                     header = fields
-                    _check_columns(path, header, text_column=text_column, label_column=label_column)
+                    check_columns(path, header, text_column=text_column, label_column=label_column)
                     text_position = header.index(text_column)
                     label_position = None if label_column is None else header.index(label_column)
                 elif len(fields) != len(header):
@@ -238,7 +238,7 @@ def read_header(path: Path) -> list[str]:
     return []
 
 
-def _check_columns(path: Path, header: list[str], *, text_column: str, label_column: str | None) -> None:
+def check_columns(path: Path, header: list[str], *, text_column: str, label_column: str | None) -> None:
     for flag, column in (("--text_column", text_column), ("--label_column", label_column)):
         if column is None:
             continue

@@ -1,6 +1,7 @@
-"""Read a CSV of labeled reviews into a `ReviewTable`, strictly checked and cleaned.
+"""Read labeled reviews into a `ReviewTable`, strictly checked and cleaned.
 
-`app.data.csv_checks` reads the records. They are processed one by one: a file may be larger than the memory.
+`app.data.sources` reads the records of each format. They are processed one by one: a file may be larger than
+the memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
 from ..common.valid import split_label_names
-from .csv_checks import hash_file, list_names, quote_name, read_columns
+from .classes import find_classes, form_classes
+from .csv_checks import hash_file, list_names, quote_name
+from .sources import CsvSource, Source, open_source
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -36,23 +38,18 @@ CLEANING_RULES = (
     "reviews are kept to the letter; labels are stripped, and 1.0 and +1 are the class 1"
 )
 
-_MAX_CLASSES = 1000
-_ALWAYS_ALLOWED_CLASSES = 20  # above this, a column with a distinct value in most rows is not taken for labels
 _N_ROWS_SHOWN = 5
-
-# At most 18 digits, so that the value fits into int64. 007 is treated as a code, not as a number.
-_INTEGER = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))(?:\.0*)?")
 
 
 @dataclass(frozen=True, eq=False)
 class ReviewTable:
-    """The usable reviews of one CSV file.
+    """The usable reviews of one file.
 
     All row numbers are 0-based data rows, as in the index of `pandas.read_csv(path)`.
 
     Attributes:
         path: The file.
-        sha256: Hash of the file's bytes.
+        sha256: Hash of the bytes of a CSV; of other formats, those of the CSV that `datasets` would write.
         rows_read: Number of data rows in the file.
         dropped: Reason ("no review" or "no label") to the dropped data rows in file order. Contains only reasons that
             occur.
@@ -89,7 +86,8 @@ def read_reviews(
     label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
-    """Read, check and clean a comma-separated CSV file with a header, in UTF-8 (with or without BOM) or GB18030.
+    """Read, check and clean a file: a comma-separated CSV with a header, in UTF-8 (with or without BOM) or GB18030; or,
+    by suffix, JSON Lines or Parquet.
 
     Only an empty field is missing: "NA", "null" and "nan" are reviews or labels like any other. Classes are sorted
     numerically if every label is an integer, otherwise by code point. Further columns are ignored.
@@ -110,23 +108,25 @@ def read_reviews(
     path = Path(path)
     if text_column == label_column:
         raise UserError(f"{path}: --text_column and --label_column both name {text_column!r}; they must differ")
-    columns, sha256, names = (text_column, label_column), hash_file(path), split_label_names(label_names or "")
+    columns, names = (text_column, label_column), split_label_names(label_names or "")
+    source = open_source(path, cache_dir)
+    sha256 = source.sha256(*columns)
     if class_names is not None:  # the file has the original ones
         originals = {name: label for label, name in names.items()}
         class_names = [originals.get(name, name) for name in class_names]
     if cache_dir is None:
         texts = io.BytesIO()
-        rows = _parse(path, columns, texts, sha256=sha256, class_names=class_names)
+        rows = _parse(source, columns, texts, sha256=sha256, class_names=class_names)
         return _rename_classes(_to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer()))), names)
     recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [class_names])]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     file = cache_dir / f"rows-{key}.arrow"
 
     def write(staging: Path) -> None:
-        # The reviews go to the disk while the CSV is read. Mapped, they become a column of the Arrow file.
+        # The reviews go to the disk while the file is read. Mapped, they become a column of the Arrow file.
         texts = staging.with_suffix(".txt")
         with texts.open("wb") as sink:
-            rows = _parse(path, columns, sink, sha256=sha256, class_names=class_names)
+            rows = _parse(source, columns, sink, sha256=sha256, class_names=class_names)
         with pa.memory_map(str(texts)) as mapped:
             table = rows.to_arrow(mapped.read_buffer())
             with staging.open("wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
@@ -210,7 +210,7 @@ def _to_table(path: Path, sha256: str, rows: pa.Table) -> ReviewTable:
 
 
 def _parse(
-    path: Path,
+    source: Source,
     columns: tuple[str, str | None],
     texts: BinaryIO,
     *,
@@ -218,14 +218,14 @@ def _parse(
     class_names: Sequence[str] | None,
 ) -> _Rows:
     """Parse and clean a file row by row, and write the UTF-8 bytes of the kept reviews to `texts`."""
-    text_column, label_column = columns
+    path, (text_column, label_column) = source.path, columns
     no_review: list[int] = []
     no_label: list[int] = []
     kept, codes, ends = array("q"), array("q"), array("q")
     n = end = 0
     first_rows: list[int] = []  # of each code
     code_of: dict[str, int] = {}  # by label, without the whitespace around it
-    for text, label in read_columns(path, text_column=text_column, label_column=label_column):
+    for text, label in source.rows(text_column, label_column):
         if not text or text.isspace():
             no_review.append(n)
         elif class_names is None and (not label or label.isspace()):
@@ -239,7 +239,7 @@ def _parse(
                 first_rows.append(n)
             codes.append(code)
         n += 1
-    if hash_file(path) != sha256:
+    if isinstance(source, CsvSource) and hash_file(path) != sha256:
         raise UserError(f"{path}: has changed while it was read; start again")
     dropped = {reason: rows for reason, rows in (("no review", no_review), ("no label", no_label)) if rows}
     if not kept and class_names is not None:
@@ -248,53 +248,8 @@ def _parse(
         counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
         raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
     if class_names is None:
-        class_names, class_ids = _form_classes(path, str(label_column), list(code_of), n_rows=len(kept))
+        class_names, class_ids = form_classes(path, str(label_column), list(code_of), n_rows=len(kept))
     else:
-        class_ids = _find_classes(path, dict(zip(code_of, first_rows, strict=True)), class_names)
+        class_ids = find_classes(path, dict(zip(code_of, first_rows, strict=True)), class_names)
     facts = {"rows_read": n, "dropped": dropped, "class_names": class_names}
     return _Rows(facts, kept, class_ids[np.asarray(codes)], ends)
-
-
-def _form_classes(
-    path: Path, label_column: str, distinct: list[str], *, n_rows: int
-) -> tuple[tuple[str, ...], Indices]:
-    """Return the sorted class names and the class id of each distinct label, int64."""
-    if len(distinct) > _MAX_CLASSES or (len(distinct) > _ALWAYS_ALLOWED_CLASSES and 2 * len(distinct) > n_rows):
-        raise UserError(
-            f"{path}: column {label_column!r} has {len(distinct):,} distinct values in {n_rows:,} rows "
-            f"({list_names(distinct[:3])}, …): too many to be classes; choose another column with --label_column"
-        )
-    class_of_value = {value: _class_name(value) for value in distinct}
-    names = sorted(set(class_of_value.values()))
-    if all(_INTEGER.fullmatch(name) for name in names):
-        names.sort(key=int)
-    if len(names) == 1:
-        raise UserError(
-            f"{path}: column {label_column!r} has only one class, {quote_name(names[0])}; at least two are required"
-        )
-    return tuple(names), np.array([names.index(class_of_value[value]) for value in distinct], dtype=np.int64)
-
-
-def _find_classes(path: Path, first_rows: Mapping[str, int], class_names: Sequence[str]) -> Indices:
-    """Return the class id of each distinct label, int64; -1 for an empty one.
-
-    Args:
-        first_rows: the first data row with each label.
-    """
-    ids = {name: index for index, name in enumerate(class_names)}
-    found = []
-    for label, row in first_rows.items():
-        class_id = ids.get(label, ids.get(_class_name(label))) if label else -1
-        if class_id is None:
-            raise UserError(
-                f"{path}: row {row}: label {quote_name(label)} is not a class of the model, which has "
-                f"{list_names(list(class_names))}; leave it out, or choose another column with --label_column"
-            )
-        found.append(class_id)
-    return np.array(found, dtype=np.int64)
-
-
-def _class_name(value: str) -> str:
-    """Normalize integers: missing labels turn an integer column into floats, so 1.0 and 1 are the same class."""
-    integer = _INTEGER.fullmatch(value)
-    return str(int(integer[1])) if integer else value

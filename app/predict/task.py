@@ -16,8 +16,8 @@ from ..cli import parse_settings, settings_parser
 from ..common.errors import UserError
 from ..common.terminal import has_piped_input
 from ..common.valid import is_utf8
-from ..data.csv_checks import read_header
 from ..data.csv_table import Indices, ReviewTable, read_reviews
+from ..data.sources import open_source
 from ..data.split import split_reviews
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..program import select_precision
@@ -132,7 +132,8 @@ def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, boo
         n = len(task.texts)
         texts = pd.Series(pd.arrays.ArrowExtensionArray(pa.array(task.texts, pa.large_string())))
         return ReviewTable(Path("-"), "", n, {}, tuple(class_names), np.arange(n), texts, np.full(n, -1)), False
-    has_labels = task.requires_labels or settings.label_column in read_header(settings.csv_path)
+    cache_dir = Path(settings.cache_dir)
+    has_labels = task.requires_labels or settings.label_column in open_source(settings.csv_path, cache_dir).names()
     table = read_reviews(
         settings.csv_path,
         settings.text_column,
@@ -140,7 +141,7 @@ def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, boo
         # The run's split had the rows with a label only.
         class_names=class_names if task.part is None else None,
         label_names=settings.label_names,
-        cache_dir=Path(settings.cache_dir),
+        cache_dir=cache_dir,
     )
     return table, has_labels
 

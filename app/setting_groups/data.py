@@ -15,8 +15,9 @@ class DataSettings:
 
     csv: str | None = setting(
         None,
-        f"CSV file of reviews; default: {DOWNLOADED_CSV.name} if downloaded, otherwise the bundled sample",
-        valid=name_of("a CSV file"),
+        f"file of reviews: a CSV, JSON Lines (.jsonl, .json) or Parquet (.parquet); default: {DOWNLOADED_CSV.name} if "
+        "downloaded, otherwise the bundled sample",
+        valid=name_of("a file"),
     )
     text_column: str = setting("review", "column that contains the text", valid=name_of("a column"))
     label_column: str = setting(

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from app.common.errors import UserError
-from app.data import csv_table
+from app.data import csv_table, sources
 from app.data.csv_checks import read_columns
 from app.data.csv_table import ReviewTable, read_reviews, sample_rows
 
@@ -31,7 +31,7 @@ def reads(monkeypatch) -> list[Path]:
         found.append(path)
         return read_columns(path, **columns)
 
-    monkeypatch.setattr(csv_table, "read_columns", read)
+    monkeypatch.setattr(sources, "read_columns", read)
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_csv_that_changes_while_it_is_read_is_not_cached(review_csv, tmp_path,
         yield from read_columns(*arguments, **columns)
         path.write_text(path.read_text(encoding="utf-8") + "1,好\n", encoding="utf-8")
 
-    monkeypatch.setattr(csv_table, "read_columns", change_after_reading)
+    monkeypatch.setattr(sources, "read_columns", change_after_reading)
     with pytest.raises(UserError, match="has changed while it was read"):
         read_reviews(path, cache_dir=cache)
     assert list(cache.iterdir()) == []

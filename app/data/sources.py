@@ -1,0 +1,212 @@
+"""Where reviews come from: a CSV, which `app.data.csv_checks` parses, or a format that the library `datasets` reads."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import UserError, shorten
+from .csv_checks import (
+    check_columns,
+    check_file,
+    hash_file,
+    list_names,
+    quote_name,
+    read_columns,
+    read_header,
+    readable,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+UNSUPPORTED = (".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro")
+CHUNK = 1_000  # rows that are in memory at once
+
+
+@dataclass(frozen=True)
+class CsvSource:
+    """A CSV file."""
+
+    path: Path
+
+    def names(self) -> list[str]:
+        return read_header(self.path)
+
+    def sha256(self, text_column: str, label_column: str | None) -> str:
+        """Return the hash of the file's bytes."""
+        return hash_file(self.path)
+
+    def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
+        """Yield text and label of each data row; without a label column, all labels are empty."""
+        return read_columns(self.path, text_column=text_column, label_column=label_column)
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A table of the library `datasets`, with the file's path for messages."""
+
+    path: Path
+    table: Dataset
+
+    def names(self) -> list[str]:
+        return list(self.table.column_names)
+
+    def sha256(self, text_column: str, label_column: str | None) -> str:
+        """Return the hash of the CSV that `Dataset.to_csv` would write from these columns, in the order of the table.
+
+        So the same rows have the same hash, and the same split fingerprint, in every format.
+        """
+        columns = [name for name in self.names() if name in (text_column, label_column)]
+        digest, buffer = hashlib.sha256(), io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(columns)
+        for text, label in self.rows(text_column, label_column):
+            writer.writerow([text if name == text_column else label for name in columns])
+            if buffer.tell() > 1 << 20:
+                digest.update(buffer.getvalue().encode())
+                buffer.seek(0)
+                buffer.truncate()
+        digest.update(buffer.getvalue().encode())
+        return digest.hexdigest()
+
+    def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
+        """Yield text and label of each row; a missing value, or a missing label column, is an empty text.
+
+        Raises:
+            UserError: a column is missing, there are no rows, or a value is neither a text nor a number.
+        """
+        check_columns(self.path, self.names(), text_column=text_column, label_column=label_column)
+        if not len(self.table):
+            raise UserError(f"{self.path}: has columns ({list_names(self.names())}) but no rows")
+        columns = [text_column] if label_column is None else [text_column, label_column]
+        row = 0
+        for batch in self._batches(columns):
+            for values in zip(*(batch[name] for name in columns), strict=True):
+                texts = [self._to_text(value, row, name) for value, name in zip(values, columns, strict=True)]
+                yield texts[0], texts[1] if label_column is not None else ""
+                row += 1
+
+    def _batches(self, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
+        try:
+            yield from self.table.select_columns(columns).iter(CHUNK)
+        except UnicodeDecodeError:  # Arrow does not check the encoding when it reads a file
+            problem = _find_bad_line(self.path) if BUILDERS.get(self.path.suffix.lower()) == "json" else None
+            raise UserError(f"{self.path}: {problem or 'contains text that is not valid UTF-8'}") from None
+
+    def _to_text(self, value: Any, row: int, column: str) -> str:
+        if value is None:
+            return ""
+        if not isinstance(value, str | int | float):
+            kind = type(value).__name__
+            raise UserError(
+                f"{self.path}: row {row}, column {quote_name(column)}: is of type {kind}, not a text or number"
+            )
+        return str(value)
+
+
+Source = CsvSource | DatasetSource
+
+
+def open_source(path: Path, cache_dir: Path | None = None) -> Source:
+    """Open a file: .jsonl, .json and .parquet by the library `datasets`, everything else as a CSV.
+
+    Args:
+        cache_dir: keeps what `datasets` has read, so that the processes of a node share it. By default, it is in
+            memory.
+
+    Raises:
+        UserError: There is no such file, it cannot be read, or it is in a format that is not supported.
+    """
+    suffix = path.suffix.lower()
+    with readable(path):
+        check_file(path)
+    if suffix in UNSUPPORTED:
+        raise UserError(f"{path}: {suffix} files cannot be read; give a .csv, .jsonl, .json or .parquet file")
+    if suffix not in BUILDERS:
+        return CsvSource(path)
+    return DatasetSource(path, _load(path, BUILDERS[suffix], cache_dir))
+
+
+def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
+    import datasets  # here: a CSV, and so --help and the checks before torch is imported, need none of it
+
+    with readable(path):
+        if not path.stat().st_size:
+            raise UserError(f"{path}: is empty; it needs rows")
+    with tempfile.TemporaryDirectory() as temporary, _quiet():
+        folder = temporary if cache_dir is None else str(cache_dir / "datasets")
+        try:
+            return datasets.load_dataset(
+                builder,
+                data_files=glob.escape(str(path.absolute())),
+                split="train",
+                cache_dir=folder,
+                keep_in_memory=cache_dir is None,
+            )
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
+        except Exception as error:  # the errors of `datasets`, Arrow and json have no common class
+            problem = _find_bad_line(path) if builder == "json" else _find_empty(path)
+            kind = "JSON" if builder == "json" else "Parquet"
+            raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's cause, which says more than an error that `datasets` raises for it."""
+    return shorten(next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__), 200)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep `datasets` from drawing progress bars, and from logging an error that it also raises."""
+    import datasets
+
+    level, hides_bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not hides_bars:
+            datasets.enable_progress_bars()
+
+
+def _find_empty(path: Path) -> str | None:
+    """Return the problem of a Parquet file without rows, for which the error of `datasets` is about something else."""
+    import pyarrow.parquet
+
+    with suppress(pyarrow.ArrowException):
+        metadata = pyarrow.parquet.read_metadata(path)
+        if not metadata.num_rows:
+            return f"has columns ({list_names(metadata.schema.names)}) but no rows"
+    return None
+
+
+def _find_bad_line(path: Path) -> str | None:
+    """Describe the first line of a JSON Lines file that is not an object; None if there is none."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith(b"["):  # a JSON array
+                return None
+            try:
+                if not isinstance(json.loads(line), dict):
+                    return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
+            except UnicodeDecodeError:
+                return f"line {number}: is not valid UTF-8"
+            except ValueError as error:
+                return f"line {number}: is not valid JSON: {first_line(error)}"
+    return None

@@ -1,0 +1,107 @@
+"""JSON Lines and Parquet: the same rows as a CSV are the same table; what is wrong with a file is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from app.common.errors import UserError
+from app.data.csv_table import read_reviews
+from app.data.split import split_reviews
+
+ROWS = pd.DataFrame(
+    {
+        "label": [1, 0] * 10,
+        "review": [f'好 "{i}", 很好\nNA' if i % 3 else f"NA{i}" for i in range(18)] + [None, "  "],
+    }
+)
+
+
+def write(frame: pd.DataFrame, path: Path) -> Path:
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=path.suffix == ".jsonl", force_ascii=False)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "ROWS.Parquet", "[ab]*.jsonl"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_same_rows_in_another_format_are_the_same_table(tmp_path, name, cached):
+    cache = tmp_path / "cache" if cached else None
+    csv, other = read_reviews(write(ROWS, tmp_path / "rows.csv"), cache_dir=cache), tmp_path / name
+    if other.suffix == ".Parquet":
+        ROWS.to_parquet(other)
+    else:
+        write(ROWS, other)
+    table = read_reviews(other, cache_dir=cache)
+    assert (table.path, table.sha256, table.rows_read) == (other, csv.sha256, 20)
+    assert table.dropped == csv.dropped == {"no review": [18, 19]}
+    assert table.texts.tolist() == csv.texts.tolist() == ROWS.review[:18].tolist()
+    assert table.labels.tolist() == csv.labels.tolist()
+    assert table.rows.tolist() == csv.rows.tolist()
+    assert table.class_names == ("0", "1")
+    splits = [split_reviews(rows, test_size=0.2, validation_size=0.2, seed=1) for rows in (csv, table)]
+    assert splits[0].fingerprint == splits[1].fingerprint
+    if cached:
+        assert len(list(tmp_path.glob("cache/rows-*.arrow"))) == 1
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    path = write(ROWS, tmp_path / "rows.jsonl")
+    before = read_reviews(path, cache_dir=tmp_path / "cache")
+    write(ROWS.assign(review=ROWS.review.str.replace("NA", "xy")), path)
+    after = read_reviews(path, cache_dir=tmp_path / "cache")
+    assert before.sha256 != after.sha256
+    assert after.texts[0] == "xy0"
+
+
+def test_labels_may_be_texts_numbers_or_missing(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"review": "a", "label": 1}\n{"review": "b", "label": "x"}\n{"review": "c"}\n')
+    table = read_reviews(path)
+    assert (table.class_names, table.dropped) == (("1", "x"), {"no label": [2]})
+
+
+GOOD = '{"review": "a", "label": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", GOOD + '{"review": "b", label: 0}\n', "line 2: is not valid JSON: "),
+        ("a.jsonl", GOOD + '{"review": "b"', "line 2: is not valid JSON: "),
+        ("a.jsonl", GOOD + "\n[1]\n", "line 3: is not a JSON object"),
+        ("a.jsonl", GOOD.encode() + b'{"review": "\xff"}\n', "line 2: is not valid UTF-8"),
+        ("a.jsonl", GOOD + '{"review": "\\ud800", "label": 0}\n', "is not valid JSON: "),
+        ("a.json", "[" + GOOD, "is not valid JSON: "),
+        ("a.jsonl", "", "is empty; it needs rows"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n', "no column 'review'; the file has 'text', 'label'"),
+        ("a.jsonl", '{"review": ["a"], "label": 1}\n', "row 0, column 'review': is of type list"),
+        ("a.jsonl", GOOD * 5, "column 'label' has only one class, '1'"),
+        ("a.parquet", "no Parquet", "is not valid Parquet: "),
+        ("a.xlsx", "PK", ".xlsx files cannot be read; give a .csv, .jsonl, .json or .parquet file"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        read_reviews(path, cache_dir=tmp_path / "cache")
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_parquet_file_and_one_without_rows(tmp_path):
+    path = write(ROWS, tmp_path / "rows.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"rows\.parquet: is not valid Parquet: "):
+        read_reviews(path)
+    with pytest.raises(UserError, match=r"has columns .* but no rows"):
+        read_reviews(write(ROWS[:0], tmp_path / "empty.parquet"))
+    with pytest.raises(UserError, match=r"missing\.jsonl: no such file"):
+        read_reviews(tmp_path / "missing.jsonl")
