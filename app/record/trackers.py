@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..setting_groups.running import TRACKERS
 
 LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only, so their config gets the hash
 
@@ -42,6 +47,23 @@ def start_tracker(name: str, folder: Path, run_id: str | None, *, project: str, 
     tracker.main_process_only = False  # otherwise accelerate initializes its own state, which includes the device
     tracker.start()
     return tracker
+
+
+@contextmanager
+def silence_threads() -> Iterator[None]:
+    """Let no thread that a tracker's library has started print a traceback inside the block, such as on a full disk."""
+    print_traceback, raise_exceptions = threading.excepthook, logging.raiseExceptions
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(arguments.exc_traceback)]
+        if not {name.partition(".")[0] for name in names} & set(TRACKERS):
+            print_traceback(arguments)
+
+    threading.excepthook, logging.raiseExceptions = hook, False  # the latter if a log file cannot be written
+    try:
+        yield
+    finally:
+        threading.excepthook, logging.raiseExceptions = print_traceback, raise_exceptions
 
 
 def run_id_of(name: str, tracker: Any) -> str | None:

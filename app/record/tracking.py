@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import Full, Queue
@@ -23,7 +23,7 @@ from ..common.errors import UserError, escape_control_characters, shorten
 from ..common.valid import split_names
 from ..runs.schema import EVALUATIONS, LOGS, METRICS, STEPS, TRACKERS
 from .run_folder import RunFolder, settings_content
-from .trackers import log_values, run_id_of, start_tracker
+from .trackers import log_values, run_id_of, silence_threads, start_tracker
 
 MAX_QUEUED = 1000  # logging intervals and evaluations that wait for a tracker; further ones are dropped
 SECONDS_AT_END = 1.0  # that the trackers have, together, after the last result
@@ -62,7 +62,7 @@ class Trackers:
 
     def __init__(self, run_folder: RunFolder, warn: Callable[[str], None]) -> None:
         """`warn` prints a warning, of which each tracker causes at most one."""
-        self.run_folder, self.warn = run_folder, warn
+        self.run_folder, self.warn, self.silenced = run_folder, warn, ExitStack()
         folder, info = run_folder.path, run_folder.info
         settings = info.settings
         run_name = settings.run_name or f"{info.path_name}-{folder.name}"
@@ -72,6 +72,8 @@ class Trackers:
         ]
 
     def start(self) -> None:
+        if self.threads:
+            self.silenced.enter_context(silence_threads())
         for thread in self.threads:
             config = settings_content(self.run_folder.info, self.run_folder.resume.launchers)
             thread.config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
@@ -106,6 +108,7 @@ class Trackers:
                 thread.problem = thread.problem or f"did not finish within {SECONDS_AT_END:g} s"
             self._warn_once(thread)
         self.threads = []
+        self.silenced.close()
 
     def _warn_once(self, thread: TrackerThread) -> None:
         if thread.problem and not thread.has_warned:

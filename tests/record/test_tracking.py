@@ -236,6 +236,21 @@ def test_a_tracker_that_hangs_costs_a_second_and_a_bounded_queue(new_record, tra
     assert len((record.folder / STEPS.name).read_text().splitlines()) == 20
 
 
+@pytest.mark.parametrize(("module", "is_printed"), [("wandb.sender", False), ("torch.distributed", True)])
+def test_threads_of_trackers_print_no_traceback(new_record, track, monkeypatch, module, is_printed):
+    track()
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    record, plan = new_record(**FLAGS)
+    with record.locate_failures():
+        begin(record, plan)
+        thread = threading.Thread(target=eval("lambda: 1 / 0", {"__name__": module}))
+        thread.start()
+        thread.join()
+    assert bool(printed) == is_printed
+    assert threading.excepthook == printed.append, "restored"
+
+
 def test_a_slow_tracker_does_not_delay_the_steps(new_record, track, monkeypatch):
     tracker = track(lambda name: time.sleep(0.5))
     record, plan = new_record(**FLAGS)
