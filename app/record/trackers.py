@@ -46,6 +46,8 @@ def start_tracker(name: str, folder: Path, run_id: str | None, *, project: str, 
         tracker = create(project, name=run_name, settings=settings, **resumed)
     tracker.main_process_only = False  # otherwise accelerate initializes its own state, which includes the device
     tracker.start()
+    if name == "mlflow":
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # otherwise each failed write logs a traceback, too
     return tracker
 
 
