@@ -128,7 +128,9 @@ def check_csv(settings: Settings, own_flags: Mapping[str, Any]) -> None:
         return
     # Resuming a finished run must report that it is finished, even if its reviews no longer exist.
     if settings.resume_from_checkpoint is None:
-        check_exists(settings.csv_path)
+        for path in (settings.csv_path, settings.validation_file, settings.test_file):
+            if path is not None and settings.dataset_name is None:
+                check_exists(Path(path))
 
 
 def docstring(name: str) -> str | None:

@@ -18,6 +18,7 @@ FLAGS_OF_RUNS = (
     *("load_best_model_at_end", "metric_for_best_model"),
     *("early_stopping_patience", "early_stopping_threshold", "class_weights", "label_smoothing_factor"),
     *("output_dir", "logging_steps", "profile", "measure_peak_flops", "report_to", "project", "run_name"),
+    *("validation_file", "test_file", "dataset_name", "on_duplicates_between_parts"),
 )
 
 
@@ -173,7 +174,7 @@ def add_predict_flags(parser: OneLineParser) -> None:
         "run_or_model", metavar="RUN_OR_MODEL", help="folder of a run, model folder, or model on the Hub"
     )
     parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="texts to predict instead of a CSV")
-    parser.add_argument("--split", choices=("train", "validation", "test"), help="predict these rows of the run's CSV")
+    parser.add_argument("--split", choices=("train", "validation", "test"), help="predict these rows of the run's data")
     parser.add_argument(
         "--output", metavar="FILE.csv", help="a new file; default: <CSV>-predictions.csv in the current folder"
     )

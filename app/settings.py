@@ -98,13 +98,27 @@ class Settings(
                 "with --ddp_find_unused_parameters"
             )
         for name in ("load_best_model_at_end", "early_stopping_patience"):
-            if getattr(self, name) and (not self.validation_size > 0 or self.eval_strategy == "no"):
+            if getattr(self, name) and (not self.may_validate or self.eval_strategy == "no"):
                 yield (
                     f"--{name} needs validation rows to choose on, because test rows must not be used: add "
                     "--validation_size 0.1 and an --eval_strategy"
                 )
+        files = [name for name in ("csv", "validation_file", "test_file") if getattr(self, name) is not None]
+        if self.dataset_name is not None and files:
+            yield f"--dataset_name and --{files[0]} exclude each other: give only one of them"
+        elif files and self.csv is None:
+            yield f"--{files[0]} needs --csv, the file of the training rows"
+        if self.validation_file is not None and self.validation_size > 0:
+            yield "--validation_file and --validation_size exclude each other: the file has the validation rows"
+        if self.test_file is not None and self.test_size != type(self).test_size:
+            yield "--test_file and --test_size exclude each other: the file has the test rows"
         if self.early_stopping_threshold > 0 and self.early_stopping_patience is None:
             yield "--early_stopping_threshold needs --early_stopping_patience"
+
+    @property
+    def may_validate(self) -> bool:
+        """Whether there are validation rows. Only reading a `--dataset_name` tells whether it has some."""
+        return self.validation_size > 0 or self.validation_file is not None or self.dataset_name is not None
 
     @property
     def csv_path(self) -> Path:

@@ -39,11 +39,14 @@ def form_classes(
     return tuple(names), np.array([names.index(class_of_value[value]) for value in distinct], dtype=np.int64)
 
 
-def find_classes(path: Path, first_rows: Mapping[str, int], class_names: Sequence[str]) -> NDArray[np.int64]:
+def find_classes(
+    path: Path, first_rows: Mapping[str, int], class_names: Sequence[str], *, origin: str = "the model"
+) -> NDArray[np.int64]:
     """Return the class id of each distinct label, int64; -1 for an empty one.
 
     Args:
         first_rows: the first data row with each label.
+        origin: what has the classes.
     """
     ids = {name: index for index, name in enumerate(class_names)}
     found = []
@@ -51,7 +54,7 @@ def find_classes(path: Path, first_rows: Mapping[str, int], class_names: Sequenc
         class_id = ids.get(label, ids.get(_class_name(label))) if label else -1
         if class_id is None:
             raise UserError(
-                f"{path}: row {row}: label {quote_name(label)} is not a class of the model, which has "
+                f"{path}: row {row}: label {quote_name(label)} is not a class of {origin}, which has "
                 f"{list_names(list(class_names))}; leave it out, or choose another column with --label_column"
             )
         found.append(class_id)

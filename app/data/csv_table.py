@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,8 +25,8 @@ from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
 from ..common.valid import split_label_names
 from .classes import find_classes, form_classes
-from .csv_checks import hash_file, list_names, quote_name
-from .sources import CsvSource, Source, open_source
+from .csv_checks import list_names, quote_name
+from .sources import CsvSource, Files, Source, combine_hashes, open_sources
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -43,12 +43,12 @@ _N_ROWS_SHOWN = 5
 
 @dataclass(frozen=True, eq=False)
 class ReviewTable:
-    """The usable reviews of one file.
+    """The usable reviews of one file, or of the files of published parts: the training rows, then validation and test.
 
-    All row numbers are 0-based data rows, as in the index of `pandas.read_csv(path)`.
+    All row numbers are 0-based data rows of their file, as in the index of `pandas.read_csv(path)`.
 
     Attributes:
-        path: The file.
+        path: The file, or that of the training rows.
         sha256: Hash of the bytes of a CSV; of other formats, those of the CSV that `datasets` would write.
         rows_read: Number of data rows in the file.
         dropped: Reason ("no review" or "no label") to the dropped data rows in file order. Contains only reasons that
@@ -58,6 +58,7 @@ class ReviewTable:
         texts: The reviews, str (n,) with a RangeIndex, in one Arrow array, which may be a mapped file. Take rows or
             slices of it: a list of all reviews could be larger than the memory.
         labels: Class ids, int64 (n,); -1 for a row without a label, which only a table to predict has.
+        parts: Number of reviews of each published part, in order; empty if there is one file.
     """
 
     path: Path
@@ -68,9 +69,16 @@ class ReviewTable:
     rows: np.ndarray
     texts: pd.Series
     labels: np.ndarray
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def part_rows(self) -> dict[str, Indices]:
+        """The positions of each published part."""
+        ends = np.cumsum([0, *self.parts.values()])
+        return {name: np.arange(ends[i], ends[i + 1], dtype=np.int64) for i, name in enumerate(self.parts)}
 
     def sample_texts(self, rows: Indices) -> pd.Series:
         """Return the reviews of `sample_rows`, to learn a vocabulary from."""
@@ -78,7 +86,7 @@ class ReviewTable:
 
 
 def read_reviews(
-    path: str | Path,
+    path: str | Path | Files,
     text_column: str = "review",
     label_column: str | None = "label",
     *,
@@ -93,6 +101,7 @@ def read_reviews(
     numerically if every label is an integer, otherwise by code point. Further columns are ignored.
 
     Args:
+        path: A file, or as `files_of` returns it.
         label_column: None only with `class_names`: the reviews have no labels.
         class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
             distinct labels, and rows without a label are dropped.
@@ -105,18 +114,21 @@ def read_reviews(
             labels have a single value or too many values to be classes. The message names the file and, if possible,
             line and column. Or the cache folder cannot be read or written.
     """
-    path = Path(path)
+    if isinstance(path, str | Path):
+        path = {"train": Path(path)}
+    sources = open_sources(path, cache_dir)
+    path = sources["train"].path
     if text_column == label_column:
         raise UserError(f"{path}: --text_column and --label_column both name {text_column!r}; they must differ")
     columns, names = (text_column, label_column), split_label_names(label_names or "")
-    source = open_source(path, cache_dir)
-    sha256 = source.sha256(*columns)
+    hashes = {part: source.sha256(*columns) for part, source in sources.items()}
+    sha256 = combine_hashes(hashes, sources)
     if class_names is not None:  # the file has the original ones
         originals = {name: label for label, name in names.items()}
         class_names = [originals.get(name, name) for name in class_names]
     if cache_dir is None:
         texts = io.BytesIO()
-        rows = _parse(source, columns, texts, sha256=sha256, class_names=class_names)
+        rows = _parse(sources, columns, texts, hashes=hashes, class_names=class_names)
         return _rename_classes(_to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer()))), names)
     recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [class_names])]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
@@ -126,7 +138,7 @@ def read_reviews(
         # The reviews go to the disk while the file is read. Mapped, they become a column of the Arrow file.
         texts = staging.with_suffix(".txt")
         with texts.open("wb") as sink:
-            rows = _parse(source, columns, sink, sha256=sha256, class_names=class_names)
+            rows = _parse(sources, columns, sink, hashes=hashes, class_names=class_names)
         with pa.memory_map(str(texts)) as mapped:
             table = rows.to_arrow(mapped.read_buffer())
             with staging.open("wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
@@ -206,50 +218,71 @@ def _to_table(path: Path, sha256: str, rows: pa.Table) -> ReviewTable:
         rows=rows["row"].to_numpy(),
         texts=pd.Series(pd.arrays.ArrowExtensionArray(rows["review"])),
         labels=rows["label"].to_numpy(),
+        parts=facts.get("parts", {}),
     )
 
 
 def _parse(
-    source: Source,
+    sources: Mapping[str, Source],
     columns: tuple[str, str | None],
     texts: BinaryIO,
     *,
-    sha256: str,
+    hashes: Mapping[str, str],
     class_names: Sequence[str] | None,
 ) -> _Rows:
-    """Parse and clean a file row by row, and write the UTF-8 bytes of the kept reviews to `texts`."""
-    path, (text_column, label_column) = source.path, columns
-    no_review: list[int] = []
-    no_label: list[int] = []
+    """Parse and clean the files row by row, and write the UTF-8 bytes of the kept reviews to `texts`."""
     kept, codes, ends = array("q"), array("q"), array("q")
-    n = end = 0
-    first_rows: list[int] = []  # of each code
+    dropped: dict[str, list[int]] = {}
+    n_read, end = 0, 0
     code_of: dict[str, int] = {}  # by label, without the whitespace around it
-    for text, label in source.rows(text_column, label_column):
-        if not text or text.isspace():
-            no_review.append(n)
-        elif class_names is None and (not label or label.isspace()):
-            no_label.append(n)
+    parts: dict[str, int] = {}
+    names = tuple(class_names or ())
+    class_of_code: Indices = np.empty(0, dtype=np.int64)
+    for part, source in sources.items():
+        no_review: list[int] = []
+        no_label: list[int] = []
+        first_rows: dict[str, int] = {}  # of the labels that no earlier file has
+        n_before = len(kept)
+        for row, (text, label) in enumerate(source.rows(*columns)):  # the last one is counted below
+            if not text or text.isspace():
+                no_review.append(row)
+            elif class_names is None and (not label or label.isspace()):
+                no_label.append(row)
+            else:
+                end += texts.write(text.encode())
+                ends.append(end)
+                kept.append(row)
+                code = code_of.setdefault(label.strip(), len(code_of))
+                if code == len(class_of_code) + len(first_rows):
+                    first_rows[label.strip()] = row
+                codes.append(code)
+        if isinstance(source, CsvSource) and source.sha256(*columns) != hashes[part]:
+            raise UserError(f"{source.path}: has changed while it was read; start again")
+        n_read += row + 1
+        where = "" if part == "train" else f" ({part} file)"
+        reasons = {"no review": no_review, "no label": no_label}
+        found = {f"{reason}{where}": rows for reason, rows in reasons.items() if rows}
+        parts[part] = len(kept) - n_before
+        if not parts[part]:
+            raise _no_rows(source.path, columns, found, to_predict=class_names is not None)
+        dropped |= found
+        if part != "train":  # the training rows have determined the classes
+            ids = find_classes(source.path, first_rows, names, origin=str(sources["train"].path))
+        elif class_names is None:
+            names, ids = form_classes(source.path, str(columns[1]), list(code_of), n_rows=len(kept))
         else:
-            end += texts.write(text.encode())
-            ends.append(end)
-            kept.append(n)
-            code = code_of.setdefault(label.strip(), len(code_of))
-            if code == len(first_rows):
-                first_rows.append(n)
-            codes.append(code)
-        n += 1
-    if isinstance(source, CsvSource) and hash_file(path) != sha256:
-        raise UserError(f"{path}: has changed while it was read; start again")
-    dropped = {reason: rows for reason, rows in (("no review", no_review), ("no label", no_label)) if rows}
-    if not kept and class_names is not None:
-        raise UserError(f"{path}: no row has a review ({text_column!r})")
-    if not kept:
-        counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
-        raise UserError(f"{path}: no row has both a review ({text_column!r}) and a label ({label_column!r}): {counts}")
-    if class_names is None:
-        class_names, class_ids = form_classes(path, str(label_column), list(code_of), n_rows=len(kept))
-    else:
-        class_ids = find_classes(path, dict(zip(code_of, first_rows, strict=True)), class_names)
-    facts = {"rows_read": n, "dropped": dropped, "class_names": class_names}
-    return _Rows(facts, kept, class_ids[np.asarray(codes)], ends)
+            ids = find_classes(source.path, first_rows, class_names)
+        class_of_code = np.concatenate([class_of_code, ids])
+    facts = {"rows_read": n_read, "dropped": dropped, "class_names": names}
+    if len(sources) > 1:
+        facts["parts"] = parts
+    return _Rows(facts, kept, class_of_code[np.asarray(codes)], ends)
+
+
+def _no_rows(
+    path: Path, columns: tuple[str, str | None], dropped: Mapping[str, Sequence[int]], *, to_predict: bool
+) -> UserError:
+    if to_predict:
+        return UserError(f"{path}: no row has a review ({columns[0]!r})")
+    counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
+    return UserError(f"{path}: no row has both a review ({columns[0]!r}) and a label ({columns[1]!r}): {counts}")

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from .csv_checks import (
 )
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 UNSUPPORTED = (".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro")
@@ -118,6 +118,58 @@ class DatasetSource:
 Source = CsvSource | DatasetSource
 
 
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face Hub: `NAME` or `NAME/CONFIG`, or a folder of one."""
+
+    name: str
+
+
+# One file or data set; or the files of published parts, by part: "train" and "validation", "test", or both.
+Files = Mapping[str, Path] | HubDataset
+
+
+def files_of(settings: Mapping[str, Any]) -> Files:
+    """Return the files that settings name.
+
+    Args:
+        settings: with the `csv` that is read, which may be a default. Those of older runs lack the other names.
+    """
+    if settings.get("dataset_name") is not None:
+        return HubDataset(settings["dataset_name"])
+    parts = {"train": "csv", "validation": "validation_file", "test": "test_file"}
+    return {part: Path(settings[name]) for part, name in parts.items() if settings.get(name) is not None}
+
+
+def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Source]:
+    """Open the files of all parts, in the order training, validation and test rows.
+
+    Raises:
+        UserError: As for `open_source`; or the data set does not exist, cannot be loaded or has no training rows.
+    """
+    if not isinstance(files, HubDataset):
+        return {part: open_source(path, cache_dir) for part, path in files.items()}
+    splits = load_hub_dataset(files.name, cache_dir)
+    names = ("train", "validation", "test")
+    paths = {part: Path(files.name if part == "train" else f"{files.name} ({part})") for part in names}
+    return {part: DatasetSource(paths[part], splits[part]) for part in names if part in splits}
+
+
+def combine_hashes(hashes: Mapping[str, str], sources: Mapping[str, Source]) -> str:
+    """Return the hash of all parts, which is that of the file if there is only one.
+
+    Raises:
+        UserError: Two parts have the same content.
+    """
+    part_of: dict[str, str] = {}
+    for part, sha256 in hashes.items():
+        if (other := part_of.setdefault(sha256, part)) != part:
+            raise UserError(
+                f"{sources[part].path}: has the same rows as {sources[other].path}: give each part a file of its own"
+            )
+    return hashes["train"] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
 def open_source(path: Path, cache_dir: Path | None = None) -> Source:
     """Open a file: .jsonl, .json and .parquet by the library `datasets`, everything else as a CSV.
 
@@ -160,6 +212,40 @@ def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
             problem = _find_bad_line(path) if builder == "json" else _find_empty(path)
             kind = "JSON" if builder == "json" else "Parquet"
             raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
+
+
+def load_hub_dataset(name: str, cache_dir: Path | None) -> DatasetDict:
+    """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`.
+
+    Raises:
+        UserError: There is none of this name, it cannot be loaded, or it has no split `train`.
+    """
+    import datasets
+
+    # A name has one part or, mostly, two: owner/name. So a config may follow both.
+    base, _, config = name.rpartition("/")
+    problems: list[Exception] = []
+    candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
+    if base and Path(base).is_dir() and not Path(name).is_dir():
+        del candidates[0]
+    for path, config_name in candidates:
+        try:
+            with tempfile.TemporaryDirectory() as temporary, _quiet():
+                splits = datasets.load_dataset(
+                    path,
+                    config_name,
+                    cache_dir=temporary if cache_dir is None else str(cache_dir / "datasets"),
+                    keep_in_memory=cache_dir is None,
+                )
+        except Exception as error:  # see _load
+            problems.append(error)
+            if not isinstance(error, datasets.exceptions.DatasetNotFoundError):
+                break
+            continue
+        if "train" not in splits:
+            raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
+        return splits
+    raise UserError(f"--dataset_name {name}: cannot be loaded: {first_line(problems[0])}") from problems[0]
 
 
 def first_line(error: BaseException) -> str:

@@ -44,7 +44,7 @@ def split_reviews(
     seed: int,
     columns: tuple[str, str] = ("review", "label"),
 ) -> Split:
-    """Hold out test rows, then validation rows from the remaining ones.
+    """Hold out test rows, then validation rows from the remaining ones. Published parts of the table stay as they are.
 
     Args:
         test_size: Fraction of all rows.
@@ -54,15 +54,19 @@ def split_reviews(
     Raises:
         UserError: A class has too few rows to be in every part, or a part would have fewer rows than there are classes.
     """
-    all_rows = np.arange(len(table), dtype=np.int64)
-    train, test = _hold_out(table, all_rows, test_size, flag="test_size", seed=seed)
-    validation = np.empty(0, dtype=np.int64)
-    if validation_size:
+    published = table.part_rows
+    train = published.get("train", np.arange(len(table), dtype=np.int64))
+    recipe: list[object] = [table.sha256, columns, CLEANING_RULES, seed, test_size, validation_size]
+    if "test" in published:
+        test, recipe[4] = published["test"], None
+    else:
+        train, test = _hold_out(table, train, test_size, flag="test_size", seed=seed)
+    validation = published.get("validation", np.empty(0, dtype=np.int64))
+    if "validation" in published:
+        recipe[5] = None
+    elif validation_size:
         train, validation = _hold_out(table, train, validation_size, flag="validation_size", seed=seed)
-
-    digest = hashlib.sha256(
-        json.dumps([table.sha256, columns, CLEANING_RULES, seed, test_size, validation_size]).encode()
-    )
+    digest = hashlib.sha256(json.dumps(recipe).encode())
     for part in (train, validation, test):
         digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
     return Split(train, validation, test, digest.hexdigest())

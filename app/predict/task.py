@@ -17,7 +17,7 @@ from ..common.errors import UserError
 from ..common.terminal import has_piped_input
 from ..common.valid import is_utf8
 from ..data.csv_table import Indices, ReviewTable, read_reviews
-from ..data.sources import open_source
+from ..data.sources import files_of, open_source
 from ..data.split import split_reviews
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..program import select_precision
@@ -71,11 +71,18 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if part is not None:
         if run is None:
             raise UserError(f"--split {part}: {name} is not the folder of a run")
-        csv = settings.csv or read_object(run, SETTINGS)["csv"]
-        settings = replace(settings, csv=csv)
-    if texts and settings.csv is not None:
+        recorded = read_object(run, SETTINGS)
+        published = recorded.get("dataset_name")
+        settings = replace(
+            settings,
+            csv=None if published else settings.csv or recorded["csv"],
+            validation_file=recorded.get("validation_file"),
+            test_file=recorded.get("test_file"),
+            dataset_name=published,
+        )
+    if texts and (settings.csv is not None or part is not None):
         raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
-    lines = texts or (read_lines() if settings.csv is None else None)
+    lines = texts or (read_lines() if settings.csv is None and part is None else None)
     if any(is_utf8(line) for line in lines or ()):
         raise UserError("a text is not valid UTF-8")
     path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
@@ -135,7 +142,7 @@ def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, boo
     cache_dir = Path(settings.cache_dir)
     has_labels = task.requires_labels or settings.label_column in open_source(settings.csv_path, cache_dir).names()
     table = read_reviews(
-        settings.csv_path,
+        settings.csv_path if task.part is None else files_of(settings.as_dict()),
         settings.text_column,
         settings.label_column if has_labels else None,
         # The run's split had the rows with a label only.

@@ -18,6 +18,7 @@ from sklearn.pipeline import make_pipeline
 from ..common.errors import UserError
 from ..common.files import write_json
 from ..data.csv_table import ReviewTable, read_reviews, sample_rows
+from ..data.sources import files_of
 from ..data.split import Split, split_reviews
 from ..runs.reader import Run
 from .statistics import wilson_interval
@@ -60,7 +61,7 @@ def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
     """
     settings = run.settings
     columns = (settings.get("text_column") or "review", settings.get("label_column") or "label")
-    table = read_reviews(settings["csv"], *columns)
+    table = read_reviews(files_of(settings), *columns)
     split = split_reviews(
         table,
         test_size=settings.get("test_size") or 0.1,

@@ -20,7 +20,10 @@ CHOICES = (
 )
 # Another recorded value states their effect: the split's fingerprint, the model's commit or content, the global batch
 # size, the devices.
-STATED_ELSEWHERE = ("csv", "revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu")
+STATED_ELSEWHERE = (
+    *("csv", "validation_file", "test_file", "dataset_name"),
+    *("revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu"),
+)
 # Another value changes rounding or dropout masks from the step on at which a run is resumed with it.
 ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "deepspeed", "fsdp")
 # They affect which weights are kept and how rows are evaluated, but no step.
@@ -30,7 +33,7 @@ BEST_WEIGHTS = ("metric_for_best_model", "eval_strategy", "eval_steps")
 # How the ranks share the work, and when checkpoints are saved: not a single bit of the results depends on it.
 WITHOUT_EFFECT = (
     *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
-    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure"),
+    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "on_duplicates_between_parts"),
 )
 # They do not describe the training at all: names of folders, and settings of output and measurements.
 OUTPUT = (

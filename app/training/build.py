@@ -19,6 +19,7 @@ from ..common.errors import UserError
 from ..data.csv_table import Indices, ReviewTable, list_rows, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
+from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import (
     TokenRows,
@@ -129,7 +130,7 @@ def read_and_split(
         UserError: the file, the split or the batch size is invalid.
     """
     table = read_reviews(
-        settings.csv_path,
+        files_of(settings.as_dict() | {"csv": settings.csv_path}),
         settings.text_column,
         settings.label_column,
         label_names=settings.label_names,

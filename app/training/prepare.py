@@ -16,6 +16,7 @@ from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
+from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
 from ..distributed.environment import select_deepspeed_accelerator
 from ..distributed.world import World
@@ -129,6 +130,8 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     if engine is not None:
         engine.read_config(requested, world)
     data = build_data(settings, world)
+    with raise_on_all_ranks(world):
+        check_parts(settings, data)
     classifier = build_model(settings, data, world)
     settings = complete_settings(
         settings, requested, data.plan, pretrained=classifier.pretrained, config=classifier.model.config
@@ -195,6 +198,24 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
     )
 
 
+def check_parts(settings: Settings, data: ReviewData) -> None:
+    """Check that there are validation rows if they are needed, and that no text is in two parts if that is required.
+
+    Raises:
+        UserError: there are none, or texts that are.
+    """
+    n_validation, n_test = len(data.split.validation), len(data.split.test)
+    for name in ("load_best_model_at_end", "early_stopping_patience"):
+        if getattr(settings, name) and not n_validation:  # only reading a --dataset_name tells
+            raise UserError(
+                f"--{name}: {data.table.path} has no validation rows to choose on: add --validation_size 0.1"
+            )
+    if settings.on_duplicates_between_parts == "stop" and (
+        found := describe_duplicates(data.duplicates, n_validation, n_test)
+    ):
+        raise UserError(f"--on_duplicates_between_parts stop: {found.partition(': scores')[0]}")
+
+
 def resolve_settings(
     path_name: str, settings: Settings, world: World, *, engine: Engine | None = None
 ) -> tuple[Settings, Resume]:
@@ -236,7 +257,16 @@ def complete_settings(
 
 
 # Settings that may differ between ranks, because they name paths on a machine or do not affect results.
-MAY_DIFFER_BETWEEN_RANKS = {"csv", "model", "cache_dir", "output_dir", "resume_from_checkpoint", "disable_tqdm"}
+MAY_DIFFER_BETWEEN_RANKS = {
+    "csv",
+    "validation_file",
+    "test_file",
+    "model",
+    "cache_dir",
+    "output_dir",
+    "resume_from_checkpoint",
+    "disable_tqdm",
+}
 
 
 def check_settings(settings: Settings, world: World) -> None:

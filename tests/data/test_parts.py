@@ -1,0 +1,145 @@
+"""Published parts: --validation_file, --test_file and --dataset_name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from app.common.errors import UserError
+from app.data.csv_table import ReviewTable, read_reviews
+from app.data.sources import files_of
+from app.data.split import Split, count_duplicates, split_reviews
+from app.settings import Settings
+
+SIZES = {"train": 20, "validation": 6, "test": 8}
+
+
+def rows(part: str, n: int) -> pd.DataFrame:
+    return pd.DataFrame({"label": [i % 2 for i in range(n)], "review": [f"{part} {i}" for i in range(n)]})
+
+
+def write(folder: Path, suffix: str = ".csv", **changed: pd.DataFrame) -> dict[str, str]:
+    """Write the three files, and return the settings that name them."""
+    folder.mkdir(exist_ok=True)
+    names = {"train": "csv", "validation": "validation_file", "test": "test_file"}
+    for part, n in SIZES.items():
+        frame, path = changed.get(part, rows(part, n)), folder / f"{part}{suffix}"
+        frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_json(path, orient="records", lines=True)
+    return {names[part]: str(folder / f"{part}{suffix}") for part in SIZES}
+
+
+def read(settings: dict[str, str], cache_dir: Path | None = None) -> ReviewTable:
+    return read_reviews(files_of(Settings(**settings).as_dict()), cache_dir=cache_dir)
+
+
+def split(table: ReviewTable) -> Split:
+    return split_reviews(table, test_size=0.2, validation_size=0.0, seed=42)
+
+
+def test_published_parts_are_used_as_they_are_in_any_format(tmp_path):
+    table = read(write(tmp_path), tmp_path / "cache")
+    assert table.parts == SIZES
+    assert (len(table), table.rows_read, table.path) == (34, 34, tmp_path / "train.csv")
+    parts = split(table)
+    for part, n in SIZES.items():
+        positions = getattr(parts, part)
+        assert table.texts.iloc[positions].tolist() == [f"{part} {i}" for i in range(n)]
+        assert table.rows[positions].tolist() == list(range(n))  # in its own file
+        assert table.labels[positions].tolist() == [i % 2 for i in range(n)]
+    again = split_reviews(table, test_size=0.3, validation_size=0.0, seed=42)
+    assert again.fingerprint == parts.fingerprint
+    for settings in (write(tmp_path / "lines", ".jsonl"), {"dataset_name": str(tmp_path / "lines")}):
+        other = read(settings, tmp_path / "cache")
+        assert (other.sha256, split(other).fingerprint) == (table.sha256, parts.fingerprint)
+    assert len(list(tmp_path.glob("cache/rows-*.arrow"))) == 1
+
+
+@pytest.mark.parametrize("given", ["validation_file", "test_file"])
+def test_the_other_part_is_held_out_of_the_training_rows(tmp_path, given):
+    settings = write(tmp_path)
+    table = read({name: settings[name] for name in ("csv", given)})
+    parts = split_reviews(table, test_size=0.2, validation_size=0.25 if given == "test_file" else 0.0, seed=42)
+    published, held_out = (
+        (parts.validation, parts.test) if given == "validation_file" else (parts.test, parts.validation)
+    )
+    assert table.texts.iloc[published].str.startswith(given.partition("_")[0]).all()
+    assert table.texts.iloc[[*parts.train, *held_out]].str.startswith("train").all()
+    assert sorted([*parts.train, *held_out]) == list(range(20))
+    assert 4 <= len(held_out) <= 5
+
+
+def test_a_data_set_without_test_rows_is_split(tmp_path):
+    for part in ("train", "validation"):
+        rows(part, 20).to_json(tmp_path / f"{part}.jsonl", orient="records", lines=True)
+    table = read({"dataset_name": str(tmp_path)})
+    parts = split(table)
+    assert (len(parts.train), len(parts.validation), len(parts.test)) == (16, 20, 4)
+
+
+def test_dropped_rows_are_those_of_their_file(tmp_path):
+    table = read(write(tmp_path, test=pd.DataFrame({"label": [1, None, 0], "review": ["a", "b", None]})))
+    assert table.dropped == {"no review (test file)": [2], "no label (test file)": [1]}
+    assert table.parts == SIZES | {"test": 1}
+
+
+def test_texts_in_two_parts_are_counted(tmp_path):
+    table = read(write(tmp_path, test=rows("train", 3)))
+    counts = count_duplicates(table, split(table))
+    assert counts == {"test_in_train": 3, "test_in_validation": 0, "validation_in_train": 0}
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        (
+            rows("test", 3).replace({"label": {1: 7}}),
+            "row 1: label '7' is not a class of {}/train.csv, which has '0', '1'",
+        ),
+        (rows("test", 3).rename(columns={"label": "stars"}), "no column 'label'; the file has 'stars', 'review'"),
+        (rows("test", 0), "has a header ('label', 'review') but no rows"),
+        (pd.DataFrame({"label": [1], "review": [None]}), "no row has both a review ('review') and a label"),
+        (rows("train", 20), "has the same rows as {}/train.csv: give each part a file of its own"),
+    ],
+)
+def test_what_is_wrong_with_a_part_is_one_line(tmp_path, test, message):
+    with pytest.raises(UserError) as caught:
+        read(write(tmp_path, test=test), tmp_path / "cache")
+    assert str(caught.value).startswith(f"{tmp_path}/test.csv: {message.format(tmp_path)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
+    rows("test", 5).to_json(tmp_path / "test.jsonl", orient="records", lines=True)
+    for name, message in (
+        (str(tmp_path), "has no split train, but 'test'"),
+        (f"{tmp_path}/config", "cannot be loaded: BuilderConfig 'config' not found"),
+        ("/missing/folder/of/data", "cannot be loaded: "),
+    ):
+        with pytest.raises(UserError) as caught:
+            read({"dataset_name": name})
+        assert str(caught.value).startswith(f"--dataset_name {name}: {message}")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset_name": "x", "csv": "a.csv"}, "--dataset_name and --csv exclude each other"),
+        ({"dataset_name": "x", "test_file": "a.csv"}, "--dataset_name and --test_file exclude each other"),
+        ({"test_file": "a.csv"}, "--test_file needs --csv"),
+        ({"csv": "a", "test_file": "b", "test_size": 0.2}, "--test_file and --test_size exclude each other"),
+        (
+            {"csv": "a", "validation_file": "b", "validation_size": 0.2},
+            "--validation_file and --validation_size exclude",
+        ),
+    ],
+)
+def test_contradictions_are_one_line(settings, message):
+    with pytest.raises(UserError, match=message):
+        Settings(**settings)
+
+
+def test_published_validation_rows_choose_the_best_weights():
+    assert Settings(csv="a.csv", validation_file="b.csv", load_best_model_at_end=True).may_validate
