@@ -114,9 +114,8 @@ class Trackers:
         if thread.problem and not thread.has_warned:
             thread.has_warned = True
             problem = escape_control_characters(shorten(" ".join(thread.problem.split()), 200))
-            self.warn(
-                f"warning: --report_to {thread.tracker_name}: {problem}; training continues, without values there"
-            )
+            consequence = "values may be missing there; the run and its files are not affected"
+            self.warn(f"warning: --report_to {thread.tracker_name}: {problem}; {consequence}")
 
 
 class TrackerThread(threading.Thread):
