@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -255,16 +256,16 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep `datasets` from drawing progress bars, and from logging an error that it also raises."""
+    """Keep `datasets` from drawing progress bars, and it and its HTTP client from logging what they also raise."""
     import datasets
 
-    level, hides_bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    disabled, hides_bars = logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    logging.disable(logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        datasets.logging.set_verbosity(level)
+        logging.disable(disabled)
         if not hides_bars:
             datasets.enable_progress_bars()
 

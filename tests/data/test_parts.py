@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pandas as pd
 import pytest
@@ -12,6 +14,8 @@ from app.data.csv_table import ReviewTable, read_reviews
 from app.data.sources import files_of
 from app.data.split import Split, count_duplicates, split_reviews
 from app.settings import Settings
+from app.training.build import ReviewData
+from app.training.prepare import check_parts
 
 SIZES = {"train": 20, "validation": 6, "test": 8}
 
@@ -84,10 +88,24 @@ def test_dropped_rows_are_those_of_their_file(tmp_path):
     assert table.parts == SIZES | {"test": 1}
 
 
-def test_texts_in_two_parts_are_counted(tmp_path):
-    table = read(write(tmp_path, test=rows("train", 3)))
+def test_texts_in_two_parts_are_counted_and_can_stop_the_run(tmp_path):
+    settings = write(tmp_path, test=rows("train", 3))
+    table = read(settings)
     counts = count_duplicates(table, split(table))
     assert counts == {"test_in_train": 3, "test_in_validation": 0, "validation_in_train": 0}
+    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates=counts))
+    check_parts(Settings(**settings), data)
+    with pytest.raises(UserError, match=r"stop: 3 of 3 test reviews also occur in training$"):
+        check_parts(Settings(**settings, on_duplicates_between_parts="stop"), data)
+
+
+def test_best_weights_need_the_validation_rows_of_a_data_set(tmp_path):
+    for part in ("train", "test"):
+        rows(part, 20).to_json(tmp_path / f"{part}.jsonl", orient="records", lines=True)
+    table = read({"dataset_name": str(tmp_path)})
+    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table)))
+    with pytest.raises(UserError, match="has no validation rows to choose on: add --validation_size"):
+        check_parts(Settings(dataset_name=str(tmp_path), load_best_model_at_end=True), data)
 
 
 @pytest.mark.parametrize(
