@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ..page import Section, as_html, as_markdown
 from .sections import Options, check, measure
 
 TITLE = "Communication laboratory"
+TRAININGS = {"compression", "convergence"}  # sections that train for a number of steps, and evaluate
 
 
 def main(
@@ -66,9 +67,12 @@ def main(
         folder = None
         quiet_libraries(world)
         with raise_on_all_ranks(world):
+            used = {field.name for field in fields(settings)}
+            if not TRAININGS & set(names):
+                used -= {"max_steps", "num_train_epochs", "eval_batch_size"}
             if trains_none:
-                used = ("use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm")
-                reject_unused(settings, used, f"on --sections {' '.join(names)}")
+                used = {"use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm"}
+            reject_unused(settings, used, f"on --sections {' '.join(names)}")
         options = Options(int(largest_mib * 2**20), seconds_per_point, seeds, over_link=link is not None)
         data = None if trains_none else build_data(settings, world)
         with raise_on_all_ranks(world):
@@ -126,7 +130,7 @@ def start() -> int:
             if flags["link"]:
                 threads = settings.threads or default_threads(2)
                 command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
-                return run_program(partial(run_on_link, program_name(), command, flags["link"]))
+                return run_program(partial(run_on_link, "bench.communication", command, flags["link"]))
     launch(main, __doc__, add_communication_flags, rejected=rejected)
 
 
