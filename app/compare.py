@@ -39,7 +39,7 @@ from .common.paths import PACKAGE
 from .common.valid import LARGEST_COUNT
 from .distributed.environment import requested_threads
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from .flags import add_compare_flags, reject_unused
+from .flags import FLAGS_OF_RUNS, add_compare_flags, reject_unused
 from .jobs import PATHS, run_job
 from .program import run_program, select_precision
 from .report.bitwise import check_same_rows, first_difference
@@ -113,7 +113,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
             "--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook, and use --precision fp32 or "
             "bf16"
         )
-    for name in ("class_weights", "label_smoothing_factor", "early_stopping_patience", "load_best_model_at_end"):
+    used = ("num_train_epochs", "max_steps", "eval_batch_size", "output_dir")
+    for name in (name for name in FLAGS_OF_RUNS if name not in used):
         if options.ablate and getattr(settings, name) != getattr(Settings, name):
             raise UserError(f"--{name}: has no effect with --ablate: remove one of the two flags")
     if options.ablate and (options.runs or options.assert_equal):
