@@ -13,8 +13,9 @@
 #   sbatch run_scripts/slurm.sh app.ddp_loop --csv reviews.csv
 #   sbatch --nodes=4 --gpus-per-node=4 run_scripts/slurm.sh app.trainer_run --csv reviews.csv
 #
-# Adapt the #SBATCH lines to your cluster. Two minutes before the time limit Slurm signals this script, all ranks save a
-# checkpoint and exit, and the job is requeued. It keeps its job id, so it finds its run folder and resumes.
+# Adapt the #SBATCH lines to your cluster. Two minutes before the time limit, or when a job of a higher priority preempts
+# this one, Slurm sends a signal, all ranks save a checkpoint and exit, and the job is requeued. It keeps its job id, so
+# it finds its run folder and resumes.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this script with sbatch, from the repository}"
 [ $# -ge 1 ] || { echo "slurm.sh: usage: sbatch run_scripts/slurm.sh MODULE [settings]" >&2; exit 2; }
@@ -28,19 +29,30 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Since Slurm 22.05, srun does not take over --cpus-per-task, and all ranks would share one core.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
-# One torchrun per node. torchrun exits with 1 when its ranks exit with 75 (checkpoint saved), so remember the signal.
-signaled=
-trap 'signaled=yes; kill -USR1 "$job" || true' USR1 # srun forwards the signal to the ranks; it may have just ended
+wait_for() { # return the status of a process; a signal interrupts `wait`
+  while wait "$1" || true; kill -0 "$1" 2>/dev/null; do :; done
+  wait "$1"
+}
+export -f wait_for
+
+# One torchrun per node. It exits with 1 when its ranks have saved a checkpoint and exited with 75. So each node exits with
+# 75 instead if it had a signal: SIGUSR1 as above, or SIGTERM if a job of a higher priority preempts this one.
+# shellcheck disable=SC2016 # the variables are set on each node
+node='signaled= status=0
+trap "signaled=yes" USR1 TERM # Slurm sends it to torchrun and the ranks, too
+NODE_RANK=$SLURM_NODEID bash run_scripts/multi_node.sh c10d "$@" &
+wait_for "$!" || status=$?
+if [ "$status" != 0 ] && [ -n "$signaled" ]; then status=75; fi
+exit "$status"'
+trap 'kill -USR1 "$job" || true' USR1 # srun forwards it to all processes of the job; srun may have just ended
 # If torchrun fails on one node, Slurm ends it on the others, which would wait for that node.
-# shellcheck disable=SC2016 # SLURM_NODEID is set on each node
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash run_scripts/multi_node.sh c10d "$@"' \
-  _ "$1" --output_dir "runs/slurm-$SLURM_JOB_ID" --resume_from_checkpoint auto "${@:2}" &
+srun --kill-on-bad-exit=1 bash -c "$node" _ \
+  "$1" --output_dir "runs/slurm-$SLURM_JOB_ID" --resume_from_checkpoint auto "${@:2}" &
 job=$!
 status=0
-wait "$job" || status=$?
-if [ -n "$signaled" ]; then # the signal interrupted `wait`
-  status=0
-  wait "$job" || status=$?
-  if [ "$status" != 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+wait_for "$job" || status=$?
+# A job that its user has cancelled is no longer running, and stays cancelled.
+if [ "$status" = 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -25,9 +25,13 @@ SCONTROL = """#!/usr/bin/env bash
 case $1 in show) printf 'node-a\\nnode-b\\n' ;; *) echo "$@" >>scontrol-calls; kill -USR1 "$PPID" ;; esac
 """
 
+SQUEUE = """#!/usr/bin/env bash
+echo "$STATE"
+"""
+
 
 def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
@@ -36,9 +40,12 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("status", "requeued"), [("3", True), ("0", False)])
-def test_a_signaled_job_is_requeued_unless_it_has_finished(tmp_path: Path, status: str, requeued: bool) -> None:
-    job = start(tmp_path, STATUS=status, WAIT_FOR_SIGNAL="yes")
+@pytest.mark.parametrize(
+    ("status", "state", "requeued"),
+    [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False), ("0", "RUNNING", False)],
+)
+def test_a_job_that_has_saved_a_checkpoint_is_requeued(tmp_path: Path, status: str, state: str, requeued: bool) -> None:
+    job = start(tmp_path, STATUS=status, STATE=state, WAIT_FOR_SIGNAL="yes")
     assert job.stdout is not None
     assert job.stdout.readline() == "running\n", job.stderr.read() if job.stderr else ""
     job.send_signal(signal.SIGUSR1)
