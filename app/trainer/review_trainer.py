@@ -154,7 +154,8 @@ class ReviewTrainer(Trainer):
         prepared.record.after_evaluation(
             self.state.global_step, prepared.eval_set.name, scores, strategy=prepared.strategy, model=prepared.model
         )
-        self.control.should_training_stop = prepared.record.early_stopping.stops
+        if prepared.record.early_stopping.stops:  # otherwise it is true after the last step already
+            self.control.should_training_stop = True
         return metrics
 
     def evaluation_loop(  # noqa: PLR0917 (the caller's signature)
