@@ -90,15 +90,21 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
 
     Returns:
         The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
-        seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's paired t test and interval) and
-        `verdict`.
+        seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's paired t test and interval),
+        `verdict` and `baselines` (the same statistics of the first path and each baseline, which is trained for each
+        seed; empty if there are none).
     """
     first = compare_runs(*pairs[0], baselines)
     entries = [_compare_seed(a, b, first if i == 0 else _difference(a, b)) for i, (a, b) in enumerate(pairs)]
-    statistics = paired_seeds(*([run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)))
+    accuracies = [[run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)]
+    statistics = paired_seeds(*accuracies)
+    of_seeds = [first["floors"], *(_baselines(a)[0] if baselines else None for a, _ in pairs[1:])]
+    for entry, of_seed in zip(entries, of_seeds, strict=True):
+        entry["baselines"] = of_seed
     explanations = [entry["explanation"] for entry in entries if entry["first_difference"] is not None]
     conclusion = verdict(statistics, *first["names"], bitwise_identical=not explanations)
     over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
+    over_seeds["baselines"] = _compare_with_baselines(accuracies[0], of_seeds)
     explanation = next(iter(explanations), None)
     return first | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
 
@@ -179,6 +185,22 @@ def _compare_seed(a: Run, b: Run, difference: dict[str, Any]) -> dict[str, Any]:
     ]
     names = ("first_differing_step", "first_difference", "explanation", "verdict")
     return {"seed": a.settings["seed"], "runs": runs} | {name: difference[name] for name in names}
+
+
+def _compare_with_baselines(
+    accuracies: list[float], of_seeds: Sequence[list[dict[str, Any]] | None]
+) -> list[dict[str, Any]]:
+    """Compare the accuracies of a path, one per seed, with those of each baseline; none if a seed has no baselines."""
+    known = [of_seed for of_seed in of_seeds if of_seed is not None]
+    if len(known) < len(of_seeds):
+        return []
+    return [
+        {
+            "name": of_one[0]["name"],
+            "paired_seeds": dataclasses.asdict(paired_seeds(accuracies, [entry["accuracy"] for entry in of_one])),
+        }
+        for of_one in zip(*known, strict=True)
+    ]
 
 
 def _duplicates(run: Run) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -10,8 +11,10 @@ from helpers.run_folders import edit_json, edit_step, write_run
 from sklearn.metrics import confusion_matrix
 
 from app.common.errors import UserError
+from app.report.baselines import measure_baselines
 from app.report.comparison import compare_runs, compare_seeds, conclusion_of
 from app.report.render import write_comparison
+from app.report.statistics import paired_seeds
 from app.runs.reader import read_run
 
 DOCUMENTED_KEYS = {
@@ -194,6 +197,18 @@ def test_the_comparison_over_seeds_contains_every_pair(pair, review_csv):
         "loss": pairs[2][1].metrics["loss"],
         "folder": str(pairs[2][1].folder),
     }
+    majority, tf_idf = comparison["seeds"]["baselines"]
+    assert majority["name"] == "majority class"
+    assert tf_idf["name"].startswith("TF-IDF")
+    of_seeds = [measure_baselines(a) for a, _ in pairs]
+    assert [entry["baselines"] for entry in entries] == of_seeds
+    for baseline, number in ((majority, 0), (tf_idf, 1)):
+        accuracies = [of_seed[number]["accuracy"] for of_seed in of_seeds]
+        expected = paired_seeds([a.metrics["accuracy"] for a, _ in pairs], accuracies)
+        assert baseline["paired_seeds"] == dataclasses.asdict(expected)
+    without = compare_seeds(pairs, baselines=False)["seeds"]
+    assert without["baselines"] == []
+    assert [entry["baselines"] for entry in without["pairs"]] == [None] * 3
 
 
 def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):

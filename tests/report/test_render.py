@@ -148,6 +148,16 @@ def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
         assert "Over 2 seeds" in page
         assert "Bitwise identical for 0 of 2 seeds" in page
     assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in markdown
+    tables = [
+        line.count("|") for line in markdown.splitlines() if line.startswith(("| seed", "|---:|---:|---:|", "| mean"))
+    ]
+    assert tables == [7, 7, 7], "two runs, the first differing step and two baselines"
+    assert "\n| 2 | 0." in markdown
+    assert "\na - TF-IDF" in markdown.replace("A (ddp_loop)", "a")
+    assert "compared with TF-IDF" in text
+    without = compare_seeds(pairs, baselines=False)
+    assert "TF-IDF" not in as_markdown(without)
+    assert "compared with" not in Page(as_html(without)).text
     one = compare_seeds(pairs[:1])
     assert "Over 1 seed<" in as_html(one)
     assert "undecided" in as_markdown(one).lower() or "indistinguishable" in as_markdown(one).lower()
