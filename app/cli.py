@@ -119,9 +119,7 @@ class SettingsParser(OneLineParser):
         config = self.parse(arguments)["config"]
         if config is not None:
             self.set_defaults(**self.parse_yaml(Path(config)))
-        values = self.parse(arguments)
-        del values["config"]
-        return values
+        return {name: value for name, value in self.parse(arguments).items() if name != "config"}
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Parse arguments without the config file."""
@@ -230,7 +228,7 @@ def settings_parser(
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
-        add_arguments: Adds the program's own flags to a parser. Their names must differ from those of all settings.
+        add_arguments: Adds the program's own flags to a parser, whose names must differ from those of all settings.
         rejected: The settings that the program rejects, and why.
     """
     own = OneLineParser(add_help=False)
@@ -238,6 +236,7 @@ def settings_parser(
         add_arguments(own)
     own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
     parser = SettingsParser(rejected, description=description, parents=[own])  # the parents' flags are listed first
+    parser.set_defaults(**own._defaults)  # the program's own defaults of settings
     for action in parser._actions:
         if action.dest in rejected:
             action.help = argparse.SUPPRESS
@@ -268,7 +267,7 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
 
 def as_flags(settings: Settings) -> list[str]:
     """Return the command line that parses into these settings. It contains only values that are not defaults."""
-    defaults = Settings().as_dict()
+    defaults = Settings(model=settings.model).as_dict() | {"model": Settings.model}
     changed = {name: value for name, value in settings.as_dict().items() if value != defaults[name]}
     if settings.per_device_train_batch_size is not None:
         changed.pop("train_batch_size", None)  # derived from it, and the flags exclude each other

@@ -37,6 +37,7 @@ from .flags import (
     add_plan_flags,
     add_predict_flags,
     add_speed_flags,
+    measure_tiny_bert,
 )
 from .program import print_mistake
 from .settings import Settings
@@ -62,6 +63,8 @@ OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "predict": add_predict_flags,
     "bench.memory": add_memory_flags,
     "bench.communication": add_communication_flags,
+    "bench.traffic": measure_tiny_bert,
+    "bench.checkpoint_cost": measure_tiny_bert,
     "compare": add_compare_flags,
     "plan": add_plan_flags,
 }

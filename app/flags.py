@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, count, positive
 from .common.errors import UserError, shorten
 from .common.link import Link
+from .setting_groups import TINY, TINY_BERT
 from .settings import Settings
 
 # Settings of a run that benchmarks replace with their own, such as the number of steps.
@@ -82,10 +83,16 @@ ABOUT_LINK = (
 SMALLEST_LIMIT = 1 / 64  # MiB: a fit needs three sizes, 1, 4 and 16 KiB
 
 
-def reject_unused(settings: Settings, used: Iterable[str], where: str) -> None:
-    """Raise `UserError` if a setting is changed that is not `used` in a part of a program, which `where` names."""
-    defaults = {name: getattr(Settings, name) for name in used}
-    if unused := as_flags(replace(settings, **defaults)):
+def reject_unused(settings: Settings, used: Iterable[str], where: str, *, model: str = TINY) -> None:
+    """Raise `UserError` if a setting is changed that is not `used` in a part of a program, which `where` names.
+
+    Args:
+        model: the program's default of `--model`.
+    """
+    used = set(used)
+    defaults = {name: getattr(Settings, name) for name in used - {"model"}}
+    allowed = f"--model={settings.model if 'model' in used else model}"
+    if unused := [flag for flag in as_flags(replace(settings, **defaults)) if flag != allowed]:
         raise UserError(f"{shorten(unused[0])}: has no effect {where}")
 
 
@@ -121,11 +128,18 @@ def add_plan_flags(parser: OneLineParser) -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
 
+def measure_tiny_bert(parser: OneLineParser) -> None:
+    """Make `tiny-bert` the default model: a benchmark is of more use with the architecture that most users train."""
+    parser.set_defaults(model=TINY_BERT)
+
+
 def add_memory_flags(parser: OneLineParser) -> None:
+    measure_tiny_bert(parser)
     parser.add_argument("--sizes", action="store_true", help="measure BERTs of three sizes instead of --model")
 
 
 def add_communication_flags(parser: OneLineParser) -> None:
+    measure_tiny_bert(parser)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=ABOUT_SECTIONS)
     parser.add_argument("--link", type=link, metavar="RATE:DELAY", help=ABOUT_LINK)
     parser.add_argument(
@@ -142,6 +156,7 @@ def add_communication_flags(parser: OneLineParser) -> None:
 
 
 def add_speed_flags(parser: OneLineParser) -> None:
+    measure_tiny_bert(parser)
     sizes = ", ".join(SHORT_NAMES)
     parser.add_argument(
         "--models", nargs="+", metavar="NAME", help=f"{sizes} (untrained BERTs), or as --model; default: --model"
@@ -165,7 +180,7 @@ def add_growth_flags(parser: OneLineParser) -> None:
 
 def add_minimal_flags(parser: OneLineParser) -> None:
     parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews; default: as for ddp_loop")
-    parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 3 epochs")
+    parser.add_argument("--max_steps", type=int, default=-1, help="optimizer steps to train; default: 6 epochs")
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows per optimizer step, over all ranks")
 
 

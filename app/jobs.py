@@ -14,6 +14,8 @@ def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
     # If it is unset, torchrun prints a warning. The ranks would choose the same number themselves.
     threads = settings.threads or default_threads(settings.logical_ranks or nproc_per_node)
-    command = torchrun_command(module, as_flags(settings), nproc_per_node=nproc_per_node)
+    model = f"--model={settings.model}"  # even if it is the default: the entry point may have another one
+    flags = [*(flag for flag in as_flags(settings) if flag != model), model]
+    command = torchrun_command(module, flags, nproc_per_node=nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
         return job.wait()

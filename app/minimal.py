@@ -22,6 +22,7 @@ from .cli import OneLineParser
 from .flags import add_minimal_flags
 from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
+from .model.tiny import embeddings_of
 from .program import run_rank
 from .runs.hashes import hash_weights
 from .settings import Settings
@@ -46,7 +47,8 @@ def main() -> None:
     # 2. THE DATA. Every rank reads all rows. Its sampler selects its share of a permutation that is the same on every
     #    rank: each world_size-th row. With drop_last, no row is repeated to make the shares equal.
     table, split, plan = read_and_split(settings, world_size)
-    tokenizer = load_tokenizer(settings, table.sample_texts(split.train))
+    texts, names = table.sample_texts(split.train), table.class_names  # test rows would be a leak
+    tokenizer = load_tokenizer(settings, texts)
     tokens = tokenizer(table.texts.tolist(), truncation=True, max_length=settings.max_length)["input_ids"]
     rows = Dataset.from_dict({"input_ids": tokens, "labels": table.labels})
     train, test, collate = rows.select(split.train), rows.select(split.test), DataCollatorWithPadding(tokenizer)
@@ -56,7 +58,7 @@ def main() -> None:
 
     # 3. THE MODEL. Every rank holds all of it: DDP copies rank 0's weights to the others. Then it registers hooks that
     #    run during backward(): gradients are averaged over the ranks, while backward() computes further ones.
-    model = load_classifier(settings, table.class_names, tokenizer).model
+    model = load_classifier(settings, names, tokenizer, embeddings=embeddings_of("tiny", tokenizer, texts)).model
     ddp = DistributedDataParallel(model)
     if world_size > 2:  # without it, DDP adds more than two ranks in another order than app.ddp_loop: other rounding
         ddp.register_comm_hook(None, average_in_fixed_order)
@@ -92,13 +94,12 @@ def main() -> None:
 
     # 7. EXACT EVALUATION. The ranks take batches in turn. A DistributedSampler would repeat or drop rows. The plain
     #    model, because DDP's forward pass communicates: it would wait for a rank that has no batch left.
-    model.eval()
+    model.eval().requires_grad_(False)
     counts = torch.zeros(2, dtype=torch.int64)  # correct rows, rows
     by_length = sorted(range(len(test)), key=lambda row: len(test[row]["input_ids"]))  # little padding in a batch
     eval_batches = [by_length[start : start + 64] for start in range(0, len(test), 64)]
     for batch in DataLoader(test, batch_sampler=eval_batches[rank::world_size], collate_fn=collate):
-        with torch.no_grad():
-            correct = model(**batch).logits.argmax(dim=1) == batch["labels"]
+        correct = model(**batch).logits.argmax(dim=1) == batch["labels"]
         counts += torch.tensor([correct.sum(), len(correct)])
     dist.all_reduce(counts)  # exact, unlike a mean of the ranks' accuracies: their shares differ in size
     if rank == 0:

@@ -22,6 +22,7 @@ from .setting_groups import (
     OutputSettings,
     ProcessSettings,
     TrainingSettings,
+    recipe_of,
 )
 
 WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
@@ -46,6 +47,9 @@ class Settings(
     """
 
     def __post_init__(self) -> None:
+        for name, default in recipe_of(self.model).items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
         problems = [*self._invalid_values(), *self._contradictions()]
         if problems:
             raise UserError("; ".join(problems))

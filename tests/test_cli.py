@@ -147,6 +147,24 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     assert as_flags(Settings()) == []
 
 
+def test_defaults_that_depend_on_the_model_are_no_flags():
+    assert as_flags(Settings(model="tiny-bert")) == ["--model=tiny-bert"]
+    assert as_flags(Settings(max_length=128)) == ["--max_length=128"]
+    assert as_flags(Settings(model="tiny-bert", max_length=256)) == ["--max_length=256", "--model=tiny-bert"]
+
+
+def test_a_program_may_have_its_own_default_of_a_setting(capsys):
+    def add_arguments(parser):
+        parser.set_defaults(model="tiny-bert")
+
+    settings, own_flags = parse_flags(None, [], add_arguments)
+    assert (settings.model, settings.max_length, own_flags) == ("tiny-bert", 128, {})
+    assert parse_flags(None, ["--model=tiny"], add_arguments)[0] == Settings()
+    with pytest.raises(SystemExit):
+        parse_flags(None, ["--help"], add_arguments)
+    assert "(default: tiny-bert)" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [

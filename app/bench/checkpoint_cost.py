@@ -21,7 +21,7 @@ from ..common.terminal import as_interrupt
 from ..distributed.collectives import barrier, broadcast_object
 from ..distributed.process_group import join
 from ..distributed.world import World
-from ..flags import BENCHMARKS
+from ..flags import BENCHMARKS, measure_tiny_bert
 from ..program import launch
 from ..runs.schema import CHECKPOINTS, checkpoint_files
 from ..settings import Settings
@@ -75,4 +75,4 @@ def shared_folder(world: World) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, rejected=BENCHMARKS["bench.checkpoint_cost"])
+    launch(main, __doc__, measure_tiny_bert, rejected=BENCHMARKS["bench.checkpoint_cost"])

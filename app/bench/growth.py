@@ -4,8 +4,9 @@
     python -m app.bench.growth --rows 10000 100000 --ranks 4
 
 For each number of rows, writes a CSV (the reviews of `--csv`, repeated, with a few characters changed in each copy) and
-trains one step of `tiny` on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again ("warm").
-Both jobs also evaluate the test rows, a tenth of all rows. Writes growth.html and growth.json into `--output_dir`.
+trains one step of `tiny-bert` on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again
+("warm"). Both jobs also evaluate the test rows, a tenth of all rows. Writes growth.html and growth.json into
+`--output_dir`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ from ..flags import add_growth_flags
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS, STEPS
+from ..setting_groups import TINY_BERT
 from ..settings import Settings
 from .page import Figure, Section, Table, as_html, as_markdown
 
 CHANGES = 3  # characters that are changed in each copy of a review
 POLL_SECONDS = 0.1
 FLAGS = (
-    *("--model", "tiny", "--use_cpu", "--max_steps", "1", "--logging_steps", "1"),
+    *("--model", TINY_BERT, "--use_cpu", "--max_steps", "1", "--logging_steps", "1"),
     *("--eval_strategy", "no", "--save_strategy", "no"),
 )
 # The file of the cache whose last byte ends a phase of a cold start.
@@ -91,7 +93,7 @@ def main() -> int:
             }
         print(f"{n:,} rows: " + ", ".join(f"{kind} {start.first_step:.1f} s" for kind, start in results[n].items()))
     facts = {
-        "model": "tiny",
+        "model": TINY_BERT,
         "ranks": str(arguments.ranks),
         **describe_machine(torch.device("cpu")),
         "command": command_line(),

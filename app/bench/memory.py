@@ -34,7 +34,7 @@ from ..plan.memory import gathered_after_forward
 from ..plan.step import plan_step
 from ..profiling.profiler import hide_profiler_messages
 from ..program import launch
-from ..setting_groups import TINY
+from ..setting_groups import TINY_BERT
 from ..settings import Settings
 from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
@@ -47,7 +47,7 @@ KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activa
 def main(settings: Settings, sizes: bool) -> None:
     with join(settings) as world:
         with raise_on_all_ranks(world):
-            if sizes and settings.model != TINY:
+            if sizes and settings.model != TINY_BERT:
                 raise UserError("--sizes and --model exclude each other: give only one of them")
         quiet_libraries(world)
         data = build_data(settings, world)

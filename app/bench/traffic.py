@@ -26,7 +26,7 @@ from ..common.formats import markdown_table
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..distributed.world import Topology, World
-from ..flags import BENCHMARKS
+from ..flags import BENCHMARKS, measure_tiny_bert
 from ..model.vocabulary import trimmed_vocabulary
 from ..plan.memory import bytes_of
 from ..plan.step import plan_step
@@ -166,4 +166,4 @@ def among_which(ranks: Sequence[int], topology: Topology) -> str:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, rejected=BENCHMARKS["bench.traffic"])
+    launch(main, __doc__, measure_tiny_bert, rejected=BENCHMARKS["bench.traffic"])

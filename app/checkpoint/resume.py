@@ -24,7 +24,7 @@ from ..model.identity import ModelIdentity, differences_of_configs
 from ..runs.parse import parse_object
 from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
-from ..setting_groups import TINY
+from ..setting_groups import BUILT_IN
 from ..settings import Settings, trainer_engine
 from .find import (
     ResumePoint,
@@ -262,7 +262,8 @@ def _differences_in_name(state: Mapping[str, Any], before: str, now: str, *, com
     """Compare names and commits of two models. Of two local folders, only the content counts if it was recorded."""
     differences = []
     recorded_commit = state.get("model_commit")
-    are_folders = TINY not in (before, now) and recorded_commit is None and commit is None  # no commit: not on the Hub
+    built_in = not {before, now}.isdisjoint(BUILT_IN)
+    are_folders = not built_in and recorded_commit is None and commit is None  # no commit: not on the Hub
     # Older versions did not record the content. The folder may have been moved since.
     if not are_folders or state.get("model_config") is None:
         names = [str(Path(model).resolve()) if Path(model).is_dir() else model for model in (before, now)]

@@ -30,6 +30,7 @@ from ..jobs import PATHS
 from ..program import run_program
 from ..runs.hashes import DIGITS, hash_results
 from ..runs.schema import MODEL, MODEL_FOLDER
+from ..setting_groups import TINY_BERT
 from ..settings import STRATEGIES, Settings
 from .fault_kills import EVAL_STEPS, MOMENTS, SAVE_STEPS, STEPS, RunFiles, draw_moment, kill, wait_for_rank
 
@@ -107,17 +108,18 @@ def build_subjects(model_names: Sequence[str], settings: Settings, ranks: int, *
 
 
 def write_untrained(name: str, texts: Any, folder: Path) -> str:
-    """Return the value of `--model` for an architecture: `tiny`, or a folder with a tiny config and a tokenizer.
+    """Return the value of `--model` for an architecture: `tiny-bert`, or a folder with a tiny config and a tokenizer.
 
     The folder contains no weights, so they are initialized from the seed.
     """
     if name == "bert":
-        return "tiny"
+        return TINY_BERT
     from transformers import BartConfig, GPT2Config, PretrainedConfig
 
-    from ..model.tiny_bert import learn_tokenizer
+    from ..model.tiny import VOCABULARY_SIZES
+    from ..model.tokenizer import learn_tokenizer
 
-    tokenizer = learn_tokenizer(texts)
+    tokenizer = learn_tokenizer(texts, VOCABULARY_SIZES[TINY_BERT])
     ids: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,

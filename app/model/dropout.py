@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..common.errors import UserError
 
@@ -127,6 +127,14 @@ class RowDropout(TorchFunctionMode):
             yield
         finally:
             self.__exit__(None, None, None)
+
+
+def override_dropout(config: PretrainedConfig, probability: float) -> None:
+    """Set every dropout probability in a config, by any name, but not LayerDrop, which skips whole layers."""
+    for name, value in config.to_dict().items():
+        is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
+        if is_number and ("dropout" in name or "pdrop" in name):
+            setattr(config, name, probability)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

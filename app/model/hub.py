@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError
-from ..setting_groups import TINY, ModelSettings
+from ..setting_groups import BUILT_IN, TINY, ModelSettings
 
 INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 JSON_FILES = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *INDEXES)
@@ -23,7 +23,7 @@ NOT_CACHED = "the Hub cannot be reached, and the model is not in the local cache
 
 
 def resolve_commit(settings: ModelSettings) -> str | None:
-    """Return the commit of `--model` and `--revision` on the Hub; None for a local folder and for `tiny`.
+    """Return the commit of `--model` and `--revision` on the Hub; None for a local folder and for a built-in model.
 
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
     commit. Without a connection, it is resolved from the local cache.
@@ -32,9 +32,9 @@ def resolve_commit(settings: ModelSettings) -> str | None:
         UserError: There is no such model or revision, `--revision` is given for a model that is not on the Hub, or the
             Hub cannot be reached and the model is not in the local cache.
     """
-    if settings.model != TINY:
+    if settings.model not in BUILT_IN:
         check_folder(settings.model)
-    if settings.model == TINY or Path(settings.model).is_dir():
+    if settings.model in BUILT_IN or Path(settings.model).is_dir():
         if settings.revision is not None:
             raise UserError(
                 f"--revision {settings.revision}: {settings.model} is not a model on the Hub, so it has no revisions"

@@ -1,4 +1,4 @@
-"""Copy a batch to the device, with an attention mask whose content the model does not have to look at.
+"""The inputs of a model: their names, and batches on the device with an attention mask that the host need not read.
 
 A model of transformers asks whether there is any padding (`mask.all()`) before it chooses how to compute attention. On
 a GPU the host waits for the answer in each micro-batch, and it waits inside CUDA, where Python cannot raise if another
@@ -8,11 +8,13 @@ to wait where such a failure is noticed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed.collectives import wait_for_device
 from ..distributed.world import World
@@ -48,6 +50,23 @@ READS = frozenset(
         *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
     }
 )
+
+
+def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Make the tokenizer return the inputs that the model accepts, regardless of the tokenizer's configuration.
+
+    Without the attention mask, a model would treat padding as text. An input that it does not name may be rejected or
+    misinterpreted.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        return  # a wrapper around the actual model, whose inputs are unknown
+    names = [name for name in tokenizer.model_input_names if name in accepted]
+    if "attention_mask" in accepted and "attention_mask" not in names:
+        names.append("attention_mask")
+    if names != list(tokenizer.model_input_names):
+        tokenizer.model_input_names = names
+        tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:

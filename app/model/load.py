@@ -1,16 +1,18 @@
-"""Load the tokenizer and the classifier from the Hub, from a local folder, or as `tiny`."""
+"""Load the tokenizer and the classifier from the Hub, from a local folder, or built in."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -24,12 +26,15 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from ..common.errors import UserError, raised_by_model
-from ..setting_groups import TINY, ModelSettings
+from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
+from .dropout import override_dropout
 from .hub import fetch, first_line, model_error
 from .identity import describe_config
+from .inputs import match_inputs
 from .precision import training_dtype
-from .tiny_bert import cached_tokenizer, learn_tokenizer, tiny_config
+from .tiny import VOCABULARY_SIZES, built_in_config, initialize
+from .tokenizer import cached_tokenizer, learn_tokenizer
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
@@ -59,7 +64,7 @@ class Classifier:
 def load_tokenizer(
     settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None, *, cache_dir: Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer or, for `tiny`, learn one from the training rows.
+    """Load the model's tokenizer or, for a built-in model, learn one from the training rows.
 
     Args:
         commit: The result of `resolve_commit`.
@@ -68,8 +73,11 @@ def load_tokenizer(
     Raises:
         UserError: There is no such model, it has no usable tokenizer, or the Hub cannot be reached.
     """
-    if settings.model == TINY:
-        return learn_tokenizer(train_texts) if cache_dir is None else cached_tokenizer(train_texts, cache_dir)
+    if settings.model in BUILT_IN:
+        size = VOCABULARY_SIZES[settings.model]
+        if cache_dir is None:
+            return learn_tokenizer(train_texts, size)
+        return cached_tokenizer(train_texts, size, cache_dir)
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if tokenizer.pad_token_id is None:
         raise UserError(
@@ -79,12 +87,12 @@ def load_tokenizer(
 
 
 def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
-    """Load the model's config; None for `tiny`, whose config depends on its vocabulary.
+    """Load the model's config; None for a built-in model, whose config depends on its vocabulary.
 
     Raises:
         UserError: There is no such model, or the Hub cannot be reached.
     """
-    if settings.model == TINY:
+    if settings.model in BUILT_IN:
         return None
     config: PretrainedConfig = fetch(AutoConfig, settings, commit)
     return config
@@ -103,7 +111,8 @@ def classifier_config(
     Raises:
         UserError: There is no such model, it does not match its tokenizer, or `max_length` exceeds what it can process.
     """
-    config = load_config(settings, commit) or tiny_config(len(tokenizer), tokenizer.pad_token_id)
+    built_in = partial(built_in_config, settings.model, len(tokenizer), tokenizer.pad_token_id)
+    config = load_config(settings, commit) or built_in()
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -165,11 +174,15 @@ def load_classifier(
     *,
     device: torch.device = CPU,
     commit: str | None = None,
+    embeddings: NDArray[np.float32] | None = None,
 ) -> Classifier:
     """Load the classifier in training precision.
 
     Weights that do not come with the model (the head, or all of them) are initialized from the seed, identically on
     every rank. The tokenizer's `model_input_names` are set to the inputs that the model accepts.
+
+    Args:
+        embeddings: The result of `embeddings_of`.
 
     Raises:
         UserError: As `classifier_config`, or the model cannot classify sequences.
@@ -177,8 +190,9 @@ def load_classifier(
     config = classifier_config(settings, class_names, tokenizer, device=device, commit=commit)
     content = describe_config(config)
     pretrained = is_pretrained(settings.model)
-    if settings.model == TINY:
-        origin = "tiny BERT (2 layers x 128), initialized from the seed"
+    if settings.model in BUILT_IN:
+        learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
+        origin = f"{settings.model} (built in), initialized from the seed{learned}"
     else:
         origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     set_seed(settings.seed)
@@ -188,6 +202,8 @@ def load_classifier(
             model = fetch(AutoModelForSequenceClassification, settings, commit, **options)
     else:
         model = build_from_config(settings, config)
+    if embeddings is not None:
+        initialize(model, embeddings)
     # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
     # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
@@ -212,7 +228,7 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
 
 def is_pretrained(model: str) -> bool:
     """Tell whether the model has weights of its own."""
-    if model == TINY:
+    if model in BUILT_IN:
         return False
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in WEIGHT_FILES)
@@ -264,31 +280,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
-
-
-def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Make the tokenizer return the inputs that the model accepts, regardless of the tokenizer's configuration.
-
-    Without the attention mask, a model would treat padding as text. An input that it does not name may be rejected or
-    misinterpreted.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in accepted:
-        return  # a wrapper around the actual model, whose inputs are unknown
-    names = [name for name in tokenizer.model_input_names if name in accepted]
-    if "attention_mask" in accepted and "attention_mask" not in names:
-        names.append("attention_mask")
-    if names != list(tokenizer.model_input_names):
-        tokenizer.model_input_names = names
-        tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
-
-
-def override_dropout(config: PretrainedConfig, probability: float) -> None:
-    """Set every dropout probability in a config, by any name, but not LayerDrop, which skips whole layers."""
-    for name, value in config.to_dict().items():
-        is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
-        if is_number and ("dropout" in name or "pdrop" in name):
-            setattr(config, name, probability)
 
 
 def max_input_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..setting_groups import TINY
+from ..setting_groups import BUILT_IN
 from ..settings import Settings
 from .hub import fetch
-from .load import load_config, load_tokenizer, match_inputs, max_input_length, select_attention
+from .inputs import match_inputs
+from .load import load_config, load_tokenizer, max_input_length, select_attention
 from .precision import training_dtype
 
 
@@ -34,10 +35,10 @@ def load_trained(settings: Settings, device: torch.device, commit: str | None) -
         UserError: There is no such model, it is not a trained classifier, or `max_length` exceeds what it can process.
     """
     name = settings.model
-    if name == TINY:
-        raise UserError(f"`{TINY}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
+    if name in BUILT_IN:
+        raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
     tokenizer, config = load_tokenizer(settings, (), commit), load_config(settings, commit)
-    assert config is not None, "only `tiny` has none"
+    assert config is not None, "only a built-in model has none"
     names = config.id2label or {}
     if len(names) < 2 or config.problem_type not in (None, "single_label_classification"):
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")

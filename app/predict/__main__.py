@@ -52,7 +52,7 @@ from ..program import launch
 from ..record.predictions import write_lines, write_predictions
 from ..runs.hashes import hash_weights
 from ..settings import Settings
-from ..training.build import check_rows
+from ..training.check_rows import check_rows
 from ..training.console import quiet_libraries
 from .logits import compute_logits
 from .partial import PartialLogits

@@ -27,7 +27,7 @@ from ..common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from ..metrics.score import Scores
 from ..runs.hashes import hash_run
 from ..runs.schema import METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, SETTINGS
-from ..setting_groups import TINY
+from ..setting_groups import BUILT_IN
 from ..strategies.base import Tensors
 from .predictions import write_predictions
 from .run_folder import RunInfo, split_content
@@ -183,9 +183,9 @@ def _metadata(info: RunInfo, metrics: Mapping[str, Any]) -> ModelCardData:
 
 
 def _base_model(info: RunInfo) -> str | None:
-    """Return the name of the model that was fine-tuned, or of its folder; None for `tiny`."""
+    """Return the name of the model that was fine-tuned, or of its folder; None for a built-in model."""
     model = info.settings.model
-    if model == TINY:
+    if model in BUILT_IN:
         return None
     return escape_control_characters(Path(model).resolve().name if Path(model).is_dir() else model)
 

@@ -6,9 +6,10 @@ size, which is divided among ranks and accumulation steps, so that one process a
 
 from __future__ import annotations
 
+from .built_in import BUILT_IN, TINY, TINY_BERT, recipe_of
 from .data import DataSettings
 from .running import MAX_THREADS, CheckpointSettings, EvaluationSettings, OutputSettings, ProcessSettings
-from .training import TINY, ModelSettings, TrainingSettings
+from .training import ModelSettings, TrainingSettings
 
 GROUPS = (
     *(DataSettings, ModelSettings, TrainingSettings, EvaluationSettings),
@@ -16,9 +17,11 @@ GROUPS = (
 )
 
 __all__ = [
+    "BUILT_IN",
     "GROUPS",
     "MAX_THREADS",
     "TINY",
+    "TINY_BERT",
     "CheckpointSettings",
     "DataSettings",
     "EvaluationSettings",
@@ -26,4 +29,5 @@ __all__ = [
     "OutputSettings",
     "ProcessSettings",
     "TrainingSettings",
+    "recipe_of",
 ]

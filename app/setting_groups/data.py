@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..common.paths import DOWNLOADED_CSV
 from ..common.valid import at_least, count, label_names, name_of, number
+from .built_in import describe_default
 from .field import setting
 
 
@@ -58,8 +59,9 @@ class DataSettings:
         valid=at_least(0, below=1, requirement="0 or a fraction of the training rows below 1"),
     )
     max_length: int = setting(
-        128,
-        "maximum number of tokens per review, including special tokens; longer reviews are truncated",
+        None,
+        "maximum number of tokens per review, including special tokens; longer reviews are truncated; "
+        + describe_default("max_length"),
         valid=count(3, "tokens"),
     )
     pad_to_multiple_of: int = setting(

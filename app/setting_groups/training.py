@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..common.valid import LARGEST_COUNT, above, at_least, between, class_weights, count, name_of, number, path_of
+from .built_in import TINY, TINY_BERT, describe_default
 from .field import setting
-
-TINY = "tiny"
 
 
 @dataclass
@@ -17,7 +16,8 @@ class ModelSettings:
 
     model: str = setting(
         TINY,
-        f"model name on the Hugging Face Hub, local folder, or `{TINY}`: an untrained BERT with 2 layers x 128",
+        f"model name on the Hugging Face Hub, local folder, or an untrained model that needs no download: `{TINY}`, a "
+        f"ModernBERT with one layer, or `{TINY_BERT}`, a BERT with 2 layers x 128",
         valid=path_of("a model"),
     )
     revision: str | None = setting(
@@ -60,8 +60,8 @@ class TrainingSettings:
         valid=count(),
     )
     num_train_epochs: float = setting(
-        3.0,
-        "number of passes over the training rows",
+        None,
+        f"number of passes over the training rows; {describe_default('num_train_epochs')}",
         valid=number(lambda n: 0 < n <= LARGEST_COUNT, f"more than 0 and at most {LARGEST_COUNT}"),
     )
     max_steps: int = setting(

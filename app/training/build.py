@@ -13,17 +13,16 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.csv_table import Indices, ReviewTable, list_rows, read_reviews
+from ..data.csv_table import Indices, ReviewTable, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import (
     TokenRows,
-    count_of_tokens,
     count_truncated,
     hash_tokens,
     lengths_of,
@@ -40,12 +39,14 @@ from ..distributed.world import World
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
 from ..model.inputs import wait_before_reads
-from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
+from ..model.load import Classifier, load_classifier, load_tokenizer
+from ..model.tiny import embeddings_of
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy, Zero1Strategy
 from ..strategies.fsdp import FullyShardStrategy
+from .check_rows import check_rows
 
 SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
@@ -59,6 +60,7 @@ class ReviewData:
     plan: BatchPlan
     commit: str | None  # the Hub commit of the model, None for any other model
     tokenizer: PreTrainedTokenizerBase
+    embeddings: NDArray[np.float32] | None  # to start with, from `embeddings_of`
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
     tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
@@ -161,6 +163,13 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):
         tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit, cache_dir=cache_dir)
+    embeddings = None
+    with raise_on_all_ranks(world):
+        if world.is_main_process:
+            texts = table.sample_texts(split.train)
+            embeddings = embeddings_of(settings.model, tokenizer, texts, cache_dir=cache_dir)
+    # The nodes' CPUs may differ, and so the last bits of what they would learn.
+    embeddings = broadcast_object(embeddings, world)
     rows = tokenize(
         table,
         tokenizer,
@@ -176,6 +185,7 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
         plan=plan,
         commit=commit,
         tokenizer=tokenizer,
+        embeddings=embeddings,
         rows=inputs,
         lengths=lengths_of(rows),
         tokens=occurring_tokens(rows),
@@ -198,7 +208,12 @@ def build_model(settings: Settings, data: ReviewData, world: World, *, trim: boo
     """
     with local_main_process_first(world):
         classifier = load_classifier(
-            settings, data.table.class_names, data.tokenizer, device=world.device, commit=data.commit
+            settings,
+            data.table.class_names,
+            data.tokenizer,
+            device=world.device,
+            commit=data.commit,
+            embeddings=data.embeddings,
         )
         config = classifier.model.config
         check_rows(settings, config, table=data.table, rows=data.rows, lengths=data.lengths, tokens=data.tokens)
@@ -224,73 +239,6 @@ def check_fingerprints(fingerprint: str, world: World) -> None:
                 f"rank(s) {', '.join(map(str, others))} read different rows than rank 0 (split fingerprint "
                 f"{fingerprints[others[0]][:12]}, not {fingerprints[0][:12]}): give every node the same CSV file"
             )
-
-
-def check_rows(
-    settings: Settings,
-    config: PretrainedConfig,
-    *,
-    table: ReviewTable,
-    rows: Dataset,
-    lengths: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-) -> None:
-    """Check that the model can process the tokens of every review: training would end with a failure otherwise.
-
-    Args:
-        rows: the tokens of all reviews, in the order of the table.
-        lengths: int64 (n,), the number of tokens of each review.
-        tokens: the ids that occur in any of them, sorted.
-
-    Raises:
-        UserError: names the rows that it cannot process, and the remedy.
-    """
-    if not lengths.all():
-        raise UserError(
-            f"{table.path}: {_count(lengths == 0)} without any token for the tokenizer of --model {settings.model}: "
-            f"remove {list_rows(table.rows[lengths == 0])}, or configure the tokenizer to add special tokens"
-        )
-    too_long = lengths > settings.max_length
-    if too_long.any():
-        raise UserError(
-            f"--model {settings.model}: its tokenizer returns up to {lengths.max()} tokens per review despite "
-            f"--max_length {settings.max_length}, for example for {list_rows(table.rows[too_long])}: raise "
-            "--max_length, or use a tokenizer that truncates"
-        )
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    if size is not None and tokens[-1] >= size:
-        raise UserError(
-            f"--model {settings.model}: its tokenizer returns token id {tokens[-1]}, but its config has vocab_size "
-            f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
-        )
-    if config.is_encoder_decoder:
-        _check_end_of_sequence(settings.model, table, count_of_tokens(rows, lengths, end_of_sequence(config)))
-
-
-def _check_end_of_sequence(model: str, table: ReviewTable, counts: NDArray[np.int64]) -> None:
-    """Check that encoder-decoders, which classify by the end-of-sequence token, find it as often in each review.
-
-    They reject a batch in which one row has more of them than another. A review has more if it contains the token's
-    text, such as `</s>`. It has fewer if most reviews do, or if the tokenizer does not append the token to it.
-    """
-    usual = int(np.bincount(counts).argmax())
-    more, fewer = counts > usual, counts < usual
-    if more.any():
-        raise UserError(
-            f"{table.path}: {_count(more)} containing the text of the end-of-sequence token, by which --model "
-            f"{model} classifies: remove it from {list_rows(table.rows[more])}"
-        )
-    if fewer.any():
-        raise UserError(
-            f"{table.path}: {_count(fewer)} with fewer end-of-sequence tokens, by which --model {model} "
-            f"classifies, than the others, which have {usual}: remove {list_rows(table.rows[fewer])}, or use a "
-            "tokenizer that returns as many for every review"
-        )
-
-
-def _count(selected: NDArray[np.bool_]) -> str:
-    n = int(selected.sum())
-    return f"{n:,} review{'s' * (n != 1)}"
 
 
 def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:

@@ -27,7 +27,7 @@ from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_record import RunRecord
 from ..runs.hashes import DIGITS
 from ..runs.schema import LATEST, PREDICTIONS, RUNS
-from ..setting_groups import TINY
+from ..setting_groups import BUILT_IN
 from ..settings import Settings
 from .build import ReviewData
 from .loss import requested_class_weights
@@ -54,7 +54,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         else ""
     )
     n_sampled = len(sample_rows(split.train))
-    sampled = settings.model == TINY and n_sampled < len(split.train)
+    sampled = settings.model in BUILT_IN and n_sampled < len(split.train)
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
     commit = f" at {data.commit[:12]}" if data.commit else ""

@@ -21,7 +21,12 @@ from app.training.build import build_data
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     return Settings(
-        csv=str(review_csv(90)), max_length=16, train_batch_size=8, gradient_accumulation_steps=2, max_grad_norm=1e-9
+        model="tiny-bert",
+        csv=str(review_csv(90)),
+        max_length=16,
+        train_batch_size=8,
+        gradient_accumulation_steps=2,
+        max_grad_norm=1e-9,
     )
 
 

@@ -34,7 +34,7 @@ def check(found: Resume, identity: ModelIdentity = ModelIdentity(), /, **setting
     check_compatible(
         found,
         path_name="ddp_loop",
-        settings=Settings(learning_rate=1e-3, **settings),
+        settings=Settings(learning_rate=1e-3, max_length=256, num_train_epochs=6, **settings),
         fingerprint=FINGERPRINT,
         total_steps=TOTAL,
         model=identity,

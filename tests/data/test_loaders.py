@@ -13,7 +13,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from app.data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from app.data.sampler import FullBatchSampler
-from app.model.tiny_bert import learn_tokenizer
+from app.model.tokenizer import learn_tokenizer
 from app.settings import Settings
 from app.training.build import select_strategy
 
@@ -105,7 +105,7 @@ def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them
 
 
 def tokenizer_with(side: str, names: list[str]) -> PreTrainedTokenizerBase:
-    tokenizer = learn_tokenizer(["房间很好", "不错"])
+    tokenizer = learn_tokenizer(["房间很好", "不错"], 8_000)
     tokenizer.padding_side, tokenizer.model_input_names = side, names
     tokenizer.add_special_tokens({"pad_token": "[SEP]"})  # whose id is not 0
     tokenizer._pad_token_type_id = 3

@@ -266,7 +266,7 @@ def test_a_batch_size_that_the_logical_ranks_don_t_divide_names_valid_ones(size,
 
 
 def test_steps_and_epochs_follow_from_the_rows():
-    plan = plan_batches(Settings(gradient_accumulation_steps=2), 6_988, 4)
+    plan = plan_batches(Settings(gradient_accumulation_steps=2, num_train_epochs=3), 6_988, 4)
     assert (plan.micro_size, plan.steps_per_epoch, plan.total_steps, plan.epochs) == (4, 218, 654, 3)
     assert plan_batches(Settings(num_train_epochs=0.5), 6_988, 1).total_steps == 109
     capped = plan_batches(Settings(max_steps=300), 6_988, 1)

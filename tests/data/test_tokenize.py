@@ -13,12 +13,12 @@ from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
 from app.data.csv_table import read_reviews
 from app.data.tokenize import TokenRows, count_truncated, lengths_of, tokenize
-from app.model.tiny_bert import learn_tokenizer
+from app.model.tokenizer import learn_tokenizer
 
 
 def test_tokenized_rows_keep_order_labels_and_lengths(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     rows = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
     assert rows["labels"][:] == table.labels.tolist()
     expected = [tokenizer(text, truncation=True, max_length=16)["input_ids"] for text in table.texts]
@@ -32,7 +32,7 @@ def test_tokenized_rows_keep_order_labels_and_lengths(world, review_csv, tmp_pat
 def test_rows_for_loaders_are_views_of_the_selected_rows(world, review_csv, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_module, "CHUNK", 7)
     table = read_reviews(review_csv(50))
-    rows = tokenize(table, learn_tokenizer(table.texts), 16, cache_dir=tmp_path / "cache", world=world)
+    rows = tokenize(table, learn_tokenizer(table.texts, 8_000), 16, cache_dir=tmp_path / "cache", world=world)
     positions = np.random.default_rng(0).permutation(50)[:30]
     selected = TokenRows(rows, positions)
     assert len(selected) == 30
@@ -48,7 +48,7 @@ def test_rows_for_loaders_are_views_of_the_selected_rows(world, review_csv, tmp_
 @pytest.mark.parametrize("kind", ["rust", "python"])
 def test_truncated_reviews_are_counted(world, review_csv, tmp_path, monkeypatch, side, kind):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     tokenizer.truncation_side = side
     full_lengths = np.array([len(ids) for ids in tokenizer(table.texts.tolist())["input_ids"]])
     max_length = int(np.median(full_lengths))
@@ -66,14 +66,14 @@ def test_truncated_reviews_are_counted(world, review_csv, tmp_path, monkeypatch,
 def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(world, review_csv, tmp_path):
     cache = tmp_path / "cache"
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     (file,) = cache.iterdir()
     before = file.stat().st_mtime_ns
     tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
     tokenize(table, tokenizer, 15, cache_dir=cache, world=world)
-    tokenize(table, learn_tokenizer(table.texts[:3]), 16, cache_dir=cache, world=world)
+    tokenize(table, learn_tokenizer(table.texts[:3], 8_000), 16, cache_dir=cache, world=world)
     tokenize(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache_dir=cache, world=world)
     tokenizer.truncation_side = "left"
     tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
@@ -84,7 +84,7 @@ def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_th
     path = tmp_path / "reviews.csv"
     path.write_text("label,review\n0,a[SEP]b\n1,b[SEP]a\n")
     table = read_reviews(path)
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     special = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache", world=world)
     tokenizer.split_special_tokens = True
     split = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache", world=world)
@@ -94,7 +94,7 @@ def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_th
 
 def test_a_cache_folder_that_cannot_be_written_or_read_is_reported(world, review_csv, tmp_path):
     table = read_reviews(review_csv(20))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*file"):
         tokenize(table, tokenizer, 16, cache_dir=tmp_path / "file", world=world)
@@ -137,7 +137,7 @@ def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, caps
     monkeypatch.setattr("app.data.tokenize.CHUNK", 8)
     monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
     (file,) = (tmp_path / "cache").iterdir()
     content = file.read_bytes()
@@ -151,7 +151,7 @@ def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, caps
 
 def test_a_cache_file_renamed_to_another_key_is_not_used(world, review_csv, tmp_path):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     tokenize(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
     (other,) = (tmp_path / "cache").iterdir()
     expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
@@ -163,7 +163,7 @@ def test_a_cache_file_renamed_to_another_key_is_not_used(world, review_csv, tmp_
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp_path, monkeypatch, error):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
 
     def fail(*_, **__):
         assert len(list((tmp_path / "cache").iterdir())) == 2, "the staging folder and its lock"
@@ -179,7 +179,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp
 
 def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, monkeypatch):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     others = []
     were_truncated = tokenize_module._were_truncated
 
@@ -200,13 +200,13 @@ def test_a_full_or_read_only_cache_folder_is_reported(world, review_csv, mount, 
     table = read_reviews(review_csv(5_000))
     cache = mount(options)
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written: (No space left on device|Read-only)"):
-        tokenize(table, learn_tokenizer(table.texts[:100]), 64, cache_dir=cache, world=world)
+        tokenize(table, learn_tokenizer(table.texts[:100], 8_000), 64, cache_dir=cache, world=world)
     assert list(cache.iterdir()) == []
 
 
 def test_a_read_only_cache_folder_is_usable_if_it_has_the_tokens(world, review_csv, mount, tmp_path):
     table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts)
+    tokenizer = learn_tokenizer(table.texts, 8_000)
     cache = mount("size=1m")
     expected = tokenize(table, tokenizer, 16, cache_dir=cache, world=world).to_dict()
     subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)

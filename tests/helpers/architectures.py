@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 
-from app.model.tiny_bert import learn_tokenizer
+from app.model.tokenizer import learn_tokenizer
 
 
 class BatchNormBertConfig(BertConfig):
@@ -67,7 +67,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
     """Write a folder with the config of an architecture and a tokenizer, but no weights."""
-    tokenizer = learn_tokenizer(["好，差。第一次 0123456789"] * 20)
+    tokenizer = learn_tokenizer(["好，差。第一次 0123456789"] * 20, 8_000)
     tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
     for attribute, value in tokenizer_changes.items():
         setattr(tokenizer, attribute, value)

@@ -13,6 +13,7 @@ from app.data.csv_table import read_reviews
 from app.data.split import split_reviews
 from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer
+from app.model.tiny import embeddings_of
 from app.settings import Settings
 
 
@@ -26,8 +27,10 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
     split = split_reviews(
         table, test_size=settings.test_size, validation_size=settings.validation_size, seed=settings.seed
     )
-    tokenizer = load_tokenizer(settings, table.texts.iloc[split.train])
-    model = load_classifier(settings, table.class_names, tokenizer).model
+    texts = table.texts.iloc[split.train]
+    tokenizer = load_tokenizer(settings, texts)
+    embeddings = embeddings_of(settings.model, tokenizer, texts)
+    model = load_classifier(settings, table.class_names, tokenizer, embeddings=embeddings).model
 
     def logits_of(rows):
         ids = tokenizer(table.texts.iloc[rows].tolist(), truncation=True, max_length=settings.max_length)["input_ids"]

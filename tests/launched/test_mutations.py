@@ -33,7 +33,7 @@ MUTATIONS = {  # what the report's line starts with
 SETTINGS = {  # exit status, and what the report's line starts with
     "--seed=43": (2, "error: "),  # another seed gives another split, which is refused before anything is compared
     "--max_grad_norm=0.0999": (1, "not equal: step 2: the "),
-    "--gradient_accumulation_steps=2": (1, "not equal: step 1: the "),
+    "--gradient_accumulation_steps=2": (1, "not equal: step "),  # by rounding, which need not change the first loss
 }
 
 

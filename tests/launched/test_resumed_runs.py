@@ -46,7 +46,14 @@ VARIANTS = {
     "early": [*ANY_RANKS, "--eval_steps=4", "--early_stopping_patience=1", "--early_stopping_threshold=10", *WEIGHTED],
     "long": [*BEST, "--max_steps=200", "--eval_steps=60", "--save_steps=20"],
     # A restart must find the run still training: rendezvous of two nodes take seconds.
-    "slow": [*ANY_RANKS, "--model=tiny", "--max_steps=200", "--max_length=48", "--eval_steps=100", "--save_steps=5"],
+    "slow": [
+        *ANY_RANKS,
+        "--model=tiny-bert",
+        "--max_steps=200",
+        "--max_length=48",
+        "--eval_steps=100",
+        "--save_steps=5",
+    ],
     "classes": [*TWO, "--max_steps=8", "--csv=three_classes.csv"],  # a bias that two ranks cannot share equally
     "engine": [*TWO, "--max_steps=8"],
     **{name: [*TWO, f"--model={name}"] for name in CONFIGS},
@@ -137,7 +144,7 @@ SLOW_CELLS = [
     Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
     *(Cell(path, PLAIN, PLAIN, IN_EVALUATION, "evaluated") for path in PATHS),
     *(Cell(path, PLAIN, PLAIN, WITHOUT_REQUESTED, "evaluated") for path in PATHS),
-    Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "long"),
+    Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "slow"),
     Cell("ddp_loop", (2, "zero3"), (2, "zero3"), NODE_MISSING, "slow"),
 ]
 

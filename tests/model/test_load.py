@@ -34,7 +34,7 @@ from app.data.loaders import Collator
 from app.model import hub as hub_module
 from app.model.hub import resolve_commit
 from app.model.load import align_with_trainer, load_classifier, load_tokenizer, max_input_length, override_dropout
-from app.model.tiny_bert import learn_tokenizer
+from app.model.tokenizer import learn_tokenizer
 from app.settings import Settings
 
 TEXTS = ["房间很干净，服务很好。", "早餐太差，再也不来。"] * 20
@@ -59,7 +59,7 @@ CONFIGS = {
 
 @pytest.fixture
 def tokenizer():
-    return learn_tokenizer(TEXTS)
+    return learn_tokenizer(TEXTS, 8_000)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from transformers import (
 
 from app.common import files
 from app.model.load import load_classifier, load_tokenizer
-from app.model.tiny_bert import learn_tokenizer
+from app.model.tokenizer import learn_tokenizer
 from app.record import predictions, steps
 from app.record.predictions import write_predictions
 from app.record.results import mfu, stage_model
@@ -74,7 +74,7 @@ def gpt2() -> PreTrainedModel:
 @pytest.mark.parametrize("build", [bert, bart, gpt2])
 @pytest.mark.parametrize("strategy_name", ["ddp", "copies", "zero3"])
 def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
-    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9)
+    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9, 8_000)
     model.save_pretrained(tmp_path / "expected")
     (tmp_path / SETTINGS.name).touch()
     state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -92,7 +92,7 @@ def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build
 
 def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
     """Not the model's own tensors, which may be shards."""
-    model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9)
+    model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9, 8_000)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     (tmp_path / SETTINGS.name).touch()
     written = load_file(stage_model(tmp_path, model, dict(state), tokenizer=tokenizer) / MODEL)

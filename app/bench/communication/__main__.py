@@ -37,6 +37,7 @@ from ...flags import (
 from ...program import launch, run_program
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
+from ...setting_groups import TINY_BERT
 from ...settings import Settings
 from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
@@ -72,7 +73,7 @@ def main(
                 used -= {"max_steps", "num_train_epochs", "eval_batch_size"}
             if trains_none:
                 used = {"use_cpu", "threads", "ddp_timeout", "output_dir", "disable_tqdm"}
-            reject_unused(settings, used, f"on --sections {' '.join(names)}")
+            reject_unused(settings, used, f"on --sections {' '.join(names)}", model=TINY_BERT)
         options = Options(int(largest_mib * 2**20), seconds_per_point, seeds, over_link=link is not None)
         data = None if trains_none else build_data(settings, world)
         with raise_on_all_ranks(world):

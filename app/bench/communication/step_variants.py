@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ...data.sampler import BatchPlan
 from ...distributed.collectives import all_gather_object
 from ...distributed.world import Topology, World
-from ...setting_groups import TINY
+from ...setting_groups import TINY_BERT
 from ...settings import Settings
 from ...strategies.base import Strategy
 from ...strategies.ddp import DDPStrategy
@@ -23,7 +23,7 @@ from ...training.build import ReviewData, select_strategy
 from ..harness import build_named, distribute
 from ..rounds import Interval, ratios, time_calls
 
-MICRO_BATCHES = {TINY: 8}  # that a timed call trains on
+MICRO_BATCHES = {TINY_BERT: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2
 COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
 TOTAL_STEPS = 10**6  # the schedule never ends
@@ -65,7 +65,7 @@ class PlainDDP(DDPStrategy):
 
 def models(name: str) -> list[str]:
     """Return the names of the models to measure: the one that `--model` names, or two sizes."""
-    return [TINY, "BERT 4 x 312"] if name == TINY else [name]
+    return [TINY_BERT, "BERT 4 x 312"] if name == TINY_BERT else [name]
 
 
 def plain_ddp(settings: Settings) -> Settings:

@@ -1,6 +1,6 @@
 """The sections of the laboratory on training steps: where their time goes, and what settings of DDP change.
 
-All of them time `app.ddp_loop.train_step`, on the model `tiny` and on a BERT of 4 layers x 312, or on the model that
+All of them time `app.ddp_loop.train_step`, on `tiny-bert` and on a BERT of 4 layers x 312, or on the model that
 `--model` names. They follow section 5 of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training".
 """

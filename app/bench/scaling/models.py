@@ -8,7 +8,7 @@ from ...common.errors import UserError
 from ...flags import SIZES
 from ...model.hub import resolve_commit
 from ...model.load import build_from_config, load_config, select_attention
-from ...model.tiny_bert import VOCABULARY_SIZE, tiny_config
+from ...model.tiny import VOCABULARY_SIZES, built_in_config
 from ...plan.step import device_of
 from ...settings import Settings
 from ..harness import bert_config
@@ -23,7 +23,8 @@ def model_config(name: str, use_cpu: bool) -> PretrainedConfig:
     if name in SIZES:
         return bert_config(name)
     settings = Settings(model=name, use_cpu=use_cpu)
-    config = load_config(settings, resolve_commit(settings)) or tiny_config(VOCABULARY_SIZE, pad_token_id=0)
+    config = load_config(settings, resolve_commit(settings))
+    config = config or built_in_config(name, VOCABULARY_SIZES[name], pad_token_id=0)
     config.id2label, config.label2id = {0: "0", 1: "1"}, {"0": 0, "1": 1}
     config.problem_type = "single_label_classification"
     if config.pad_token_id is None:  # rows are not padded, but classifiers such as GPT-2's ask for it

@@ -1,7 +1,7 @@
 """Benchmark: the training paths compared with other ways to train the same model, in alternating rounds.
 
     torchrun --standalone --nproc_per_node=2 -m app.bench.speed --csv reviews.csv --threads 1
-    torchrun --standalone --nproc_per_node=2 -m app.bench.speed --models tiny 4x312 12x768
+    torchrun --standalone --nproc_per_node=2 -m app.bench.speed --models tiny-bert 4x312 12x768
     python -m app.bench.speed --recipes ddp_loop-bf16
 
 Prints examples per second, real tokens per second, padding and MFU, and writes speed.html and speed.json into
@@ -34,7 +34,7 @@ from ...plan.empty_model import count_activations
 from ...program import launch
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
-from ...setting_groups import TINY
+from ...setting_groups import TINY_BERT
 from ...settings import Settings
 from ...training.build import build_data, build_model, read_and_split
 from ...training.console import quiet_libraries
@@ -93,7 +93,7 @@ def main(settings: Settings, *, models: list[str] | None, recipes: list[str] | N
 
 def check(settings: Settings, models: list[str] | None, recipes: Sequence[str]) -> None:
     """Raise `UserError` if a setting has no effect on the selected models and recipes."""
-    if models and settings.model != TINY:
+    if models and settings.model != TINY_BERT:
         raise UserError("--models and --model exclude each other: give only one of them")
     if not set(recipes) & set(OWN):
         reject_unused(settings, OF_THE_TASK, "on these --recipes: only those of this project have it")

@@ -159,5 +159,5 @@ def test_the_program_has_flags_of_its_own():
     settings, own = parse_flags(
         None, ["--sections", "collectives", "--largest_mib", "0.5", "--use_cpu"], add_communication_flags
     )
-    assert settings == Settings(use_cpu=True)
+    assert settings == Settings(model="tiny-bert", use_cpu=True)
     assert own == {"sections": ["collectives"], "link": None, "largest_mib": 0.5, "seconds_per_point": 1.0, "seeds": 3}

@@ -52,7 +52,8 @@ def test_the_section_shows_paired_differences():
 
 def test_one_exchange_per_micro_batch_is_ordinary_training(review_csv, tmp_path, monkeypatch, world):
     monkeypatch.chdir(tmp_path)
-    settings = Settings(csv=str(review_csv(60)), max_length=16, train_batch_size=20, max_steps=8, disable_tqdm=True)
+    lengths = {"max_length": 16, "train_batch_size": 20, "max_steps": 8}
+    settings = Settings(model="tiny-bert", csv=str(review_csv(60)), disable_tqdm=True, **lengths)
     section = measure_convergence(settings, build_data(settings, world), 2, pretrained=False, world=world)
     assert list(section.data) == NAMES[:3]
     assert [len(section.data[name]["losses"][0]) for name in section.data] == [8, 4, 4]

@@ -20,7 +20,7 @@ from app.bench.communication.ladder import (
     summarize,
 )
 from app.bench.communication.step_variants import Comparison
-from app.setting_groups import TINY
+from app.setting_groups import TINY_BERT
 from app.settings import Settings
 from app.training.build import build_data
 
@@ -78,15 +78,17 @@ def test_gradients_are_averaged_in_buffers_of_the_given_size(monkeypatch, bucket
 
 def test_the_section_shows_that_the_losses_are_equal(review_csv, tmp_path, monkeypatch, world):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ladder, "models", lambda name: [TINY])
+    monkeypatch.setattr(ladder, "models", lambda name: [TINY_BERT])
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY_BERT: 1})
     settings = Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
     section = measure_ladder(settings, build_data(settings, world), 0.001, world=world)
     names = list(ladder_variants(settings))
-    assert list(section.data[TINY]["seconds"]) == names
-    assert section.data[TINY]["loss_differences"] == dict.fromkeys(names, 0.0), "with one rank, nothing is exchanged"
+    assert list(section.data[TINY_BERT]["seconds"]) == names
+    assert section.data[TINY_BERT]["loss_differences"] == dict.fromkeys(names, 0.0), (
+        "with one rank, nothing is exchanged"
+    )
     figure, table = section.parts
     assert [row[0] for row in table.rows] == names
     assert table.header[-1] == "losses differ by"

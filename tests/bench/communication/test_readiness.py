@@ -8,7 +8,7 @@ from app.bench import rounds
 from app.bench.communication import batch_size, readiness
 from app.bench.communication.readiness import Readiness
 from app.common.errors import UserError
-from app.setting_groups import TINY
+from app.setting_groups import TINY_BERT
 from app.settings import Settings
 from app.training.build import build_data
 
@@ -18,16 +18,16 @@ def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
-    return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
+    return Settings(model="tiny-bert", csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
 
 
 def test_every_gradient_is_ready_once_and_its_bytes_are_exchanged(settings, world, monkeypatch):
-    monkeypatch.setattr(readiness, "models", lambda name: [TINY])
+    monkeypatch.setattr(readiness, "models", lambda name: [TINY_BERT])
     monkeypatch.setattr(readiness, "PASSES", 3)
     data = build_data(settings, world)
     section = readiness.measure_readiness(settings, data, seconds=0.001, world=world)
-    found = section.data[TINY]
-    model = readiness.build_named(TINY, settings, data, world=world)
+    found = section.data[TINY_BERT]
+    model = readiness.build_named(TINY_BERT, settings, data, world=world)
     assert sum(found["bytes"]) == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert len(found["seconds"]) == len(list(model.parameters()))
     assert found["seconds"] == sorted(found["seconds"])
@@ -37,7 +37,7 @@ def test_every_gradient_is_ready_once_and_its_bytes_are_exchanged(settings, worl
     assert sum(size for _, size in found["exchange"]) == sum(found["bytes"])
     figure, table = section.parts
     assert "gradients that are ready" in figure.svg
-    assert [row[0] for row in table.rows] == [TINY]
+    assert [row[0] for row in table.rows] == [TINY_BERT]
 
 
 def test_half_of_the_bytes():

@@ -18,7 +18,7 @@ from app.common.errors import UserError
 from app.distributed.world import RankGroup, Topology
 from app.flags import STEP_SECTIONS
 from app.profiling.breakdown import CATEGORIES
-from app.setting_groups import TINY
+from app.setting_groups import TINY_BERT
 from app.settings import Settings
 from app.training.build import build_data
 
@@ -33,10 +33,10 @@ NAMES = {
 @pytest.fixture
 def settings(review_csv, tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_step, "models", lambda name: [TINY])
+    monkeypatch.setattr(training_step, "models", lambda name: [TINY_BERT])
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY: 1})
+    monkeypatch.setattr(step_variants, "MICRO_BATCHES", {TINY_BERT: 1})
     return Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True)
 
 
@@ -47,7 +47,7 @@ def measure(name, settings, seconds, world):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_section_compares_every_variant_with_the_first(settings, world, name):
     section = measure(name, settings, 0.001, world)
-    seconds = section.data[TINY]["seconds"]
+    seconds = section.data[TINY_BERT]["seconds"]
     assert list(seconds) == NAMES[name]
     assert min(map(min, seconds.values())) > 0
     figure, table = section.parts
@@ -63,7 +63,7 @@ def test_a_section_compares_every_variant_with_the_first(settings, world, name):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_breakdown_adds_up_to_the_step(settings, world, strategy):
     section = measure("breakdown", replace(settings, strategy=strategy), 0.001, world)
-    parts = section.data["models"][TINY]["milliseconds"]
+    parts = section.data["models"][TINY_BERT]["milliseconds"]
     figure, table = section.parts
     rows = {row[0]: row[1:] for row in table.rows}
     assert [*parts] == [*rows][: len(CATEGORIES)] == [*CATEGORIES]
@@ -102,12 +102,12 @@ def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(settings, worl
         name: (varied.train_batch_size, varied.gradient_accumulation_steps) for name, varied in settings_by_name.items()
     }
     assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
-    assert section.data[TINY]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
+    assert section.data[TINY_BERT]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
 
 
 def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(settings, world):
     section = measure("no_sync", replace(settings, train_batch_size=40), 0.001, world)
-    assert list(section.data[TINY]["seconds"]) == ["every one", "every 2"]
+    assert list(section.data[TINY_BERT]["seconds"]) == ["every one", "every 2"]
 
 
 @pytest.mark.parametrize("name", ["unused_parameters", "no_sync"])
@@ -123,7 +123,7 @@ def test_all_variants_of_a_comparison_train_on_the_same_batches_again_and_again(
 
     monkeypatch.setattr(torch.nn.Module, "__call__", call)
     variants = variants_of(name, settings, 81, topology=world.topology)
-    comparison = compare(TINY, variants, data, seconds=0.001, world=world, micro_batches=8)
+    comparison = compare(TINY_BERT, variants, data, seconds=0.001, world=world, micro_batches=8)
     calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
     assert len(calls) > len(comparison.seconds)
     for before, after in pairwise(calls):
@@ -160,7 +160,7 @@ def test_ratios_are_those_of_the_same_round():
 
 def test_a_model_that_is_named_is_the_only_one():
     assert models("bert-base-chinese") == ["bert-base-chinese"]
-    assert models(TINY) == [TINY, "BERT 4 x 312"]
+    assert models(TINY_BERT) == [TINY_BERT, "BERT 4 x 312"]
 
 
 def test_a_batch_that_cannot_be_divided_among_twice_as_many_logical_ranks_is_refused(settings, world):

@@ -19,13 +19,13 @@ def test_a_folder_needs_no_weights(tmp_path):
     assert all(map(torch.equal, first.parameters(), second.parameters())), "the same weights on every rank"
 
 
-@pytest.mark.parametrize(("name", "layers"), [("BERT 4 x 312", 4), ("tiny", 2)])
+@pytest.mark.parametrize(("name", "layers"), [("BERT 4 x 312", 4), ("tiny", 1), ("tiny-bert", 2)])
 def test_a_model_by_name(name, layers):
     assert model_config(name, use_cpu=True).num_hidden_layers == layers
 
 
 def test_rows_that_are_too_long_are_one_line():
-    config = model_config("tiny", use_cpu=True)
+    config = model_config("tiny-bert", use_cpu=True)
     check_length(config, 512)
     with pytest.raises(UserError, match="--length 513: must be at most 512, the positions that the model has"):
         check_length(config, 513)

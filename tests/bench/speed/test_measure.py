@@ -77,7 +77,7 @@ def settings(tmp_path, monkeypatch) -> Settings:
     monkeypatch.chdir(tmp_path)
     rows = [f"{'abcdefgh'[row % 8] * (row % 5)} {'你好 ' * (row % 11)}.,{row % 2}" for row in range(90)]
     (tmp_path / "reviews.csv").write_text("\n".join(["review,label", *rows]), encoding="utf-8")
-    return Settings(csv="reviews.csv", max_length=32, train_batch_size=8, disable_tqdm=True)
+    return Settings(model="tiny-bert", csv="reviews.csv", max_length=32, train_batch_size=8, disable_tqdm=True)
 
 
 @pytest.fixture

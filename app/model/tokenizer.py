@@ -1,4 +1,4 @@
-"""The default model, `tiny`: a BERT with 2 layers x 128 that learns its vocabulary from the training rows, offline."""
+"""The tokenizer of the built-in models, which is learned from the training rows, offline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ..common.cache import read_intact, write_intact
 
-VOCABULARY_SIZE = 8_000
 MAX_TOKEN_LENGTH = 4  # characters; longer tokens are whole phrases, too rare to learn from a few thousand reviews
 FILE_VERSION = 1  # part of the cache key: increase it if `learn_tokenizer` changes
 SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
-def cached_tokenizer(texts: Iterable[str], cache_dir: Path) -> PreTrainedTokenizerFast:
+def cached_tokenizer(texts: Iterable[str], vocabulary_size: int, cache_dir: Path) -> PreTrainedTokenizerFast:
     """Return the result of `learn_tokenizer`, which takes seconds, or the one that an earlier call has written.
 
     Raises:
@@ -29,21 +28,24 @@ def cached_tokenizer(texts: Iterable[str], cache_dir: Path) -> PreTrainedTokeniz
     for text in texts:
         encoded = text.encode()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    recipe = [FILE_VERSION, tokenizers.__version__, VOCABULARY_SIZE, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
+    recipe = [FILE_VERSION, tokenizers.__version__, vocabulary_size, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
     recipe.append(digest.hexdigest())
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     path = cache_dir / f"vocabulary-{key}.json"
     if (content := read_intact(path, key)) is not None:
         return wrap(Tokenizer.from_buffer(content))
-    learned = learn_tokenizer(texts)
+    learned = learn_tokenizer(texts, vocabulary_size)
     write_intact(path, key, lambda file: file.write_text(learned.backend_tokenizer.to_str(), encoding="utf-8"))
     return learned
 
 
-def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def learn_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
     """Learn a BPE tokenizer over characters (Sennrich et al. 2016). From test reviews, it would be a leak.
 
     It is deterministic: equal texts give identical tokenizers with any number of threads.
+
+    Args:
+        vocabulary_size: The maximum number of tokens; few texts have fewer.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -52,7 +54,7 @@ def learn_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         max_token_length=MAX_TOKEN_LENGTH,
         special_tokens=list(SPECIAL_TOKENS.values()),
         show_progress=False,
@@ -73,17 +75,4 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         **SPECIAL_TOKENS,
-    )
-
-
-def tiny_config(vocabulary_size: int, pad_token_id: int) -> BertConfig:
-    """Return the config of a BERT with about 1.5 million parameters."""
-    return BertConfig(
-        vocab_size=vocabulary_size,
-        pad_token_id=pad_token_id,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=512,
-        max_position_embeddings=512,
     )

@@ -1,4 +1,4 @@
-"""The tokenizer and config of the default model."""
+"""The tokenizer that the built-in models learn."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from app.common.cache import read_intact
 from app.common.errors import UserError
 from app.data.csv_table import read_reviews
 from app.data.split import split_reviews
-from app.model import tiny_bert
+from app.model import tokenizer as module
 from app.model.load import load_tokenizer
-from app.model.tiny_bert import (
+from app.model.tokenizer import (
     MAX_TOKEN_LENGTH,
     SPECIAL_TOKENS,
-    VOCABULARY_SIZE,
     cached_tokenizer,
     learn_tokenizer,
 )
 from app.settings import Settings
 
+SIZE = 4_000
 TEXTS = ["房间很干净，服务很好。Room 301 OK", "房间很干净，服务很差。"] * 50
 
 
 def test_equal_texts_give_identical_tokenizers(hotel_csv):
     table = read_reviews(hotel_csv)
     texts = table.texts.iloc[split_reviews(table, test_size=0.1, validation_size=0.0, seed=42).train]
-    first, second = (learn_tokenizer(texts).backend_tokenizer.to_str() for _ in range(2))
+    first, second = (learn_tokenizer(texts, SIZE).backend_tokenizer.to_str() for _ in range(2))
     assert first == second
 
 
 def test_the_real_reviews_fill_the_vocabulary(real_csv):
-    assert len(learn_tokenizer(read_reviews(real_csv).texts)) == VOCABULARY_SIZE
+    assert len(learn_tokenizer(read_reviews(real_csv).texts, 8_000)) == 8_000
 
 
 def test_tokens_are_short_and_texts_get_special_tokens():
-    tokenizer = learn_tokenizer(TEXTS)
+    tokenizer = learn_tokenizer(TEXTS, SIZE)
     tokens = set(tokenizer.get_vocab()) - set(SPECIAL_TOKENS.values())
     assert max(map(len, tokens)) <= MAX_TOKEN_LENGTH
     ids = tokenizer("房间很好")["input_ids"]
@@ -47,14 +47,16 @@ def test_tokens_are_short_and_texts_get_special_tokens():
 def learned(monkeypatch) -> list[list[str]]:
     """The texts of each vocabulary that is learned."""
     calls = []
-    monkeypatch.setattr(tiny_bert, "learn_tokenizer", lambda texts: calls.append(list(texts)) or learn_tokenizer(texts))
+    monkeypatch.setattr(
+        module, "learn_tokenizer", lambda texts, size: calls.append(list(texts)) or learn_tokenizer(texts, size)
+    )
     return calls
 
 
 def test_a_vocabulary_is_learned_once_for_equal_texts(learned, tmp_path):
-    first, second = (cached_tokenizer(TEXTS, tmp_path / "new" / "cache") for _ in range(2))
+    first, second = (cached_tokenizer(TEXTS, SIZE, tmp_path / "new" / "cache") for _ in range(2))
     assert learned == [TEXTS]
-    expected = learn_tokenizer(TEXTS)
+    expected = learn_tokenizer(TEXTS, SIZE)
     for tokenizer in (first, second):
         assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
         assert tokenizer.init_kwargs == expected.init_kwargs
@@ -68,27 +70,28 @@ def test_a_vocabulary_is_learned_once_for_equal_texts(learned, tmp_path):
 @pytest.mark.parametrize("others", [TEXTS[:-1], TEXTS[::-1], ["".join(TEXTS[:2]), *TEXTS[2:]]])
 def test_a_vocabulary_is_learned_again_from_other_texts(learned, tmp_path, others):
     for texts in (TEXTS, others, TEXTS, others):
-        cached_tokenizer(texts, tmp_path)
+        cached_tokenizer(texts, SIZE, tmp_path)
     assert learned == [TEXTS, others]
 
 
-@pytest.mark.parametrize("name", ["FILE_VERSION", "VOCABULARY_SIZE", "MAX_TOKEN_LENGTH"])
+@pytest.mark.parametrize("name", ["FILE_VERSION", "MAX_TOKEN_LENGTH"])
 def test_a_vocabulary_is_learned_again_by_another_recipe(learned, tmp_path, monkeypatch, name):
-    cached_tokenizer(TEXTS, tmp_path)
-    monkeypatch.setattr(tiny_bert, name, getattr(tiny_bert, name) + 1)
-    cached_tokenizer(TEXTS, tmp_path)
-    assert learned == [TEXTS, TEXTS]
+    cached_tokenizer(TEXTS, SIZE, tmp_path)
+    monkeypatch.setattr(module, name, getattr(module, name) + 1)
+    cached_tokenizer(TEXTS, SIZE, tmp_path)
+    cached_tokenizer(TEXTS, SIZE + 1, tmp_path)
+    assert learned == [TEXTS] * 3
 
 
 @pytest.mark.parametrize(
     "damage", [lambda content: b"", lambda content: content[:-1], lambda content: content.replace(b"[UNK]", b"[UNX]")]
 )
 def test_a_damaged_vocabulary_is_learned_and_written_again(learned, tmp_path, damage):
-    expected = cached_tokenizer(TEXTS, tmp_path).backend_tokenizer.to_str()
+    expected = cached_tokenizer(TEXTS, SIZE, tmp_path).backend_tokenizer.to_str()
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     file.write_bytes(damage(content))
-    assert cached_tokenizer(TEXTS, tmp_path).backend_tokenizer.to_str() == expected
+    assert cached_tokenizer(TEXTS, SIZE, tmp_path).backend_tokenizer.to_str() == expected
     assert file.read_bytes() == content
     assert learned == [TEXTS, TEXTS]
 
@@ -96,14 +99,14 @@ def test_a_damaged_vocabulary_is_learned_and_written_again(learned, tmp_path, da
 def test_two_processes_may_learn_the_same_vocabulary_at_once(tmp_path, monkeypatch):
     others = []
 
-    def let_another_process_finish_first(texts):
+    def let_another_process_finish_first(texts, size):
         if not others:
             others.append(None)
-            others[0] = cached_tokenizer(texts, tmp_path)
-        return learn_tokenizer(texts)
+            others[0] = cached_tokenizer(texts, SIZE, tmp_path)
+        return learn_tokenizer(texts, size)
 
-    monkeypatch.setattr(tiny_bert, "learn_tokenizer", let_another_process_finish_first)
-    own = cached_tokenizer(TEXTS, tmp_path)
+    monkeypatch.setattr(module, "learn_tokenizer", let_another_process_finish_first)
+    own = cached_tokenizer(TEXTS, SIZE, tmp_path)
     assert own.backend_tokenizer.to_str() == others[0].backend_tokenizer.to_str()
     (file,) = tmp_path.iterdir()
     assert read_intact(file, file.stem.removeprefix("vocabulary-")) is not None
