@@ -91,8 +91,10 @@ def reject_unused(settings: Settings, used: Iterable[str], where: str, *, model:
     """
     used = set(used)
     defaults = {name: getattr(Settings, name) for name in used - {"model"}}
-    allowed = f"--model={settings.model if 'model' in used else model}"
-    if unused := [flag for flag in as_flags(replace(settings, **defaults)) if flag != allowed]:
+    unused = [flag for flag in as_flags(replace(settings, **defaults)) if not flag.startswith("--model=")]
+    if "model" not in used and settings.model != model:
+        unused.append(f"--model={settings.model}")
+    if unused:
         raise UserError(f"{shorten(unused[0])}: has no effect {where}")
 
 

@@ -81,7 +81,7 @@ class ReviewTable:
         return {name: np.arange(ends[i], ends[i + 1], dtype=np.int64) for i, name in enumerate(self.parts)}
 
     def sample_texts(self, rows: Indices) -> pd.Series:
-        """Return the reviews of `sample_rows`, to learn a vocabulary from."""
+        """Return the reviews of `sample_rows`, to learn a vocabulary and embeddings from."""
         return self.texts.iloc[sample_rows(rows)]
 
 

@@ -15,10 +15,11 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError
-from ..setting_groups import BUILT_IN, TINY, ModelSettings
+from ..setting_groups import BUILT_IN, ModelSettings
 
 INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 JSON_FILES = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *INDEXES)
+NAMES = ", ".join(BUILT_IN)
 NOT_CACHED = "the Hub cannot be reached, and the model is not in the local cache"
 
 
@@ -63,7 +64,7 @@ def check_folder(model: str) -> None:
             if (path / name).is_file():
                 _check_json(model, name)
     elif path.exists():
-        raise UserError(f"--model {model}: is a file; must be a folder, a model name on the Hub, or `{TINY}`")
+        raise UserError(f"--model {model}: is a file; must be a folder, a model name on the Hub, or one of {NAMES}")
     elif model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip():
         raise UserError(f"--model {model}: no such folder")
 
@@ -140,7 +141,7 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
             f"--model {name}: no such model on the Hub (if it is private, run `hf auth login` first)"
         ) from None
     except HFValidationError:
-        raise UserError(f"--model {name}: must be a local folder, a model name on the Hub, or `{TINY}`") from None
+        raise UserError(f"--model {name}: must be a local folder, a model name on the Hub, or one of {NAMES}") from None
     except Exception:  # errors of the HTTP library, which differ between versions of huggingface_hub
         return None
 

@@ -1,10 +1,10 @@
 """The built-in models, which need no download: `tiny`, the default, and `tiny-bert`.
 
 Both learn their vocabulary from the training rows. `tiny` is a ModernBERT (Warner et al. 2024) with one layer. It has
-to learn from a few thousand reviews, so it starts with what would need far more of them:
+to learn from a few thousand reviews, so its initial weights and its design replace what would take far more of them:
 
 - embeddings of tokens, learned from their neighbors in the training rows, without labels;
-- attention heads that look at the previous and the next two tokens, so that it sees phrases such as "not good";
+- attention heads that look at the two previous and the two next tokens, so that it sees phrases such as "not good";
 - the mean over all tokens as the vector of a review, instead of that of a special token.
 
 `tiny-bert` is a BERT with random weights, for measurements of the architecture that most users fine-tune.
@@ -90,7 +90,7 @@ def embeddings_of(
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, embeddings: NDArray[np.float32]) -> None:
-    """Initialize `tiny`: its attention and its embeddings, except those of tokens that do not occur."""
+    """Initialize `tiny`: its attention, and its embeddings if one was learned, which special tokens have not."""
     weight: Any = model.get_input_embeddings().weight
     learned = torch.from_numpy(embeddings).to(weight.dtype)
     weight.copy_(torch.where(learned.any(dim=1, keepdim=True), learned, weight))

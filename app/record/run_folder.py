@@ -41,7 +41,7 @@ from ..settings import Settings
 
 PACKAGES = (
     *("torch", "transformers", "datasets", "evaluate", "accelerate", "tokenizers"),
-    *("pandas", "scikit-learn", "numpy"),
+    *("pandas", "scikit-learn", "scipy", "numpy"),
 )
 
 

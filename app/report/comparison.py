@@ -30,6 +30,7 @@ from .statistics import (
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu", "hash")
 
+Baselines = tuple[list[dict[str, Any]] | None, str | None]  # or None and the reason
 NO_BASELINES = "not computed because of --no_baselines"
 LISTED_ROWS = 20  # of those that both runs misclassify
 
@@ -88,23 +89,32 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
 def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> dict[str, Any]:
     """Compare pairs of runs, one pair per seed.
 
+    Args:
+        baselines: as for `compare_runs`, for each seed.
+
     Returns:
         The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
         seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's paired t test and interval),
         `verdict` and `baselines` (the same statistics of the first path and each baseline, which is trained for each
-        seed; empty if there are none).
+        seed; empty if a seed has none, for the reason in `why_no_baselines`).
     """
     first = compare_runs(*pairs[0], baselines)
     entries = [_compare_seed(a, b, first if i == 0 else _difference(a, b)) for i, (a, b) in enumerate(pairs)]
     accuracies = [[run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)]
     statistics = paired_seeds(*accuracies)
-    of_seeds = [first["floors"], *(_baselines(a)[0] if baselines else None for a, _ in pairs[1:])]
-    for entry, of_seed in zip(entries, of_seeds, strict=True):
+    found: list[Baselines] = [(first["floors"], first["why_no_floors"])]
+    found += [_baselines(a) if baselines else (None, NO_BASELINES) for a, _ in pairs[1:]]
+    for entry, (of_seed, _) in zip(entries, found, strict=True):
         entry["baselines"] = of_seed
     explanations = [entry["explanation"] for entry in entries if entry["first_difference"] is not None]
     conclusion = verdict(statistics, *first["names"], bitwise_identical=not explanations)
-    over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
-    over_seeds["baselines"] = _compare_with_baselines(accuracies[0], of_seeds)
+    over_seeds = {
+        "pairs": entries,
+        "paired_seeds": dataclasses.asdict(statistics),
+        "verdict": conclusion,
+        "baselines": _compare_with_baselines(accuracies[0], [of_seed for of_seed, _ in found]),
+        "why_no_baselines": next((why for of_seed, why in found if of_seed is None), None),
+    }
     explanation = next(iter(explanations), None)
     return first | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
 
@@ -211,7 +221,7 @@ def _duplicates(run: Run) -> str | None:
     return describe_duplicates(counts, run.split.get("n_validation") or 0, run.split["n_test"])
 
 
-def _baselines(run: Run) -> tuple[list[dict[str, Any]] | None, str | None]:
+def _baselines(run: Run) -> Baselines:
     """Return the baselines, or None and the reason."""
     try:
         return measure_baselines(run), None

@@ -14,7 +14,7 @@ from ..common.machine import KERNELS_FROM_ENVIRONMENT
 from ..model.identity import changed_keys
 from ..runs.reader import Run
 from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, FORMER, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
-from ..setting_groups import TINY, DataSettings, ModelSettings
+from ..setting_groups import BUILT_IN, DataSettings, ModelSettings
 from ..settings import Settings
 
 # The keys of settings.json that do not describe the training.
@@ -184,7 +184,7 @@ def _differences_in_model_content(a: Run, b: Run) -> list[Difference]:
 
 def _recorded_folder_content(run: Run) -> bool:
     """Return whether the model was a local folder whose content the run recorded."""
-    is_folder = run.settings.get("model") != TINY and run.settings.get("model_commit") is None
+    is_folder = run.settings.get("model") not in BUILT_IN and run.settings.get("model_commit") is None
     return is_folder and None not in (run.settings.get("model_config"), run.settings.get("tokens_sha256"))
 
 

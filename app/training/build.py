@@ -168,7 +168,7 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
         if world.is_main_process:
             texts = table.sample_texts(split.train)
             embeddings = embeddings_of(settings.model, tokenizer, texts, cache_dir=cache_dir)
-    # The nodes' CPUs may differ, and so the last bits of what they would learn.
+    # If every node learned them, nodes with different CPUs could get different last bits.
     embeddings = broadcast_object(embeddings, world)
     rows = tokenize(
         table,

@@ -65,7 +65,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     compression += ", parameters gathered in bf16" if settings.param_dtype == "bf16" else ""
     compression += ", gradients reduced in bf16" if settings.reduce_dtype == "bf16" else ""
     vocabulary = trimmed_vocabulary(classifier.model)
-    weights = ", ".join(
+    class_weights = ", ".join(
         f"{name} {weight:.4g}"
         for name, weight in zip(table.class_names, requested_class_weights(settings, data), strict=True)
     )
@@ -83,7 +83,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         *([("vocabulary", str(vocabulary))] if vocabulary else []),
         ("batch", f"{plan}, {settings.train_sampling_strategy}"),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),
-        *([("class weights", weights)] if settings.class_weights is not None else []),
+        *([("class weights", class_weights)] if settings.class_weights is not None else []),
         ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
         (
             "machine",

@@ -157,6 +157,8 @@ def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
     assert "compared with TF-IDF" in text
     without = compare_seeds(pairs, baselines=False)
     assert "TF-IDF" not in as_markdown(without)
+    assert "none (not computed because of --no_baselines)" in as_markdown(without)
+    assert "No baselines over seeds: not computed" in Page(as_html(without)).text
     assert "compared with" not in Page(as_html(without)).text
     one = compare_seeds(pairs[:1])
     assert "Over 1 seed<" in as_html(one)
