@@ -218,8 +218,16 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
 
     On CPUs, PyTorch's fused attention computes attention with dropout step by step, in fp32, and its backward pass in
     bf16 is slow. docs/speed.md has measurements.
+
+    Raises:
+        UserError: the requested implementation cannot be used in this precision.
     """
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
+    if config.model_type == "modernbert" and settings.precision == "fp64":
+        # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
+        if settings.attn_implementation == "eager":
+            raise UserError("--attn_implementation eager: ModernBERT cannot train with it in fp64: remove the flag")
+        chosen = chosen or "sdpa"
     fused_is_fast = settings.dropout == 0 and settings.precision in {"fp32", "fp64"}
     if chosen is None and device.type == "cpu" and not fused_is_fast:
         chosen = "eager"

@@ -70,7 +70,7 @@ class NodeJob:
         self.arguments = ["c10d", f"app.{path}", *flags, *COMMON, f"--output_dir={run}"]
         # multi_node.sh changes to the project's folder.
         self.arguments += [f"--csv={run.parent / 'reviews.csv'}", f"--cache_dir={run.parent / 'cache'}"]
-        if "--model=tiny" not in flags:
+        if not {"--model=tiny", "--model=tiny-bert"} & set(flags):
             self.arguments.append(f"--model={run.parent / 'bert'}")
         self.place = {"MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS} | place
         self.logs: list[Path] = []

@@ -21,7 +21,7 @@ from app.program import run_program
 
 # More steps than an epoch has, accumulation, and dropout.
 FLAGS = ["--csv", SAMPLE_CSV, "--max_length", 16, "--train_batch_size", 96, "--gradient_accumulation_steps", 2]
-FLAGS += ["--max_steps", 24, "--threads", 1, "--disable_tqdm"]
+FLAGS += ["--max_steps", 24, "--threads", 1, "--disable_tqdm", "--model", "tiny-bert"]
 
 
 @pytest.fixture

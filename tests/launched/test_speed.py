@@ -18,13 +18,13 @@ def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
     flags += ["--steps", 2, "--rounds", 1, "--output_dir", "out"]
     done = launch("app.bench.speed", *flags, ranks=2)
     assert done.status == 0, done.err
-    assert "## tiny, 2 ranks" in done.out
+    assert "## tiny-bert, 2 ranks" in done.out
     for name in RECIPES:
         assert done.out.count(f"\n| {name} ") == 3, "speed, and ratios of wall time and of CPU time"
     content = json.loads((tmp_path / "out" / "speed.json").read_text())
     assert content["machine"]["ranks"] == "2 on 1 node(s)"
     assert content["machine"]["command"].startswith("python -m app.bench.speed --use_cpu")
-    measured = content["models"]["tiny"]
+    measured = content["models"]["tiny-bert"]
     assert list(measured) == list(RECIPES)
     for name, of_recipe in measured.items():
         (one,) = of_recipe["rounds"]
@@ -42,7 +42,7 @@ def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
 
 def test_a_mistake_in_the_last_model_is_reported_before_the_first_one_is_measured(launch, review_csv, tmp_path):
     flags = ["--use_cpu", "--threads", 1, "--csv", review_csv(60), "--output_dir", "out"]
-    done = launch("app.bench.speed", *flags, "--models", "tiny", "./absent")
+    done = launch("app.bench.speed", *flags, "--models", "tiny-bert", "./absent")
     assert done.status == 2
     (line,) = done.error_lines
     assert line.startswith("error: --model ./absent: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.common.errors import UserError
 from app.data.csv_table import read_reviews
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny import OFFSETS, embeddings_of
@@ -62,3 +63,13 @@ def test_other_models_have_the_defaults_of_fine_tuning():
 def test_only_tiny_learns_embeddings():
     settings = Settings(model="tiny-bert")
     assert embeddings_of("tiny-bert", load_tokenizer(settings, TEXTS), TEXTS) is None
+
+
+def test_padding_is_no_problem_in_fp64():
+    model, tokenizer, _ = build(precision="fp64")
+    batch = tokenizer(["好", TEXTS[0] * 9], padding=True, return_tensors="pt")
+    loss = model.train()(**batch, labels=torch.tensor([0, 1])).loss
+    loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    with pytest.raises(UserError, match="--attn_implementation eager: ModernBERT cannot train with it in fp64"):
+        build(precision="fp64", attn_implementation="eager")
