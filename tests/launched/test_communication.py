@@ -38,7 +38,8 @@ def expected(ranks: int) -> dict[str, tuple[Rows, Rows]]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_laboratory_shows_and_times_every_collective(launch, tmp_path, ranks):
     flags = ["--use_cpu", "--threads", 1, "--disable_tqdm", "--sections", "collectives", "--output_dir", "out"]
     flags += ["--largest_mib", 0.0625, "--seconds_per_point", 0.001]
@@ -121,6 +122,7 @@ def test_the_sections_on_request_are_measured_on_two_ranks(launch, review_csv, t
     assert "error: section data_parallel: needs 2 or more GPUs" in refused.err
 
 
+@pytest.mark.slow
 def test_a_link_needs_a_start_without_torchrun(launch):
     done = launch("app.bench.communication", "--link", "1:1", "--use_cpu", ranks=2)
     assert done.status != 0

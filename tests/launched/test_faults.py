@@ -209,7 +209,8 @@ def test_ranks_that_do_not_share_the_output_folder_are_refused(shared, tmp_path)
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path_name", [pytest.param("ddp_loop", marks=pytest.mark.slow), "trainer_run"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", PATHS)
 def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(shared, tmp_path, path_name):
     folder = tmp_path / "run"
     done = run(FAULTY, path_name, "terminate", *EVALUATED, "--output_dir", folder, shared=shared)

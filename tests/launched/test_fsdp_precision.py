@@ -12,7 +12,7 @@ from helpers.jobs import Outcome, TrainingRun, require_success, write_subset
 from app.runs.hashes import hash_run
 from app.settings import SHARDED
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS = ("ddp_loop", "trainer_run")
 FLAGS = ["--csv=reviews.csv", "--model=bert", "--train_batch_size=24", "--max_steps=8", "--max_length=24"]
 FLAGS += ["--warmup_steps=0", "--eval_strategy=steps", "--eval_steps=8", "--save_strategy=steps", "--save_steps=5"]
@@ -94,7 +94,6 @@ def test_reduced_gradients_are_those_that_ddp_compresses(hashes):
     assert hashes["not-reduced"] != hashes["hook"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("job", SLOW_SHARED_RUNS)
 def test_four_ranks_are_the_same_on_one_node_and_on_two(folder, hashes, trained_by, job):
     require_success(trained_by(job))

@@ -14,7 +14,8 @@ SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--ma
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", ["ddp_loop", "trainer_run"])
 def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, path_name):
     flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
     done = launch(ON_GPUS, f"app.{path_name}", *flags, GPUS="1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.launched]
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
 def test_a_cold_and_a_warm_start_are_measured(launch, review_csv, tmp_path: Path) -> None:

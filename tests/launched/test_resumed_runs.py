@@ -124,7 +124,6 @@ FAST_CELLS = [
     # the later ones, too.
     *(Cell("ddp_loop", PLAIN, (2, "zero1"), f"step {n}", "power_sgd", ("--ddp_bucket_cap_mb=1",)) for n in (1, 5)),
     *(Cell(path, PLAIN, PLAIN, "step 8", "batch_norm") for path in PATHS),  # buffers
-    Cell("trainer_run", (2, "stage-3-offload"), (2, "stage-3-offload"), "step 4", "engine"),
 ]
 SLOW_CELLS = [
     Cell("ddp_loop", (2, "zero3"), (4, "ddp"), "step 8"),
@@ -135,6 +134,7 @@ SLOW_CELLS = [
     *(Cell(path, PLAIN, PLAIN, "step 8", name) for path in PATHS for name in CONFIGS if name != "batch_norm"),
     *(Cell(path, PLAIN, PLAIN, AT_THE_END, "batch_norm") for path in PATHS),
     Cell("trainer_run", (2, "stage-2"), (2, "stage-2"), "step 4", "engine"),
+    Cell("trainer_run", (2, "stage-3-offload"), (2, "stage-3-offload"), "step 4", "engine"),
     Cell("trainer_run", (2, "stage-3"), (2, "stage-3"), "step 4", "classes"),
     Cell("trainer_run", (2, "fsdp"), (2, "fsdp"), "step 4", "engine"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGTERM to rank 1", "long"),

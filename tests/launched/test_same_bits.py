@@ -69,7 +69,6 @@ ONE_RANK = {
 }
 ONE_RANK |= {
     run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"]),
-    "eight-1": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"]),
 }
 TWO_RANKS = uninterrupted(2, [""])
 for variant, strategy in FAST_STRATEGIES.items():
@@ -93,15 +92,17 @@ for strategy in STRATEGIES:
     TWO_NODES |= uninterrupted(4, [""], (ON_TWO_NODES[strategy],), (strategy,))
 for variant, strategy in OTHER_STRATEGIES.items():
     SLOW_FOUR_RANKS |= uninterrupted(4, [variant], PATHS[:1], (strategy,))
+EIGHT = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])
 SHARED_RUNS = {
     "one_rank": ONE_RANK | with_bugs(1),
     "two_ranks": TWO_RANKS | with_bugs(2),
     "four_ranks": FOUR_RANKS,
-    "eight_ranks": {"eight": TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8"])},
 }
 SLOW_SHARED_RUNS = {
+    "one_rank": {"eight-1": EIGHT},
     "two_ranks": SLOW_TWO_RANKS,
     "four_ranks": SLOW_FOUR_RANKS | with_bugs(4),
+    "eight_ranks": {"eight": EIGHT},
     "two_nodes": {f"two-nodes-{name}": run for name, run in TWO_NODES.items()},
 }
 
@@ -182,6 +183,7 @@ FOUR_RANK_CELLS = [
 ]
 
 
+@pytest.mark.slow
 def test_eight_ranks_train_like_one(eight_ranks):
     assert hash_run(eight_ranks / "eight") == hash_run(eight_ranks / "eight-1") != reference(eight_ranks)
 

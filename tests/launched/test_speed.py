@@ -30,7 +30,7 @@ def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
         (one,) = of_recipe["rounds"]
         assert one["examples"] == 16, "2 steps of 8 rows, 4 of them on each rank"
         assert one["seconds"] > 0
-        assert 0 < of_recipe["mfu"] < 2, f"{name}: the peak is noisy on a busy machine"
+        assert of_recipe["mfu"] > 0  # its value, from a given peak, is tested in tests/bench/speed
         assert set(of_recipe["times_as_fast_as"]) == set(RECIPES) - {name}
     assert {measured[name]["rounds"][0]["tokens"] for name in OWN} == {measured[OWN[0]]["rounds"][0]["tokens"]}
     assert measured["tutorial"]["rounds"][0]["padded_tokens"] == 16 * 16
@@ -40,6 +40,7 @@ def test_every_recipe_is_timed_on_two_ranks(launch, review_csv, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["speed.html", "speed.json"]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_last_model_is_reported_before_the_first_one_is_measured(launch, review_csv, tmp_path):
     flags = ["--use_cpu", "--threads", 1, "--csv", review_csv(60), "--output_dir", "out"]
     done = launch("app.bench.speed", *flags, "--models", "tiny-bert", "./absent")

@@ -13,7 +13,7 @@ import app.ddp_loop
 from app.cli import parse_settings
 from app.runs.schema import METRICS, TRACKERS
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--max_steps=6", "--logical_ranks=2"]
 FLAGS += ["--use_cpu", "--threads=1", "--disable_tqdm", "--logging_steps=4", "--eval_strategy=steps", "--eval_steps=3"]
 # A library that never finishes, and would keep the process from exiting in two more ways.

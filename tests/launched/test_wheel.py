@@ -49,6 +49,7 @@ def samebits(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_compare_trains_on_the_bundled_sample(installed, elsewhere):
     done = samebits(installed, elsewhere, "compare", "--nproc_per_node=2", *FLAGS)
     assert done.returncode == 0, done.stderr
