@@ -14,6 +14,7 @@ from .errors import shorten
 
 Rule = Callable[[Any], str | None]
 
+LARGEST_RATIO = 1e30  # of two class weights
 LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up to this value
 
 
@@ -65,7 +66,7 @@ def names_among(*choices: str) -> Rule:
     def check(text: str) -> str | None:
         if set(split_names(text)) <= set(choices):
             return None
-        return f" {shorten(text)}: must be one or more of {', '.join(choices)}, separated by commas"
+        return f" {shorten(text) or 'is empty'}: must be one or more of {', '.join(choices)}, separated by commas"
 
     return check
 
@@ -109,11 +110,18 @@ def split_class_weights(text: str) -> list[float]:
 
 def class_weights(text: str) -> str | None:
     try:
-        if text == "balanced" or all(0 < weight <= sys.float_info.max for weight in split_class_weights(text)):
-            return None
+        weights = [1.0] if text == "balanced" else split_class_weights(text)
+        if all(0 < weight <= sys.float_info.max for weight in weights):
+            # Otherwise the loss of a batch without the largest weight would not be finite in fp32.
+            within = max(weights) / LARGEST_RATIO <= min(weights)
+            return (
+                None
+                if within
+                else f" {shorten(text)}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
+            )
     except ValueError:
         pass
-    return f" {shorten(text)}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
+    return f" {shorten(text) or 'is empty'}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
 
 
 def path_of(thing: str) -> Rule:

@@ -66,6 +66,8 @@ class StepProfiler:
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if self.profile is not None and self.world.device.type == "cpu":
             self.profile.stop()  # on a GPU, it would wait for kernels, which may wait for a rank that has failed
+        if self.profile is not None and failure is None:  # early stopping
+            self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.last}")
         self.profile = None
 
     def _write(self, finished: profile) -> None:

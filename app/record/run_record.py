@@ -105,7 +105,8 @@ class RunRecord:
         evaluate = step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step)
         self.early_stopping.add_all(self.resume.lines_of(EVALUATIONS.name, before=step if evaluate else None))
         self.run_folder.begin(wrapper_name(wrapped), step if evaluate else None)
-        self.run_folder.write_after_reset(self.trackers.start)
+        self.trackers.start()
+        self.run_folder.write_after_reset(self.trackers.allow_writes)
         self.steps.start_clock()
         return evaluate
 

@@ -65,7 +65,7 @@ class Totals:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["grad_norm"] is None else 0
 
     def add_all(self, lines: Sequence[dict[str, Any]], precision: str | None) -> int | None:
-        """Add lines of steps.jsonl, up to the first one whose gradient norm is not finite.
+        """Add lines of steps.jsonl, up to the first one whose loss or gradient norm is not finite.
 
         The norm of an overflow in fp16 becomes None: the loss scale was too large, and has been halved.
 
@@ -73,7 +73,7 @@ class Totals:
             The index of the line at which the run fails, or None.
         """
         for i, line in enumerate(lines):
-            if not math.isfinite(line["grad_norm"]):
+            if not (math.isfinite(line["grad_norm"]) and math.isfinite(line["loss"])):
                 is_overflow = precision == "fp16" and math.isfinite(line["loss"])
                 if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
                     return i
@@ -120,8 +120,9 @@ class StepLog:
         """Reduce the pending steps over the ranks, and add them to the totals. Collective.
 
         Returns:
-            Lines of steps.jsonl, and the error to raise if a gradient norm is not finite, other than by an overflow in
-            fp16. Then the lines end before that step, which the optimizer skipped (see `skip_step_if_nonfinite`).
+            Lines of steps.jsonl, and the error to raise if a loss or a gradient norm is not finite, other than by an
+            overflow in fp16. Then the lines end before that step. If its gradient norm is not finite, the optimizer
+            skipped it (see `skip_step_if_nonfinite`).
         """
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
@@ -133,7 +134,7 @@ class StepLog:
         return lines[:failed], self.nonfinite_error(pending[failed])
 
     def nonfinite_error(self, step: Step) -> RunError:
-        """Return the error for a step whose gradient norm is not finite; `totals` hold the steps before it. Collective.
+        """Return the error for a step that is not finite; `totals` hold the steps before it. Collective.
 
         It names the ranks whose loss is not finite, and their rows.
         """
@@ -151,7 +152,8 @@ class StepLog:
             )
         elif self.comm_hook == "fp16":
             cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
-        return RunError(f"step {step.step}: {cause}; the optimizer skipped this step")
+        skipped = "" if torch.isfinite(step.grad_norm) else "; the optimizer skipped this step"
+        return RunError(f"step {step.step}: {cause}{skipped}")
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:

@@ -6,18 +6,28 @@ Only the thread of a tracker calls these functions (see `tracking.py`). They rea
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import re
 import threading
 import traceback
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..setting_groups.running import TRACKERS
 
+TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"
 LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only, so their config gets the hash
+
+
+def import_library(name: str) -> None:
+    """Import what `start_tracker` needs, which takes seconds and has no other effect."""
+    importlib.import_module("accelerate.tracking")  # here, because only runs with --report_to need it
+    importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
 
 
 def start_tracker(name: str, folder: Path, run_id: str | None, *, project: str, run_name: str) -> Any:
@@ -26,17 +36,18 @@ def start_tracker(name: str, folder: Path, run_id: str | None, *, project: str, 
     Args:
         folder: for the files of TensorBoard. Other trackers have their own environment variables for it.
     """
-    from accelerate import tracking  # here, because only runs with --report_to need it
+    from accelerate import tracking
 
     # accelerate's own logger works only after an Accelerator has been created, which `ddp_loop` never does.
     tracking.logger = logging.getLogger(tracking.__name__)
     create = tracking.LOGGER_TYPE_TO_CLASS[name]
     if name == "tensorboard":
-        tracker = create(name, os.environ.get("TENSORBOARD_LOGGING_DIR", folder))
+        tracker = create(*tensorboard_folder(folder, run_id, project=project, run_name=run_name))
     elif name == "mlflow":
+        create_mlflow_database()
         tracker = create(project, run_name=run_name, run_id=run_id)
     elif name == "trackio":  # a run is identified by its name
-        tracker = create(project, name=run_id or run_name, resume="allow" if run_id else "never")
+        tracker = create(project, name=run_id or unique(run_name), resume="allow" if run_id else "never")
     else:
         # Otherwise they redirect the output of the whole process, and what the training prints has to wait for them.
         settings: dict[str, Any] = {"terminal": {"proxy_type": "none"}, "interactive": False}
@@ -49,6 +60,45 @@ def start_tracker(name: str, folder: Path, run_id: str | None, *, project: str, 
     if name == "mlflow":
         logging.getLogger(name).setLevel(logging.CRITICAL)  # otherwise each failed write logs a traceback, too
     return tracker
+
+
+def unique(run_name: str) -> str:
+    """Return a name that no other run has, for trackers that would mix runs of the same name."""
+    return f"{run_name}-{uuid.uuid4().hex[:6]}"
+
+
+def tensorboard_folder(folder: Path, run_id: str | None, *, project: str, run_name: str) -> tuple[str, Path]:
+    """Return the name of the folder of TensorBoard's files and the folder that contains it.
+
+    TensorBoard shows each folder as a run. `folder` belongs to a single run, and TENSORBOARD_LOGGING_DIR to many.
+    """
+    if run_id:
+        return Path(run_id).name, Path(run_id).parent
+    if not (base := os.environ.get(TENSORBOARD_LOGGING_DIR)):
+        return "tensorboard", folder
+    project, run_name = (re.sub(r"[^\w-]", "_", text)[:60] for text in (project, run_name))
+    return unique(run_name), Path(base).absolute() / project
+
+
+def create_mlflow_database() -> None:
+    """Create MLflow's database if it is a SQLite file that does not exist yet.
+
+    MLflow takes seconds to create the tables. If the process exits meanwhile, the file can never be used again, so it
+    gets its name when it is complete.
+    """
+    mlflow: Any = importlib.import_module("mlflow")
+    scheme, _, name = mlflow.get_tracking_uri().partition("?")[0].partition(":///")
+    path = Path(name).absolute()
+    if scheme != "sqlite" or name in ("", ":memory:") or path.exists():
+        return
+    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:6]}.tmp")
+    mlflow.MlflowClient(tracking_uri=f"sqlite:///{staging}").search_experiments(max_results=1)
+    with suppress(OSError):  # another process has created the file meanwhile, or the file system has no hard links
+        os.link(staging, path)
+    if path.exists():
+        staging.unlink()
+    else:
+        staging.rename(path)
 
 
 @contextmanager
@@ -73,7 +123,9 @@ def run_id_of(name: str, tracker: Any) -> str | None:
     run = tracker.tracker
     if name == "mlflow":
         return str(run.info.run_id)
-    return None if name == "tensorboard" else str(run.name if name == "trackio" else run.id)
+    if name == "tensorboard":  # its files are in the run's folder, which may be moved, unless the user chose another
+        return os.path.abspath(tracker.logging_dir) if os.environ.get(TENSORBOARD_LOGGING_DIR) else None
+    return str(run.name if name == "trackio" else run.id)
 
 
 def log_values(name: str, tracker: Any, values: Mapping[str, Any], *, step: int) -> None:

@@ -23,7 +23,7 @@ from ..common.errors import UserError, escape_control_characters, shorten
 from ..common.valid import split_names
 from ..runs.schema import EVALUATIONS, LOGS, METRICS, STEPS, TRACKERS
 from .run_folder import RunFolder, settings_content
-from .trackers import log_values, run_id_of, silence_threads, start_tracker
+from .trackers import import_library, log_values, run_id_of, silence_threads, start_tracker
 
 MAX_QUEUED = 1000  # logging intervals and evaluations that wait for a tracker; further ones are dropped
 SECONDS_AT_END = 1.0  # that the trackers have, together, after the last result
@@ -72,6 +72,7 @@ class Trackers:
         ]
 
     def start(self) -> None:
+        """Start the threads, which import the libraries and then wait for `allow_writes`."""
         if self.threads:
             self.silenced.enter_context(silence_threads())
         for thread in self.threads:
@@ -79,6 +80,11 @@ class Trackers:
             thread.config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
             thread.earlier = self._earlier
             thread.start()
+
+    def allow_writes(self) -> None:
+        """Let the trackers begin. Call it once the run's folder has been reset."""
+        for thread in self.threads:
+            thread.may_write.set()
 
     def _earlier(self) -> list[tuple[str, Lines]]:
         """Return the lines up to the checkpoint, in the order of steps: a killed process may have lost some of them."""
@@ -99,7 +105,7 @@ class Trackers:
     def close(self) -> None:
         """Give all trackers together `SECONDS_AT_END` to finish. A thread that hangs ends with the process."""
         deadline = time.monotonic() + SECONDS_AT_END
-        started = [thread for thread in self.threads if thread.ident is not None]
+        started = [thread for thread in self.threads if thread.may_write.is_set()]
         for thread in started:
             thread.put_end()
         for thread in started:
@@ -131,6 +137,7 @@ class TrackerThread(threading.Thread):
         super().__init__(name=f"tracker-{name}", daemon=True)  # the process can exit while a tracker hangs
         self.tracker_name, self.project, self.run_name = name, project, run_name
         self.state_file = folder / TRACKERS / f"{name}.json"
+        self.may_write = threading.Event()
         self.config: Mapping[str, Any] = {}
         self.earlier: Callable[[], Iterable[tuple[str, Lines]]] = list
         self.queue: Queue[tuple[str, Lines] | None] = Queue(MAX_QUEUED)
@@ -154,6 +161,8 @@ class TrackerThread(threading.Thread):
     def run(self) -> None:
         name = self.tracker_name
         try:
+            import_library(name)
+            self.may_write.wait()  # if the run fails before, the process ends while this waits
             state = read_state(self.state_file)
             tracker = start_tracker(
                 name, self.state_file.parent, state.get("id"), project=self.project, run_name=self.run_name
@@ -162,7 +171,7 @@ class TrackerThread(threading.Thread):
             self.state = state or {"id": run_id_of(name, tracker), "logged": {}}
             self.has = dict(self.state["logged"])
         except BaseException as problem:  # some libraries raise SystemExit
-            self.problem = f"could not be started: {problem or type(problem).__name__}"
+            self.problem = f"could not be started: {describe(problem)}"
             return
         self.attempt(self.write_state)
         if is_new or name not in KEEP_CONFIG:
@@ -179,7 +188,7 @@ class TrackerThread(threading.Thread):
         try:
             action()
         except BaseException as problem:
-            self.problem = self.problem or f"{problem or type(problem).__name__}"
+            self.problem = self.problem or describe(problem)
 
     def log_earlier(self, tracker: Any) -> None:
         for item in self.earlier():
@@ -210,6 +219,10 @@ class TrackerThread(threading.Thread):
         staging = self.state_file.with_name(f".{self.state_file.name}.tmp")
         staging.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
         os.replace(staging, self.state_file)
+
+
+def describe(problem: BaseException) -> str:
+    return str(problem).strip() or type(problem).__name__
 
 
 def read_state(path: Path) -> dict[str, Any]:

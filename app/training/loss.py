@@ -55,7 +55,7 @@ def class_weights(requested: str | None, labels: NDArray[np.int64], classes: Seq
         weights = np.array(split_class_weights(requested))
         if len(weights) != len(classes):
             raise UserError(
-                f"--class_weights {requested}: {len(weights)} weights for {len(classes)} classes: give one for each of "
+                f"--class_weights {requested}: {len(weights)} given, for {len(classes)} classes: give one for each of "
                 f"{', '.join(classes)}"
             )
         return weights
@@ -91,6 +91,8 @@ class WeightedLoss:
             labels: (n_train,), numbers of classes.
             sampler: of the training rows. This object sets its epoch.
         """
+        # Only the ratios matter. To divide by a power of two changes no bit, and brings the weights into fp32's range.
+        weights = np.ldexp(weights, -np.frexp(weights.max())[1])
         self.weights, self.sampler, self.smoothing = torch.from_numpy(weights), sampler, smoothing
         self.weight_of_rows = torch.from_numpy(weights[labels])
         self.epoch, self.sums = -1, torch.empty(0)

@@ -87,6 +87,13 @@ def test_a_profile_that_would_outlast_the_run_ends_with_it(train, capsys):
     assert "--profile 1: not done, as the run ends before step 5" in capsys.readouterr().out
 
 
+def test_a_profile_that_early_stopping_prevents_is_reported(train, capsys):
+    early = ["--validation_size=0.25", "--eval_strategy=steps", "--eval_steps=3", "--early_stopping_patience=1"]
+    folder = train("early", *early, "--early_stopping_threshold=5", "--max_steps=30", "--profile=20")
+    assert not (folder / "profile").exists()
+    assert "--profile 20: not done, as the run ends before step 24" in capsys.readouterr().out
+
+
 def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train, tmp_path):
     saving = ["--save_strategy=steps", "--save_steps=3", "--max_steps=9", "--profile=3"]
     with fail_in_step(6), pytest.raises(RuntimeError, match="the step fails"):

@@ -173,6 +173,15 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
     assert steps_on_disk(record) == [1]
 
 
+def test_a_loss_that_is_not_finite_fails_the_run_even_if_the_gradient_norm_is(new_record):
+    record, plan = new_record()
+    begin(record, plan)
+    record.steps.pending = [step(1, [0.5], 1.0), step(2, [math.inf], 1.0)]
+    with pytest.raises(RunError, match=r"^step 2: the loss is not finite on rank 0, rows [\d, ]+$"):
+        record.write_steps()
+    assert steps_on_disk(record) == [1]
+
+
 @pytest.mark.parametrize(
     ("losses", "grad_norm", "hook", "skipped", "message"),
     [

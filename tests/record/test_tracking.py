@@ -61,6 +61,7 @@ def track(monkeypatch) -> Callable[..., FakeTracker]:
             tracker.ids.append(run_id)
             return tracker
 
+        monkeypatch.setattr(tracking, "import_library", lambda name: before("import"))
         monkeypatch.setattr(tracking, "start_tracker", start)
         monkeypatch.setattr(tracking, "SECONDS_TO_STORE", {})
         monkeypatch.setattr(tracking, "KEEP_CONFIG", ("wandb",))
@@ -181,6 +182,34 @@ def test_values_that_a_tracker_may_not_have_stored_yet_are_not_recorded_as_sent(
     assert tracking.read_state(record.folder / TRACKERS / "wandb.json") == {"id": "id", "logged": {}}
 
 
+def test_a_resumed_run_imports_at_once_and_starts_its_tracker_after_the_first_step(new_record, track, fill):
+    calls: list[str] = []
+    track(calls.append)
+    point = interrupt(new_record, fill)
+    imported = threading.Event()
+    track(lambda name: (calls.append(name), name == "import" and imported.set()))
+    calls.clear()
+    record, plan = new_record(point, **FLAGS)
+    with record.locate_failures():
+        begin(record, plan)
+        assert imported.wait(10)
+        assert calls == ["import"]
+        add_steps(record, 3)
+    assert calls[:2] == ["import", "start"]
+
+
+def test_a_run_that_is_resumed_and_fails_at_once_leaves_its_tracker_alone(new_record, track, fill, capsys):
+    tracker = track()
+    point = interrupt(new_record, fill)
+    capsys.readouterr()
+    record, plan = new_record(point, **FLAGS)
+    begin(record, plan)
+    with pytest.raises(ZeroDivisionError), record.locate_failures():
+        raise ZeroDivisionError
+    assert tracker.ids == [None]
+    assert warnings(capsys) == []
+
+
 def test_only_rank_0_has_trackers(new_record, track):
     record, _ = new_record(**FLAGS)
     assert len(record.trackers.threads) == 1
@@ -196,6 +225,18 @@ def test_only_rank_0_has_trackers(new_record, track):
 
 
 @pytest.mark.parametrize("where", ["start", "config", "log", "finish"])
+def test_an_exception_without_a_message_is_a_warning_with_its_name(new_record, track, capsys, where):
+    def fail(name: str) -> None:
+        if name == where:
+            raise TimeoutError
+
+    track(fail)
+    train(new_record, 5)
+    (line,) = warnings(capsys)
+    assert "TimeoutError; values may be missing there" in line
+
+
+@pytest.mark.parametrize("where", ["import", "start", "config", "log", "finish"])
 @pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SystemExit(1), ValueError("a\nb\x1b[0m")])
 def test_a_tracker_that_raises_is_one_warning(new_record, track, capsys, where, problem):
     def fail(name: str) -> None:

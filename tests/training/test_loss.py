@@ -13,6 +13,7 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from app.common.errors import UserError
 from app.data.sampler import BatchPlan, FullBatchSampler
+from app.settings import Settings
 from app.training.loss import WeightedLoss, class_weights
 
 CLASSES = ["a", "b", "c"]
@@ -72,6 +73,24 @@ def test_logits_of_16_bits_have_a_loss_of_32_bits():
     assert found.item() == pytest.approx(np.log(3), rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", [2.0**120, 2.0**-120, 2.0**1000])
+def test_only_the_ratios_of_the_weights_matter(scale):
+    labels = torch.tensor([0, 1, 2, 0])
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for weights in (np.array([1, 3, 0.7]), scale * np.array([1, 3, 0.7])):
+        sampler = FullBatchSampler(np.ones(4, dtype=np.int64), batch_plan(1, 1, 4, 1), logical_ranks=[0], seed=0)
+        loss = WeightedLoss(weights, labels.numpy(), sampler, smoothing=0.1)
+        losses.append(loss(SimpleNamespace(logits=logits), labels, 0).item())
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("weights", ["1e300,1", "1,0", "-1,1", "nan,1", "inf,1", "a", "1,,2", ""])
+def test_weights_that_cannot_be_used_are_rejected(weights):
+    with pytest.raises(UserError, match=r"^--class_weights "):
+        Settings(class_weights=weights)
+
+
 def test_balanced_weights_are_those_of_scikit_learn():
     labels = np.array([0, 1, 1, 2, 2, 2])
     expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
@@ -83,7 +102,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
 @pytest.mark.parametrize(
     ("requested", "labels", "message"),
     [
-        ("1,2", [0, 1, 2], "--class_weights 1,2: 2 weights for 3 classes: give one for each of a, b, c"),
+        ("1,2", [0, 1, 2], "--class_weights 1,2: 2 given, for 3 classes: give one for each of a, b, c"),
         ("balanced", [0, 2], "no training row has the label b"),
     ],
 )
