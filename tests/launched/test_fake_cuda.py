@@ -25,7 +25,7 @@ from helpers.jobs import (
 
 from app.runs.hashes import hash_run
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS, STRATEGIES = ("ddp_loop", "trainer_run"), ("ddp", "zero1", "zero2", "zero3")
 LOGGING_STEPS = 2
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=8", "--max_length=16", "--dropout=0.1", "--max_grad_norm=0.5"]
@@ -288,37 +288,31 @@ def shows(outcome: Outcome, how: str) -> bool:
     return outcome.problem is None and all(report["races"] for report in outcome.reports)
 
 
-@pytest.mark.slow
 def test_all_strategies_precisions_and_hooks_train_without_errors_and_races(two_ranks):
     check(two_ranks, TWO_RANKS)
     check_bits(two_ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_COUNTED, ids="-".join)
 def test_the_host_waits_once_per_logging_interval_with_each_strategy(two_ranks, case):
     check_waits(two_ranks, *case)
 
 
-@pytest.mark.slow
 def test_one_rank_trains_the_same_bits_with_deterministic_algorithms(one_rank):
     check(one_rank, ONE_RANK)
     check_bits(one_rank)
 
 
-@pytest.mark.slow
 def test_four_ranks_train_the_same_bits(four_ranks):
     check(four_ranks, FOUR_RANKS)
     check_bits(four_ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_deliberate_bug_of_four_ranks_is_detected(four_ranks, bug):
     assert shows(four_ranks.outcomes[bug], BUGS[bug][1])
 
 
-@pytest.mark.slow
 def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
     check(two_nodes, TWO_NODES)
     check_bits(two_nodes)
@@ -326,7 +320,6 @@ def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
     assert any(note.endswith(" in a group of 2") for note in groups), groups
 
 
-@pytest.mark.slow
 def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
     two_ranks.train(TF32, job_flags=["--tf32"])
     check(two_ranks, TF32)
@@ -338,22 +331,18 @@ def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
     assert used == {name: "high" if name in TF32 else "highest" for name in used}
 
 
-@pytest.mark.slow
 def test_deepspeed_trains_without_errors_and_races(deepspeed):
     check(deepspeed, WITH_DEEPSPEED)
 
 
-@pytest.mark.slow
 def test_stage_3_of_deepspeed_never_places_the_complete_model_on_a_gpu(deepspeed):
     assert_never_complete(deepspeed, ["stage-3-deepspeed"], ["fp32-ddp_loop-ddp"])
 
 
-@pytest.mark.slow
 def test_an_overflow_in_deepspeed_ends_with_one_line(deepspeed):
     assert str(deepspeed.outcomes["overflow"].problem).startswith("RunError: step ")
 
 
-@pytest.mark.slow
 def test_the_laboratory_measures_without_errors_and_races(fast):
     flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001", "--seeds=1"]
     flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert", "--largest_mib=0.0625"]
