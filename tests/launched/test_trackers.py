@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,4 +84,5 @@ def test_both_paths_log_all_values_and_train_the_same_bits(launch, libraries, wo
             number = step.pop("step")
             assert {name: logged[f"train/{name}", number] for name in step} == step
         assert logged["eval/accuracy", 6] == metrics["accuracy"] == logged["final/accuracy", 6]
-        assert json.loads((tmp_path / path / TRACKERS / "trackio.json").read_text())["id"] == f"{path}-{path}"
+        run_id = json.loads((tmp_path / path / TRACKERS / "trackio.json").read_text())["id"]
+        assert re.fullmatch(f"{path}-{path}-[0-9a-f]{{6}}", run_id)
