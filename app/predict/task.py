@@ -61,13 +61,12 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     Raises:
         UserError: there is no such run, or flags contradict each other.
     """
-    folder, parser = Path(name), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
-    run = folder if (folder / SETTINGS.name).is_file() else None
+    run, parser = find_run(Path(name)), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
         parser.set_defaults(**settings_of_run(run).as_dict())
     given = parser.values(sys.argv[1:])
     values = {name: given[name] for name in Settings().as_dict()}
-    settings = select_precision(Settings(**values | {"model": str(folder / MODEL_FOLDER) if run else name}))
+    settings = select_precision(Settings(**values | {"model": str(run / MODEL_FOLDER) if run else name}))
     if part is not None:
         if run is None:
             raise UserError(f"--split {part}: {name} is not the folder of a run")
@@ -94,6 +93,16 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         raise UserError(f"--output {path}: its folder does not exist")
     named = any(text.replace("-", "_").startswith("__label_column") for text in sys.argv[1:])
     return Task(settings, run, lines, part, path, requires_labels=named or part is not None)
+
+
+def find_run(folder: Path) -> Path | None:
+    """Return the run whose folder this is, or whose model; None if it is another model."""
+    if (folder / SETTINGS.name).is_file():
+        return folder
+    run = folder.parent
+    # Without the settings of the run, texts would be cut at another length than in training.
+    is_its_model = folder.name == MODEL_FOLDER and all((run / name).is_file() for name in (SETTINGS.name, METRICS.name))
+    return run if is_its_model else None
 
 
 def settings_of_run(run: Path) -> Settings:

@@ -58,6 +58,13 @@ def test_predicting_the_test_rows_gives_the_runs_file(run, predict):
     assert not [*run.parent.glob(".*")], "nothing is left behind"
 
 
+def test_the_model_folder_of_a_run_is_predicted_with_the_settings_of_the_run(run, predict):
+    predict("run/model", "--split=test", "--output=again.csv")
+    assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
+    (run / "model").rename(run.parent / "model")
+    assert task.define_task("model", ["好"], part=None, output=None).run is None
+
+
 def test_labels_are_not_needed(run, predict):
     held_out = pd.read_csv(run / "predictions.csv")
     reviews = [*held_out["review"], "", "=1+1"]
@@ -97,7 +104,8 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv
     predict("run", "--split=test", "--output=again.csv")
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
     assert "of 60 reviews" in predict("run", "--csv=reviews.csv", "--output=run.csv")
-    predict("run/model", "--csv=reviews.csv", "--output=model.csv", names, "--max_length=32", "--eval_batch_size=4")
+    (tmp_path / "run/model").rename("model")
+    predict("model", "--csv=reviews.csv", "--output=model.csv", names, "--max_length=32", "--eval_batch_size=4")
     assert (tmp_path / "run.csv").read_bytes() == (tmp_path / "model.csv").read_bytes()
     assert set(pd.read_csv("run.csv")["label"]) == {"负面", "正面"}
 
@@ -166,7 +174,7 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["run", "a", "--csv=reviews.csv"], "exclude each other"),
         (["run", "--split=validation"], "has no such rows"),
         (["run", "--split=test", "--csv=wrong.csv"], "has changed since the run"),
-        (["run/model", "--split=test"], "is not the folder of a run"),
+        (["base", "--split=test"], "is not the folder of a run"),
         (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
