@@ -1,7 +1,8 @@
 # An image with the command `samebits`, which does not run as root:
 #
 #   docker build -t samebits .
-#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/work/runs" samebits train --csv reviews.csv
+#   mkdir -p runs && cp reviews.csv runs/
+#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/work/runs" samebits train --csv runs/reviews.csv
 #
 # On a machine without GPUs, leave out --gpus. For CUDA, the wheel of PyTorch on PyPI contains all libraries it needs.
 ARG PYTHON=3.12

@@ -193,7 +193,9 @@ def add_predict_flags(parser: OneLineParser) -> None:
     parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="texts to predict instead of a CSV")
     parser.add_argument("--split", choices=("train", "validation", "test"), help="predict these rows of the run's data")
     parser.add_argument(
-        "--output", metavar="FILE.csv", help="a new file; default: <CSV>-predictions.csv in the current folder"
+        "--output",
+        metavar="FILE.csv",
+        help="a new file; default: <CSV>-predictions.csv in the current folder, with --split <split>-predictions.csv",
     )
 
 

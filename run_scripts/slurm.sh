@@ -42,7 +42,8 @@ node='signaled= status=0
 trap "signaled=yes" USR1 TERM # Slurm sends it to torchrun and the ranks, too
 NODE_RANK=$SLURM_NODEID bash run_scripts/multi_node.sh c10d "$@" &
 wait_for "$!" || status=$?
-if [ "$status" != 0 ] && [ -n "$signaled" ]; then status=75; fi
+# srun returns the highest status, and sends SIGTERM to the other nodes after a failure. So that one has a higher status.
+if [ "$status" != 0 ]; then if [ -n "$signaled" ]; then status=75; else status=76; fi; fi
 exit "$status"'
 trap 'kill -USR1 "$job" || true' USR1 # srun forwards it to all processes of the job; srun may have just ended
 # If torchrun fails on one node, Slurm ends it on the others, which would wait for that node.
@@ -51,7 +52,8 @@ srun --kill-on-bad-exit=1 bash -c "$node" _ \
 job=$!
 status=0
 wait_for "$job" || status=$?
-# A job that its user has cancelled is no longer running, and stays cancelled.
+if [ "$status" = 76 ]; then status=1; fi
+# A job that its user has canceled is no longer running, and stays canceled.
 if [ "$status" = 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -95,7 +95,7 @@ def label_names(text: str) -> str | None:
     try:
         split_label_names(text or "=")
     except ValueError:
-        return f" {shorten(text)}: must name each label once, such as 0=negative,1=positive"
+        return f" {shorten(text) or 'is empty'}: must name each label once, such as 0=negative,1=positive"
     return is_utf8(text)
 
 
@@ -109,19 +109,18 @@ def split_class_weights(text: str) -> list[float]:
 
 
 def class_weights(text: str) -> str | None:
+    given = shorten(text) or "is empty"
     try:
         weights = [1.0] if text == "balanced" else split_class_weights(text)
-        if all(0 < weight <= sys.float_info.max for weight in weights):
-            # Otherwise the loss of a batch without the largest weight would not be finite in fp32.
-            within = max(weights) / LARGEST_RATIO <= min(weights)
-            return (
-                None
-                if within
-                else f" {shorten(text)}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
-            )
     except ValueError:
-        pass
-    return f" {shorten(text) or 'is empty'}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
+        weights = [0.0]
+    if not all(0 < weight <= sys.float_info.max for weight in weights):
+        return f" {given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
+    if max(weights) / LARGEST_RATIO > min(
+        weights
+    ):  # in fp32, the loss of a batch without the largest would be infinite
+        return f" {given}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
+    return None
 
 
 def path_of(thing: str) -> Rule:

@@ -106,7 +106,7 @@ class DatasetSource:
             raise UserError(f"{self.path}: {problem or 'contains text that is not valid UTF-8'}") from None
 
     def _to_text(self, value: Any, row: int, column: str) -> str:
-        if value is None:
+        if value is None or value != value:  # NaN, which writers other than pandas leave for a missing value
             return ""
         if not isinstance(value, str | int | float):
             kind = type(value).__name__
@@ -227,8 +227,8 @@ def load_hub_dataset(name: str, cache_dir: Path | None) -> DatasetDict:
     base, _, config = name.rpartition("/")
     problems: list[Exception] = []
     candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
-    if base and Path(base).is_dir() and not Path(name).is_dir():
-        del candidates[0]
+    if base and not Path(name).is_dir() and (Path(base).is_dir() or name.count("/") > 1):
+        del candidates[0]  # a name on the Hub has at most two parts
     for path, config_name in candidates:
         try:
             with tempfile.TemporaryDirectory() as temporary, _quiet():
@@ -238,10 +238,8 @@ def load_hub_dataset(name: str, cache_dir: Path | None) -> DatasetDict:
                     cache_dir=temporary if cache_dir is None else str(cache_dir / "datasets"),
                     keep_in_memory=cache_dir is None,
                 )
-        except Exception as error:  # see _load
+        except Exception as error:  # see _load; the name may be that of a data set and its config
             problems.append(error)
-            if not isinstance(error, datasets.exceptions.DatasetNotFoundError):
-                break
             continue
         if "train" not in splits:
             raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
@@ -294,6 +292,6 @@ def _find_bad_line(path: Path) -> str | None:
                     return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
             except UnicodeDecodeError:
                 return f"line {number}: is not valid UTF-8"
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return f"line {number}: is not valid JSON: {first_line(error)}"
     return None

@@ -40,4 +40,4 @@ class EarlyStopping:
             self.add(json.loads(line))
 
     def __str__(self) -> str:
-        return f"evaluation {self.evaluations} in a row without a better {self.metric}: stopped early"
+        return f"stopped early: {self.metric} has not improved enough in {self.evaluations} evaluation(s) in a row"

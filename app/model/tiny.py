@@ -90,7 +90,7 @@ def embeddings_of(
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, embeddings: NDArray[np.float32]) -> None:
-    """Initialize `tiny`: its attention, and its embeddings if one was learned, which special tokens have not."""
+    """Initialize the attention of `tiny` and the embeddings that were learned; other tokens keep random ones."""
     weight: Any = model.get_input_embeddings().weight
     learned = torch.from_numpy(embeddings).to(weight.dtype)
     weight.copy_(torch.where(learned.any(dim=1, keepdim=True), learned, weight))

@@ -139,7 +139,11 @@ def open_partial(output: Path, key: str) -> PartialLogits:
 def finish(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
     """Write the predictions, or print those of texts, and print the metrics of the labeled rows."""
     if task.output is None:
-        write_lines(sys.stdout, table, part, logits=logits, has_labels=has_labels)
+        try:
+            write_lines(sys.stdout, table, part, logits=logits, has_labels=has_labels)
+            sys.stdout.flush()
+        except OSError as problem:
+            raise RunError(f"standard output could not be written: {problem.strerror or problem}") from None
         return
     try:
         write_predictions(task.output, table, part, logits=logits, has_labels=has_labels)

@@ -72,6 +72,8 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
             raise UserError(f"--split {part}: {name} is not the folder of a run")
         recorded = read_object(run, SETTINGS)
         published = recorded.get("dataset_name")
+        if published and settings.csv is not None:
+            raise UserError(f"--split {part}: the run used --dataset_name {published}: remove --csv")
         settings = replace(
             settings,
             csv=None if published else settings.csv or recorded["csv"],
@@ -85,6 +87,8 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if any(is_utf8(line) for line in lines or ()):
         raise UserError("a text is not valid UTF-8")
     path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
+    if output == "":
+        raise UserError("--output is empty: must name a file")
     if output is not None:
         path = Path(output)
     if path is not None and path.exists():
@@ -180,7 +184,8 @@ def select_rows(task: Task, table: ReviewTable) -> Indices:
         columns=(settings.text_column, settings.label_column),
     )
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
-        raise UserError(f"{table.path}: has changed since the run in {task.run} split it: give its file with --csv")
+        advice = "" if settings.dataset_name else ": give its file with --csv"
+        raise UserError(f"{table.path}: has changed since the run in {task.run} split it{advice}")
     part: Indices = getattr(split, task.part)
     if not len(part):
         raise UserError(f"--split {task.part}: the run in {task.run} has no such rows")

@@ -150,6 +150,8 @@ class StepLog:
                 "row, although each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or "
                 "fp32"
             )
+        elif torch.isfinite(step.grad_norm):
+            cause = "the mean of the losses of all ranks is not finite"
         elif self.comm_hook == "fp16":
             cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
         skipped = "" if torch.isfinite(step.grad_norm) else "; the optimizer skipped this step"

@@ -74,7 +74,7 @@ def tensorboard_folder(folder: Path, run_id: str | None, *, project: str, run_na
     """
     if run_id:
         return Path(run_id).name, Path(run_id).parent
-    if not (base := os.environ.get(TENSORBOARD_LOGGING_DIR)):
+    if not (base := os.environ.get(TENSORBOARD_LOGGING_DIR)) or (folder / "tensorboard").is_dir():
         return "tensorboard", folder
     project, run_name = (re.sub(r"[^\w-]", "_", text)[:60] for text in (project, run_name))
     return unique(run_name), Path(base).absolute() / project

@@ -71,6 +71,6 @@ class DataSettings:
     )
     cache_dir: str = setting(
         "runs/cache",
-        "folder of the cache of vocabularies and tokens, which all runs share; safe to delete",
+        "folder that caches rows, vocabularies, embeddings and tokens, for all runs; safe to delete",
         valid=name_of("a folder"),
     )

@@ -91,7 +91,7 @@ class WeightedLoss:
             labels: (n_train,), numbers of classes.
             sampler: of the training rows. This object sets its epoch.
         """
-        # Only the ratios matter. To divide by a power of two changes no bit, and brings the weights into fp32's range.
+        # Only the ratios matter. Dividing by a power of two is exact. It brings the weights into fp32's range.
         weights = np.ldexp(weights, -np.frexp(weights.max())[1])
         self.weights, self.sampler, self.smoothing = torch.from_numpy(weights), sampler, smoothing
         self.weight_of_rows = torch.from_numpy(weights[labels])
