@@ -79,6 +79,8 @@ def load_tokenizer(
             return learn_tokenizer(train_texts, size)
         return cached_tokenizer(train_texts, size, cache_dir)
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
+        raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
     if tokenizer.pad_token_id is None:
         raise UserError(
             f"--model {settings.model}: its tokenizer has no padding token, which is needed to form batches"

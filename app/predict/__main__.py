@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ from ..distributed.collectives import (
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
-from ..metrics.score import score
+from ..metrics.score import load_metrics, score
 from ..model.hub import resolve_commit
 from ..model.trained import load_trained
 from ..program import launch
@@ -108,6 +109,8 @@ def predict(task: Task, world: World) -> None:
     key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
     partial: PartialLogits | nullcontext[None] = nullcontext()
     with raise_on_all_ranks(world):
+        if world.is_main_process and has_labels:
+            load_metrics()
         if world.is_main_process and task.texts is None and task.output is not None:
             partial = open_partial(task.output, key)
     with partial as kept:
@@ -145,6 +148,10 @@ def finish(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.
         except OSError as problem:
             raise RunError(f"standard output could not be written: {problem.strerror or problem}") from None
         return
+    if os.path.lexists(task.output):  # `define_task` has checked it at the start, without a lock
+        raise RunError(
+            f"{task.output}: has been created meanwhile: remove it, and start again to write the predictions"
+        )
     try:
         write_predictions(task.output, table, part, logits=logits, has_labels=has_labels)
     except OSError as problem:

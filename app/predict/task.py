@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -86,12 +87,14 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     lines = texts or (read_lines() if settings.csv is None and part is None else None)
     if any(is_utf8(line) for line in lines or ()):
         raise UserError("a text is not valid UTF-8")
+    if not all(line.strip() for line in lines or ()):
+        raise UserError("a text is empty: leave it out")
     path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
     if output == "":
         raise UserError("--output is empty: must name a file")
     if output is not None:
         path = Path(output)
-    if path is not None and path.exists():
+    if path is not None and os.path.lexists(path):
         raise UserError(f"{path}: exists: name another file with --output, or remove it")
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: its folder does not exist")
@@ -134,6 +137,7 @@ def read_lines() -> list[str]:
         raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
     try:
         lines = [line.rstrip("\r\n") for line in sys.stdin]
+        lines[:1] = [line.removeprefix("\ufeff") for line in lines[:1]]
     except UnicodeDecodeError:
         raise UserError("standard input: is not valid UTF-8") from None
     if not (texts := [line for line in lines if line.strip()]):

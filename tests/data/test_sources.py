@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import datasets
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from app.common.errors import UserError
 from app.data.csv_table import read_reviews
+from app.data.sources import load_hub_dataset
 from app.data.split import split_reviews
 
 ROWS = pd.DataFrame(
@@ -58,6 +63,47 @@ def test_a_file_that_has_changed_is_read_again(tmp_path):
     after = read_reviews(path, cache_dir=tmp_path / "cache")
     assert before.sha256 != after.sha256
     assert after.texts[0] == "xy0"
+    time = path.stat().st_mtime_ns
+    write(ROWS.assign(review=ROWS.review.str.replace("NA", "zw")), path)
+    os.utime(path, ns=(time, time))  # as `cp -p` does
+    assert read_reviews(path, cache_dir=tmp_path / "cache").texts[0] == "zw0"
+
+
+def test_a_missing_number_of_parquet_is_a_missing_label(tmp_path):
+    labels = pa.array([0.0, 1.0, float("nan")] * 4)  # not a null, as pandas would write it
+    pyarrow.parquet.write_table(pa.table({"review": ["好"] * 12, "label": labels}), tmp_path / "rows.parquet")
+    table = read_reviews(tmp_path / "rows.parquet")
+    assert table.class_names == ("0", "1")
+    assert len(table) == 8
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_one_line(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"review": ' + "[" * 3_000 + "]" * 3_000 + "}\n")
+    with pytest.raises(UserError, match=r"deep\.jsonl: line 1: is not valid JSON"):
+        read_reviews(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("owner/name", [("owner/name", None), ("owner", "name")]),
+        ("owner/name/config", [("owner/name", "config")]),
+        ("glue/sst2", [("glue/sst2", None), ("glue", "sst2")]),
+    ],
+)
+def test_a_data_set_on_the_hub_may_be_followed_by_a_config(monkeypatch, tmp_path, name, calls):
+    tried = []
+
+    def load(path, config, **_):
+        tried.append((path, config))
+        raise ConnectionError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=f"--dataset_name {name}: cannot be loaded: no network"):
+        load_hub_dataset(name, None)
+    assert tried == calls
 
 
 def test_labels_may_be_texts_numbers_or_missing(tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import app.ddp_loop
 from app.cli import parse_settings
-from app.common.errors import UserError
+from app.common.errors import RunError, UserError
 from app.predict import __main__ as program
 from app.predict import logits, task
 from app.runs.folder import lock
@@ -65,6 +65,23 @@ def test_the_model_folder_of_a_run_is_predicted_with_the_settings_of_the_run(run
     assert task.define_task("model", ["好"], part=None, output=None).run is None
 
 
+def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monkeypatch):
+    compute = program.compute_logits
+
+    def create_the_output(*arguments, **options):
+        (run.parent / "o.csv").write_text("precious")
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(program, "compute_logits", create_the_output)
+    with pytest.raises(RunError, match=r"o\.csv: has been created meanwhile"):
+        predict("run", "--split=test", "--output=o.csv")
+    assert (run.parent / "o.csv").read_text() == "precious"
+    (run.parent / "o.csv").unlink()
+    monkeypatch.setattr(program, "compute_logits", compute)
+    predict("run", "--split=test", "--output=o.csv")
+    assert (run.parent / "o.csv").read_bytes() == (run / "predictions.csv").read_bytes()
+
+
 def test_labels_are_not_needed(run, predict):
     held_out = pd.read_csv(run / "predictions.csv")
     reviews = [*held_out["review"], "", "=1+1"]
@@ -92,6 +109,8 @@ def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
     assert lines["review"].tolist() == ["好", "'=1+1"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("好\n\n=1+1\n"))
     assert predict("run") == printed
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff好\n=1+1\n"))
+    assert predict("run") == printed, "a byte order mark is no text"
 
 
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv, tmp_path, monkeypatch, predict):
@@ -178,6 +197,9 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
+        (["run", "好", " "], "a text is empty"),
+        (["untokenized", "a"], "its tokenizer has no vocabulary"),
+        (["run", "a", "--output="], "--output is empty"),
         (["./no", "a"], "./no: no such folder"),
         (["unfinished", "a"], "metrics.json: missing: the run has not finished"),
     ],
@@ -188,6 +210,9 @@ def test_a_mistake_is_one_line(run, predict, arguments, message):
     config = AutoConfig.from_pretrained(run / "model")
     AutoModel.from_config(config).save_pretrained("headless")
     AutoTokenizer.from_pretrained(run / "model").save_pretrained("headless")
+    write_model(run.parent / "untokenized", "bert")
+    for file in (run.parent / "untokenized").glob("*token*"):
+        file.unlink()
     (run.parent / "unfinished").mkdir()
     (run.parent / "unfinished" / "settings.json").write_text((run / "settings.json").read_text())
     with pytest.raises(UserError) as caught:
