@@ -82,9 +82,7 @@ def load_tokenizer(
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
     if tokenizer.pad_token_id is None:
-        raise UserError(
-            f"--model {settings.model}: its tokenizer has no padding token, which is needed to form batches"
-        )
+        raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     return tokenizer
 
 
