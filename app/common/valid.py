@@ -116,9 +116,8 @@ def class_weights(text: str) -> str | None:
         weights = [0.0]
     if not all(0 < weight <= sys.float_info.max for weight in weights):
         return f" {given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
-    if max(weights) / LARGEST_RATIO > min(
-        weights
-    ):  # in fp32, the loss of a batch without the largest would be infinite
+    # In fp32, the loss of a batch without the largest weight would not be finite.
+    if max(weights) / LARGEST_RATIO > min(weights):
         return f" {given}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
     return None
 

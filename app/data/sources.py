@@ -197,10 +197,9 @@ def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
     with readable(path):
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty; it needs rows")
-    sha256 = hash_file(path)
     with tempfile.TemporaryDirectory() as temporary, _quiet():
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
-        folder = temporary if cache_dir is None else str(cache_dir / "datasets" / sha256[:32])
+        folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
         try:
             return datasets.load_dataset(
                 builder,

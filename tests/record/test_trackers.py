@@ -11,13 +11,13 @@ import pytest
 from app.record import trackers
 
 
-def test_tensorboard_writes_to_the_folder_of_the_run(tmp_path, monkeypatch):
-    for value in (None, ""):  # an unset shell variable leaves an empty one
-        monkeypatch.setenv(trackers.TENSORBOARD_LOGGING_DIR, value) if value is not None else monkeypatch.delenv(
-            trackers.TENSORBOARD_LOGGING_DIR, raising=False
-        )
-        assert trackers.tensorboard_folder(tmp_path, None, project="p", run_name="r") == ("tensorboard", tmp_path)
-        assert trackers.run_id_of("tensorboard", SimpleNamespace(tracker=None, logging_dir="x")) is None
+@pytest.mark.parametrize("environment", [{}, {trackers.TENSORBOARD_LOGGING_DIR: ""}])  # as an unset shell variable
+def test_tensorboard_writes_to_the_folder_of_the_run(tmp_path, monkeypatch, environment):
+    monkeypatch.delenv(trackers.TENSORBOARD_LOGGING_DIR, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert trackers.tensorboard_folder(tmp_path, None, project="p", run_name="r") == ("tensorboard", tmp_path)
+    assert trackers.run_id_of("tensorboard", SimpleNamespace(tracker=None, logging_dir="x")) is None
 
 
 def test_each_run_has_a_folder_of_its_own_in_the_folder_that_the_user_names(tmp_path, monkeypatch):
