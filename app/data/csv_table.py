@@ -124,12 +124,11 @@ def read_reviews(
     hashes = {part: source.sha256(*columns) for part, source in sources.items()}
     sha256 = combine_hashes(hashes, sources)
     if class_names is not None:  # the file has the original ones
-        originals = {name: label for label, name in names.items()}
-        class_names = [originals.get(name, name) for name in class_names]
+        class_names = original_names(class_names, names)
     if cache_dir is None:
         texts = io.BytesIO()
         rows = _parse(sources, columns, texts, hashes=hashes, class_names=class_names)
-        return _rename_classes(_to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer()))), names)
+        return rename_classes(_to_table(path, sha256, rows.to_arrow(pa.py_buffer(texts.getbuffer()))), names)
     recipe = [FILE_VERSION, sha256, columns, CLEANING_RULES, *([] if class_names is None else [class_names])]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     file = cache_dir / f"rows-{key}.arrow"
@@ -150,14 +149,24 @@ def read_reviews(
         table = _to_table(path, sha256, pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
     except (OSError, pa.ArrowInvalid) as problem:
         raise UserError(f"--cache_dir {cache_dir}: cannot read {file.name} ({problem}); delete it") from None
-    return _rename_classes(table, names)
+    return rename_classes(table, names)
 
 
-def _rename_classes(table: ReviewTable, names: Mapping[str, str]) -> ReviewTable:
-    """Return the table with other names for some classes."""
+def original_names(class_names: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Return the labels of classes that `rename_classes` may have renamed."""
+    originals = {name: label for label, name in names.items()}
+    return [originals.get(name, name) for name in class_names]
+
+
+def rename_classes(table: ReviewTable, names: Mapping[str, str], origin: str | None = None) -> ReviewTable:
+    """Return the table with other names for some classes.
+
+    Raises:
+        UserError: A label is not a class of `origin`, by default the file, or two classes get the same name.
+    """
     if unknown := [label for label in names if label not in table.class_names]:
         raise UserError(
-            f"--label_names: {quote_name(unknown[0])} is not a class of {table.path}, which has "
+            f"--label_names: {quote_name(unknown[0])} is not a class of {origin or table.path}, which has "
             f"{list_names(list(table.class_names))}"
         )
     renamed = tuple(names.get(label, label) for label in table.class_names)

@@ -7,15 +7,14 @@ import glob
 import hashlib
 import io
 import json
-import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import UserError, shorten
+from ..common.errors import UserError
 from .csv_checks import (
     check_columns,
     check_file,
@@ -26,9 +25,10 @@ from .csv_checks import (
     read_header,
     readable,
 )
+from .hub_dataset import HubDataset, first_line, load_hub_dataset, quiet_datasets
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 UNSUPPORTED = (".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro")
@@ -119,13 +119,6 @@ class DatasetSource:
 Source = CsvSource | DatasetSource
 
 
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set on the Hugging Face Hub: `NAME` or `NAME/CONFIG`, or a folder of one."""
-
-    name: str
-
-
 # One file or data set; or the files of published parts, by part: "train" and "validation", "test", or both.
 Files = Mapping[str, Path] | HubDataset
 
@@ -197,7 +190,7 @@ def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
     with readable(path):
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty; it needs rows")
-    with tempfile.TemporaryDirectory() as temporary, _quiet():
+    with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
         folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
         try:
@@ -216,59 +209,6 @@ def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
             raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
 
 
-def load_hub_dataset(name: str, cache_dir: Path | None) -> DatasetDict:
-    """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`.
-
-    Raises:
-        UserError: There is none of this name, it cannot be loaded, or it has no split `train`.
-    """
-    import datasets
-
-    # A name has one part or, mostly, two: owner/name. So a config may follow both.
-    base, _, config = name.rpartition("/")
-    problems: list[Exception] = []
-    candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
-    if base and not Path(name).is_dir() and (Path(base).is_dir() or name.count("/") > 1):
-        del candidates[0]  # a name on the Hub has at most two parts
-    for path, config_name in candidates:
-        try:
-            with tempfile.TemporaryDirectory() as temporary, _quiet():
-                splits = datasets.load_dataset(
-                    path,
-                    config_name,
-                    cache_dir=temporary if cache_dir is None else str(cache_dir / "datasets"),
-                    keep_in_memory=cache_dir is None,
-                )
-        except Exception as error:  # see _load; the name may be that of a data set and its config
-            problems.append(error)
-            continue
-        if "train" not in splits:
-            raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
-        return splits
-    raise UserError(f"--dataset_name {name}: cannot be loaded: {first_line(problems[0])}") from problems[0]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the error's cause, which says more than an error that `datasets` raises for it."""
-    return shorten(next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__), 200)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep `datasets` from drawing progress bars, and it and its HTTP client from logging what they also raise."""
-    import datasets
-
-    disabled, hides_bars = logging.root.manager.disable, datasets.are_progress_bars_disabled()
-    logging.disable(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        if not hides_bars:
-            datasets.enable_progress_bars()
-
-
 def _find_empty(path: Path) -> str | None:
     """Return the problem of a Parquet file without rows, for which the error of `datasets` is about something else."""
     import pyarrow.parquet
@@ -282,17 +222,20 @@ def _find_empty(path: Path) -> str | None:
 
 def _find_bad_line(path: Path) -> str | None:
     """Describe the first line of a JSON Lines file that is not an object; None if there is none."""
+    has_columns = False
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith(b"["):  # a JSON array
-                return None
+                return "has no rows" if line.strip() == b"[]" else None
             try:
-                if not isinstance(json.loads(line), dict):
-                    return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
+                row = json.loads(line)
             except UnicodeDecodeError:
                 return f"line {number}: is not valid UTF-8"
             except (ValueError, RecursionError) as error:
                 return f"line {number}: is not valid JSON: {first_line(error)}"
-    return None
+            if not isinstance(row, dict):
+                return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
+            has_columns = has_columns or bool(row)
+    return None if has_columns else "no row has a column"

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from ..common.errors import UserError
+from ..common.errors import UserError, shorten
 from ..setting_groups import BUILT_IN, ModelSettings
 
 INDEXES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
@@ -57,7 +57,11 @@ def check_folder(model: str) -> None:
         UserError: It is not a model folder.
     """
     path = Path(model)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as problem:  # such as a name that is too long
+        raise UserError(f"--model {shorten(model)}: {problem.strerror}") from None
+    if is_folder:
         if not (path / CONFIG_NAME).is_file():
             raise UserError(f"--model {model}: is not a model folder, because it has no {CONFIG_NAME}")
         for name in JSON_FILES:

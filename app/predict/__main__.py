@@ -20,6 +20,7 @@ The rows that the run held out, which gives its predictions.csv again:
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import sys
@@ -81,8 +82,6 @@ def predict(task: Task, world: World) -> None:
     quiet_libraries(world)
     settings, start = task.settings, time.monotonic()
     with raise_on_all_ranks(world), model_is_no_flag():
-        if task.texts is not None and world.size > 1:
-            raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
@@ -139,12 +138,20 @@ def open_partial(output: Path, key: str) -> PartialLogits:
         raise UserError(f"{output}: cannot be written: {problem.strerror or problem}") from None
 
 
+def print_lines(table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
+    lines = io.StringIO()
+    write_lines(lines, table, part, logits=logits, has_labels=has_labels)
+    text = lines.getvalue()
+    if sys.stdout.isatty():  # a file or a pipe gets the texts as they are
+        text = "\n".join(map(escape_control_characters, text.split("\n")))
+    print(text, end="", flush=True)
+
+
 def finish(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
     """Write the predictions, or print those of texts, and print the metrics of the labeled rows."""
     if task.output is None:
         try:
-            write_lines(sys.stdout, table, part, logits=logits, has_labels=has_labels)
-            sys.stdout.flush()
+            print_lines(table, part, logits=logits, has_labels=has_labels)
         except OSError as problem:
             raise RunError(f"standard output could not be written: {problem.strerror or problem}") from None
         return

@@ -10,8 +10,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.files import commit, remove
-from ..runs.folder import lock
+from ..common.files import commit
+from ..runs.folder import lock, remove_claimed
+
+SEGMENT, STAGING = ".logits.npy", ".logits.tmp"  # the ends of the names of files
 
 
 class PartialLogits:
@@ -33,7 +35,7 @@ class PartialLogits:
         """
         self.folder, self.key = output.with_name(f".{output.name}.partial"), key
         self.folder.mkdir(exist_ok=True)
-        self._lock = lock(self.folder)
+        self._lock = lock(self.folder, shown=output)
 
     def read(self, segment: int, shape: tuple[int, int]) -> NDArray[np.float64] | None:
         """Return the logits of a segment, float64; None if it is not done or its file is damaged."""
@@ -59,10 +61,12 @@ class PartialLogits:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let other jobs use the output. Remove the folder, unless the block has failed."""
+        """Let other jobs use the output. Unless the block has failed, remove what this class has written."""
         if kind is None:
-            remove(self.folder)
+            for path in (*self.folder.glob(f"*{SEGMENT}"), *self.folder.glob(f"*{STAGING}")):
+                path.unlink(missing_ok=True)
+            remove_claimed(self.folder)
         os.close(self._lock)
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"{self.key[:16]}-{segment:05}.npy"
+        return self.folder / f"{self.key[:16]}-{segment:05}{SEGMENT}"

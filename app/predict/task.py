@@ -16,10 +16,11 @@ import pyarrow as pa
 from ..cli import parse_settings, settings_parser
 from ..common.errors import UserError
 from ..common.terminal import has_piped_input
-from ..common.valid import is_utf8
-from ..data.csv_table import Indices, ReviewTable, read_reviews
+from ..common.valid import is_utf8, split_label_names
+from ..data.csv_table import Indices, ReviewTable, original_names, read_reviews, rename_classes
 from ..data.sources import files_of, open_source
 from ..data.split import split_reviews
+from ..distributed.environment import rank_and_sizes
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..program import select_precision
 from ..runs.reader import read_object
@@ -65,8 +66,12 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     run, parser = find_run(Path(name)), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
         parser.set_defaults(**settings_of_run(run).as_dict())
+    label_column = parser.get_default("label_column")
+    parser.set_defaults(label_column=None)  # which is no value of the flag, so that the next line tells if it is given
     given = parser.values(sys.argv[1:])
-    values = {name: given[name] for name in Settings().as_dict()}
+    values = {name: given[name] for name in Settings().as_dict()} | {
+        "label_column": given["label_column"] or label_column
+    }
     settings = select_precision(Settings(**values | {"model": str(run / MODEL_FOLDER) if run else name}))
     if part is not None:
         if run is None:
@@ -78,13 +83,20 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         settings = replace(
             settings,
             csv=None if published else settings.csv or recorded["csv"],
-            validation_file=recorded.get("validation_file"),
-            test_file=recorded.get("test_file"),
+            validation_file=settings.validation_file or recorded.get("validation_file"),
+            test_file=settings.test_file or recorded.get("test_file"),
             dataset_name=published,
+        )
+    elif files := [name for name in ("validation_file", "test_file") if getattr(settings, name)]:
+        raise UserError(
+            f"--{files[0]}: only with --split, if the file of the run has moved; give the rows to predict with --csv"
         )
     if texts and (settings.csv is not None or part is not None):
         raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
-    lines = texts or (read_lines() if settings.csv is None and part is None else None)
+    has_texts = settings.csv is None and part is None
+    if has_texts and rank_and_sizes()[1] > 1:
+        raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
+    lines = texts or (read_lines() if has_texts else None)
     if any(is_utf8(line) for line in lines or ()):
         raise UserError("a text is not valid UTF-8")
     if not all(line.strip() for line in lines or ()):
@@ -96,15 +108,14 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         path = Path(output)
     if path is not None and os.path.lexists(path):
         raise UserError(f"{path}: exists: name another file with --output, or remove it")
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is not None and not os.path.isdir(path.absolute().parent):
         raise UserError(f"--output {path}: its folder does not exist")
-    named = any(text.replace("-", "_").startswith("__label_column") for text in sys.argv[1:])
-    return Task(settings, run, lines, part, path, requires_labels=named or part is not None)
+    return Task(settings, run, lines, part, path, requires_labels=given["label_column"] is not None or part is not None)
 
 
 def find_run(folder: Path) -> Path | None:
     """Return the run whose folder this is, or whose model; None if it is another model."""
-    if (folder / SETTINGS.name).is_file():
+    if os.path.isfile(folder / SETTINGS.name):  # unlike Path.is_file, False for a name that is too long
         return folder
     run = folder.parent
     # Without the settings of the run, texts would be cut at another length than in training.
@@ -155,7 +166,10 @@ def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, boo
     if task.texts is not None:
         n = len(task.texts)
         texts = pd.Series(pd.arrays.ArrowExtensionArray(pa.array(task.texts, pa.large_string())))
-        return ReviewTable(Path("-"), "", n, {}, tuple(class_names), np.arange(n), texts, np.full(n, -1)), False
+        names = split_label_names(settings.label_names or "")
+        classes = tuple(original_names(class_names, names))
+        table = ReviewTable(Path("-"), "", n, {}, classes, np.arange(n), texts, np.full(n, -1))
+        return rename_classes(table, names, origin="the model"), False
     cache_dir = Path(settings.cache_dir)
     has_labels = task.requires_labels or settings.label_column in open_source(settings.csv_path, cache_dir).names()
     table = read_reviews(

@@ -61,8 +61,11 @@ def reject_used(requested: str | None) -> None:
         raise UserError(f"--output_dir {requested}: exists and is not an empty folder: name a new one")
 
 
-def lock(folder: Path) -> int:
+def lock(folder: Path, shown: Path | None = None) -> int:
     """Keep other jobs out of a folder until the returned descriptor is closed or this process ends.
+
+    Args:
+        shown: the path that messages name instead of the folder.
 
     Raises:
         UserError: another job has locked it, or it cannot be opened.
@@ -71,12 +74,14 @@ def lock(folder: Path) -> int:
         # A file, because NFS does not pass the lock of a folder on to other machines.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise UserError(f"{folder}: cannot be opened: {problem.strerror}") from None
+        raise UserError(f"{shown or folder}: cannot be opened: {problem.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"{folder}: a run that has not ended is writing to it: wait for it or end it first") from None
+        raise UserError(
+            f"{shown or folder}: a run that has not ended is writing to it: wait for it or end it first"
+        ) from None
     except OSError:
         pass  # the file system does not support locks
     return descriptor

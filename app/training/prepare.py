@@ -199,14 +199,19 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
 
 
 def check_parts(settings: Settings, data: ReviewData) -> None:
-    """Check that there are validation rows if they are needed, and that no text is in two parts if that is required.
+    """Check what only the rows tell: that parts which flags divide or need are there, and duplicates if they must not.
 
     Raises:
-        UserError: there are none, or texts that are.
+        UserError: a size is given for a published part, validation rows are missing, or a text is in two parts and
+            must not be.
     """
     n_validation, n_test = len(data.split.validation), len(data.split.test)
+    for part in ("validation", "test"):  # only reading a --dataset_name tells which parts it has
+        size = f"{part}_size"
+        if part in data.table.parts and getattr(settings, size) != getattr(Settings, size):
+            raise UserError(f"--{size} {getattr(settings, size)}: {data.table.path} has {part} rows: remove the flag")
     for name in ("load_best_model_at_end", "early_stopping_patience"):
-        if getattr(settings, name) and not n_validation:  # only reading a --dataset_name tells
+        if getattr(settings, name) and not n_validation:
             raise UserError(
                 f"--{name}: {data.table.path} has no validation rows to choose on: add --validation_size 0.1"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -82,6 +83,33 @@ def test_a_data_set_without_test_rows_is_split(tmp_path):
     assert (len(parts.train), len(parts.validation), len(parts.test)) == (16, 20, 4)
 
 
+def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path):
+    reviews = ["000", "NA", "null", "1e5", "2024-01-01", "True", "", "好"] * 3
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pd.DataFrame({"label": ["007", "1"] * 12, "review": reviews}).to_csv(folder / "train.csv", index=False)
+    table, csv = read({"dataset_name": str(folder)}, tmp_path / "cache"), read({"csv": str(folder / "train.csv")})
+    assert table.texts.tolist() == csv.texts.tolist() == [text for text in reviews if text]
+    assert table.class_names == csv.class_names == ("007", "1")
+    assert (table.sha256, table.dropped) == (csv.sha256, csv.dropped)
+    time = (folder / "train.csv").stat().st_mtime_ns
+    pd.DataFrame({"label": ["007", "1"] * 12, "review": ["ab"] * 24}).to_csv(folder / "train.csv", index=False)
+    os.utime(folder / "train.csv", ns=(time, time))  # as `cp -p` does
+    assert read({"dataset_name": str(folder)}, tmp_path / "cache").texts[0] == "ab"
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_a_size_of_a_part_that_a_data_set_has_is_rejected(tmp_path, part):
+    for name in ("train", part):
+        rows(name, 20).to_json(tmp_path / f"{name}.jsonl", orient="records", lines=True)
+    table = read({"dataset_name": str(tmp_path)})
+    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates={}))
+    settings = Settings(dataset_name=str(tmp_path), **{f"{part}_size": 0.25})
+    with pytest.raises(UserError, match=f"--{part}_size 0.25: .* has {part} rows: remove the flag"):
+        check_parts(settings, data)
+    check_parts(Settings(dataset_name=str(tmp_path)), data)
+
+
 def test_dropped_rows_are_those_of_their_file(tmp_path):
     table = read(write(tmp_path, test=pd.DataFrame({"label": [1, None, 0], "review": ["a", "b", None]})))
     assert table.dropped == {"no review (test file)": [2], "no label (test file)": [1]}
@@ -132,8 +160,9 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
     rows("test", 5).to_json(tmp_path / "test.jsonl", orient="records", lines=True)
     for name, message in (
         (str(tmp_path), "has no split train, but 'test'"),
-        (f"{tmp_path}/config", "cannot be loaded: BuilderConfig 'config' not found"),
-        ("/missing/folder/of/data", "cannot be loaded: "),
+        (f"{tmp_path}/config", f"is no folder, and no config of {tmp_path}: BuilderConfig 'config' not found"),
+        ("/missing/folder/of/data", "there is no such folder"),
+        ("./missing/folder", "there is no such folder"),
     ):
         with pytest.raises(UserError) as caught:
             read({"dataset_name": name})

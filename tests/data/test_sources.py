@@ -13,7 +13,7 @@ import pytest
 
 from app.common.errors import UserError
 from app.data.csv_table import read_reviews
-from app.data.sources import load_hub_dataset
+from app.data.hub_dataset import load_hub_dataset
 from app.data.split import split_reviews
 
 ROWS = pd.DataFrame(
@@ -126,6 +126,9 @@ GOOD = '{"review": "a", "label": 1}\n'
         ("a.jsonl", GOOD + '{"review": "\\ud800", "label": 0}\n', "is not valid JSON: "),
         ("a.json", "[" + GOOD, "is not valid JSON: "),
         ("a.jsonl", "", "is empty; it needs rows"),
+        ("a.jsonl", "\n\n", "no row has a column"),
+        ("a.jsonl", "{}\n{}\n", "no row has a column"),
+        ("a.json", "[]\n", "has no rows"),
         ("a.jsonl", '{"text": "a", "label": 1}\n', "no column 'review'; the file has 'text', 'label'"),
         ("a.jsonl", '{"review": ["a"], "label": 1}\n', "row 0, column 'review': is of type list"),
         ("a.jsonl", GOOD * 5, "column 'label' has only one class, '1'"),

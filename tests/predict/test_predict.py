@@ -113,6 +113,52 @@ def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
     assert predict("run") == printed, "a byte order mark is no text"
 
 
+def test_texts_get_the_names_that_a_flag_gives_the_classes(run, predict):
+    assert "probability_good" in predict("run", "好", "--label_names=gut=good")
+    with pytest.raises(UserError, match="'2' is not a class of the model, which has 'gut', 'schlecht'"):
+        predict("run", "好", "--label_names=2=good")
+
+
+def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\x1b[31m\n"))
+    assert "a\x1b[31m" in predict("run")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\x1b[31m\n"))
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    printed = predict("run")
+    assert "\x1b" not in printed
+    assert len(printed.splitlines()) == 2
+
+
+def test_files_in_a_folder_of_the_hidden_name_are_kept(run, predict):
+    folder = run.parent / ".o.csv.partial"
+    folder.mkdir()
+    (folder / "mine.npy").write_text("precious")
+    predict("run", "--split=test", "--output=o.csv")
+    assert [path.name for path in folder.iterdir()] == ["mine.npy"]
+
+
+def test_a_label_column_that_a_config_file_names_is_required(run, predict):
+    pd.DataFrame({"review": ["好"]}).to_csv("new.csv", index=False)
+    (run.parent / "settings.yaml").write_text("label_column: label\n")
+    predict("run", "--csv=new.csv", "--output=o.csv")
+    with pytest.raises(UserError, match="no column 'label'"):
+        predict("run", "--csv=new.csv", "--config=settings.yaml", "--output=p.csv")
+
+
+def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path, monkeypatch, predict):
+    monkeypatch.chdir(tmp_path)
+    flags = [flag for flag in FLAGS if not flag.startswith("--test_size")]
+    review_csv(60, "train.csv")
+    review_csv(20, "test.csv")
+    app.ddp_loop.fine_tune(parse_settings([*flags, "--csv=train.csv", "--test_file=test.csv"]), world)
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / name).rename(f"moved-{name}")
+    predict("run", "--split=test", "--csv=moved-train.csv", "--test_file=moved-test.csv", "--output=o.csv")
+    assert (tmp_path / "o.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
+    with pytest.raises(UserError, match="--test_file: only with --split"):
+        predict("run", "--csv=moved-train.csv", "--test_file=moved-test.csv")
+
+
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv, tmp_path, monkeypatch, predict):
     monkeypatch.chdir(tmp_path)
     review_csv(60)
@@ -200,6 +246,10 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["run", "好", " "], "a text is empty"),
         (["untokenized", "a"], "its tokenizer has no vocabulary"),
         (["run", "a", "--output="], "--output is empty"),
+        (["x" * 300, "a"], "name too long"),
+        (["run", f"--csv={'x' * 300}.csv"], "name too long"),
+        (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),
+        (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "its folder does not exist"),
         (["./no", "a"], "./no: no such folder"),
         (["unfinished", "a"], "metrics.json: missing: the run has not finished"),
     ],
