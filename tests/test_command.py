@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.jobs import LIMIT, PROJECT
+from helpers.marks import slow_after
 
 from app import __main__ as command
 from app.common.errors import RunError, UserError
@@ -88,7 +89,10 @@ def test_names_are_listed(monkeypatch, capsys, arguments, status):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(("of_rank", "status"), [("0", 0), ("2", 2), ("75", 75), ("-9", 1)])
+@pytest.mark.parametrize(
+    ("of_rank", "status"),
+    slow_after(1, [("75", 75), ("0", 0), ("2", 2), ("-9", 1)]),
+)
 def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_rank, status):
     with run(tmp_path, of_rank) as job:
         out, err = job.communicate(timeout=LIMIT)
@@ -96,7 +100,9 @@ def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_r
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(("restarts", "number", "status"), [(0, signal.SIGTERM, 75), (2, signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("restarts", "number", "status"), slow_after(1, [(2, signal.SIGINT, 130), (0, signal.SIGTERM, 75)])
+)
 def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path, restarts, number, status):
     with run(tmp_path, f"--max_restarts={restarts}", "wait") as job:
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
@@ -108,6 +114,7 @@ def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path,
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launcher(tmp_path):
     with run(tmp_path, "wait") as job:
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
@@ -125,7 +132,10 @@ def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launch
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
+)
 def test_a_signal_ends_a_job_that_waits_for_its_master(number):
     flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={free_port()}", "--use_cpu"]
     with start("app", "train", "--nproc_per_node=1", *flags) as job:
@@ -141,7 +151,7 @@ def test_a_signal_ends_a_job_that_waits_for_its_master(number):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("launched", slow_after(1, [True, False]))
 def test_ctrl_c_while_torch_is_imported_is_one_line(launched):
     with start(*(["app", "train", "--nproc_per_node=2"] if launched else ["app.ddp_loop"]), "--use_cpu") as job:
         importing: list[psutil.Process] = []

@@ -174,9 +174,8 @@ def test_an_invalid_number_of_threads_is_reported_unless_the_flag_takes_its_plac
     assert err == ["error: missing.csv: no such file"]
 
 
-@pytest.mark.parametrize(
-    ("value", "policy"), [(None, "PASSIVE"), pytest.param("ACTIVE", "ACTIVE", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_wait_passively_unless_the_user_decides_otherwise(tmp_path, monkeypatch, value, policy):
     monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")  # OpenMP prints its settings when it is loaded
     if value is not None:

@@ -20,6 +20,11 @@ def has_piped_input() -> bool:
     return sys.stdin is not None and not sys.stdin.isatty()
 
 
+def prints_to_terminal() -> bool:
+    """Tell whether standard output is a terminal, which control characters can manipulate."""
+    return sys.stdout.isatty()
+
+
 @contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     """Raise `KeyboardInterrupt` for these signals inside the block, except for ignored ones, as SIGHUP under nohup."""

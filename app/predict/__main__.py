@@ -23,7 +23,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 from ..common.errors import RunError, UserError, escape_control_characters
 from ..common.formats import labeled
 from ..common.machine import arithmetic
+from ..common.terminal import prints_to_terminal
 from ..data.csv_table import Indices, ReviewTable, describe_dropped
 from ..data.loaders import form_eval_batches
 from ..data.tokenize import TokenRows, hash_tokens, lengths_of, occurring_tokens, tokenize, tokenize_in_memory
@@ -142,7 +142,7 @@ def print_lines(table: ReviewTable, part: Indices, *, logits: NDArray[np.float64
     lines = io.StringIO()
     write_lines(lines, table, part, logits=logits, has_labels=has_labels)
     text = lines.getvalue()
-    if sys.stdout.isatty():  # a file or a pipe gets the texts as they are
+    if prints_to_terminal():  # a file or a pipe gets the texts as they are
         text = "\n".join(map(escape_control_characters, text.split("\n")))
     print(text, end="", flush=True)
 

@@ -7,6 +7,7 @@ import uuid
 from datetime import timedelta
 
 import pytest
+from helpers.marks import slow_after
 from torch.distributed import HashStore, TCPStore
 
 from app.common.errors import RunError
@@ -61,7 +62,7 @@ def test_all_ranks_get_the_same_store(connect, size):
     assert_shared(stores)
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", slow_after(1, [0, 1, 2]))
 def test_handshakes_of_dead_ranks_are_ignored(connect, late):
     """The previous attempt left tokens of all ranks, answered or not; one new rank arrives late."""
     first = connect_ranks(connect, 3)
@@ -74,6 +75,7 @@ def test_handshakes_of_dead_ranks_are_ignored(connect, late):
     assert not second[1].check(["address"]), "the new attempt reads what the previous one left"
 
 
+@pytest.mark.slow
 def test_ten_attempts_in_a_row(connect):
     for number in range(10):
         stores = connect_ranks(connect, 3)
@@ -94,7 +96,7 @@ def test_a_missing_rank_is_named_without_further_lines(connect, present, capfd):
     assert capfd.readouterr().err == "", "PyTorch's C++ code warns when a wait for a key times out"
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", slow_after(1, [1, 0, 2]))
 def test_ranks_that_arrive_at_different_times_print_nothing(connect, late, capfd):
     assert_shared(connect_ranks(connect, 3, delays={late: 1.3}))
     assert capfd.readouterr().err == ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.jobs import ON_FAKE_GPUS, PROJECT, Job, require_fake_gpus
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 ERRORS = {
     "group_of_another_device": "but the current device is cuda:",

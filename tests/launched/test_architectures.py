@@ -24,7 +24,7 @@ FLAGS += ["--eval_strategy=steps", "--eval_steps=4", "--validation_size=0.2", "-
 FLAGS += ["--save_strategy=no"]
 BUCKETS = {"unset": [], "25": ["--ddp_bucket_cap_mb=25"], "1": ["--ddp_bucket_cap_mb=1"]}
 EXTRA = {"xlnet": ["--ddp_find_unused_parameters"]}
-FAST = ("bert", "gpt2", "bart", "batch_norm")
+FAST = ("bert", "batch_norm")
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS]
 
 
@@ -62,18 +62,22 @@ def run(name: str, path: str, *flags: str) -> TrainingRun:
     return TrainingRun(path, [*FLAGS, f"--model={name}", *EXTRA.get(name, []), *flags], inspect=True)
 
 
-FAST_RUNS = {f"{name}-{path}": run(name, path) for name in FAST for path in PATHS}
-FAST_RUNS |= {
-    f"{name}-{path}": TrainingRun(path, [*FLAGS, *SHORT, *flags], inspect=True)
-    for name, flags in VARIANTS.items()
-    for path in PATHS
-}
-FAST_RUNS |= {
+def variants(*names: str) -> dict[str, TrainingRun]:
+    return {
+        f"{name}-{path}": TrainingRun(path, [*FLAGS, *SHORT, *VARIANTS[name]], inspect=True)
+        for name in names
+        for path in PATHS
+    }
+
+
+FAST_RUNS = {f"{name}-{path}": run(name, path) for name in FAST for path in PATHS} | variants("no_mask", "more_inputs")
+SLOW_RUNS = {f"{name}-{path}": run(name, path) for name in CONFIGS if name not in FAST for path in PATHS}
+SLOW_RUNS |= variants("unused", "bucket_25", "bucket_1", "main", "branch")
+SLOW_RUNS |= {
     f"unused-{strategy}-{path}": TrainingRun(path, [*FLAGS, *SHORT, *VARIANTS["unused"], f"--strategy={strategy}"])
     for strategy in ("zero1", "zero2", "zero3")
     for path in PATHS
 }
-SLOW_RUNS = {f"{name}-{path}": run(name, path) for name in CONFIGS if name not in FAST for path in PATHS}
 SHARED_RUNS = {"two_ranks": FAST_RUNS}
 SLOW_SHARED_RUNS = {
     "two_ranks": SLOW_RUNS,
@@ -129,6 +133,7 @@ def test_a_tokenizer_returns_the_inputs_that_the_model_accepts(trained, name):
     assert a.steps[0]["tokens"] < a.steps[0]["padded_tokens"], "padding is masked"
 
 
+@pytest.mark.slow
 def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
     _, outcomes = trained("unused")
     assert len(outcomes) == 8, "the answer does not depend on the path or the strategy"
@@ -139,6 +144,7 @@ def test_parameters_without_a_gradient_are_one_line_in_the_first_step(trained):
     assert len(problem.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "megabytes", "small_first"), [("gpt2", 25, True), ("bucket_25", 25, False), ("bucket_1", 1, False)]
 )
@@ -150,6 +156,7 @@ def test_ddp_is_configured_the_same_in_both_paths(trained, name, megabytes, smal
     assert (ours["bucket_bytes_cap"], ours["bucket_bytes_cap_default"]) == (megabytes * 2**20, small_first)
 
 
+@pytest.mark.slow
 def test_a_run_records_the_commit_of_its_model(trained):
     for branch, commit in (("main", "a" * 40), ("branch", "b" * 40)):
         folder, outcomes = trained(branch)

@@ -19,6 +19,7 @@ PORT = "29500"
 LISTEN = f"import socket, time; s = socket.create_server(('0.0.0.0', {PORT})); print(1, flush=True); time.sleep(60)"
 
 
+@pytest.mark.slow
 def test_two_ranks_are_listed_in_order_and_train_together(launch):
     done = launch("app.check", "--use_cpu", ranks=2)
     assert done.status == 0, done.err

@@ -10,7 +10,7 @@ from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, writ
 
 from app.runs.hashes import hash_run
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS = ("ddp_loop", "trainer_run")
 STEPS = 8
 FLAGS = ["--csv=reviews.csv", "--model=bert", "--train_batch_size=24", f"--max_steps={STEPS}", "--max_length=24"]
@@ -100,7 +100,6 @@ def test_power_sgd_needs_one_rank_per_logical_rank(two_ranks):
     assert problem.startswith("AgreedError: --ddp_comm_hook power_sgd")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ROUNDED)
 def test_rounded_gradients_train_to_the_same_bits_at_any_number_of_ranks(all_ranks, variant):
     names = [
@@ -113,7 +112,6 @@ def test_rounded_gradients_train_to_the_same_bits_at_any_number_of_ranks(all_ran
     assert len(set(hashes.values())) == 1, hashes
 
 
-@pytest.mark.slow
 def test_both_paths_train_the_same_with_power_sgd_on_four_ranks(all_ranks):
     a, b = (hash_run(all_ranks / f"power_sgd-{path}-4") for path in PATHS)
     assert a == b

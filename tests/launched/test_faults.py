@@ -232,7 +232,8 @@ def test_ranks_that_are_asked_to_stop_while_the_model_is_written_finish(shared, 
     read_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("path_name", [pytest.param(PATHS[0], marks=pytest.mark.slow), PATHS[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", PATHS)
 def test_a_rank_that_is_asked_to_stop_when_its_run_has_just_finished_finishes(shared, tmp_path, path_name):
     flags = [*BRIEF, "--output_dir", tmp_path / "run"]
     done = run(FAULTY, path_name, "terminate_at_the_end", *flags, shared=shared, ranks=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import TrainingRun, require_success, write_subset
+from helpers.marks import slow_after
 
 from app.compare import main
 from app.program import run_program
@@ -40,9 +41,10 @@ SETTINGS = {  # exit status, and what the report's line starts with
 # `original` is trained by the other path, so that no change is specific to one of them.
 RUNS = {"original": TrainingRun("trainer_run", FLAGS), "unchanged": TrainingRun("ddp_loop", FLAGS)}
 RUNS |= {name: TrainingRun("ddp_loop", FLAGS, mutation=name) for name in MUTATIONS}
-RUNS |= {flag: TrainingRun("ddp_loop", [*FLAGS, flag]) for flag in SETTINGS}
-RUNS["unchanged_again"] = TrainingRun("ddp_loop", FLAGS)  # a mutation must have been undone
+SLOW_RUNS = {flag: TrainingRun("ddp_loop", [*FLAGS, flag]) for flag in SETTINGS}
+SLOW_RUNS["unchanged_again"] = TrainingRun("ddp_loop", FLAGS)  # a mutation must have been undone
 SHARED_RUNS = {"two_ranks": RUNS}
+SLOW_SHARED_RUNS = {"two_ranks": SLOW_RUNS}
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
@@ -68,7 +70,7 @@ def assert_equal(folder, tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("run", ["unchanged", "unchanged_again"])
+@pytest.mark.parametrize("run", slow_after(1, ["unchanged", "unchanged_again"]))
 def test_runs_without_a_change_are_equal(assert_equal, run):
     assert assert_equal(run) == (0, "")
 
@@ -80,6 +82,7 @@ def test_a_change_that_no_file_records_is_detected(assert_equal, mutation):
     assert line.startswith(MUTATIONS[mutation])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", SETTINGS)
 def test_a_different_setting_is_detected(assert_equal, flag):
     status, line = assert_equal(flag)

@@ -125,7 +125,8 @@ def test_no_script_runs(page, measure):
     )
 
 
-@pytest.mark.parametrize("width", [390, *(pytest.param(width, marks=pytest.mark.slow) for width in (320, 800, 1400))])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 390, 800, 1400])
 def test_nothing_overflows(page, measure, width):
     seen = measure(page, width)
     assert seen["figures"] == 6
@@ -135,7 +136,8 @@ def test_nothing_overflows(page, measure, width):
     assert measure(wide, width)["beyond"], "otherwise this test cannot fail"
 
 
-@pytest.mark.parametrize("width", [390, pytest.param(1120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1120])
 def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(measure, tmp_path, width):
     header = [
         "ranks",
@@ -161,6 +163,7 @@ def test_the_page_follows_the_color_scheme(page, measure):
     assert shades == {"rgb(19, 20, 22)", "rgb(246, 245, 242)"}
 
 
+@pytest.mark.slow
 def test_no_request_leaves_the_page(page, chromium, tmp_path):
     def requested(opened: Path) -> set[str]:
         """Return the requests of the page. The browser's own requests have no initiator."""

@@ -18,6 +18,7 @@ import pytest
 from helpers.architectures import CONFIGS, write_model
 from helpers.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_and_return, stop, train_without_node
 from helpers.jobs import Outcome, TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
+from helpers.marks import slow_after
 from helpers.shared_jobs import JOBS, SharedRuns
 
 from app.runs.hashes import hash_results
@@ -115,9 +116,6 @@ FAST_CELLS = [
     Cell("trainer_run", (1, "zero3"), (2, "zero1"), "step 8", "tiny"),
     Cell("trainer_run", PLAIN, PLAIN, "step 12"),
     Cell("ddp_loop", PLAIN, PLAIN, DAMAGED),
-    Cell("ddp_loop", (1, "ddp"), (1, "ddp"), AT_THE_END, "constant"),
-    Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
-    Cell("ddp_loop", (1, "ddp"), (2, "zero1"), "step 4", "early"),
     # The first thing that the resumed run does is the evaluation after which it stops.
     *(Cell(path, (1, "ddp"), (2, "zero3"), "step 8", "early") for path in PATHS),
 ]
@@ -130,7 +128,9 @@ SLOW_CELLS = [
     # Before and after the first compressed step. DDP forms other buckets in the first step of a process, and here in
     # the later ones, too.
     *(Cell("ddp_loop", PLAIN, (2, "zero1"), f"step {n}", "power_sgd", ("--ddp_bucket_cap_mb=1",)) for n in (1, 5)),
-    Cell("trainer_run", (1, "ddp"), (1, "ddp"), AT_THE_END, "constant"),
+    Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
+    Cell("ddp_loop", (1, "ddp"), (2, "zero1"), "step 4", "early"),
+    *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
     *(Cell(path, PLAIN, PLAIN, "step 8", name) for path in PATHS for name in CONFIGS),  # one of them has buffers
     *(Cell(path, PLAIN, PLAIN, AT_THE_END, "batch_norm") for path in PATHS),
     Cell("trainer_run", (2, "stage-2"), (2, "stage-2"), "step 4", "engine"),
@@ -269,7 +269,7 @@ def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureReques
 
 @pytest.mark.parametrize(
     "cell",
-    [*FAST_CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)],
+    slow_after(len(FAST_CELLS), FAST_CELLS + SLOW_CELLS),
     ids=lambda cell: cell.name,
 )
 def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, trained_by, shared_folder, request):

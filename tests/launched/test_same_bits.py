@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, require_success, write_subset
+from helpers.marks import slow_after
 
 from app.runs.hashes import hash_run
 
@@ -25,9 +26,11 @@ VARIANTS = {
     "-checkpointing": ["--activation_checkpointing"],
     "-fp16": [*SMALL, "--precision=fp16", "--learning_rate=1e-2"],
 }
-# Each variant with two ranks, with two of the strategies, of which one is slow; with four ranks, another one.
-FAST_STRATEGIES = {"-bf16": "zero3", "-accumulation": "ddp", "-checkpointing": "zero3", "-fp16": "ddp"}
-SLOW_STRATEGIES = {"-bf16": "ddp", "-accumulation": "zero3", "-checkpointing": "ddp", "-fp16": "zero3"}
+# Each variant with two ranks, with two of the strategies; with four ranks, another one.
+FAST_STRATEGIES, SLOW_STRATEGIES = ("ddp", "zero3"), ("zero1", "zero2")
+FAST_CELLS = [("-bf16", "zero3"), ("-accumulation", "ddp")]
+SLOW_CELLS = [("-bf16", "ddp"), ("-accumulation", "zero3")]
+SLOW_CELLS += [(variant, strategy) for variant in ("-checkpointing", "-fp16") for strategy in ("ddp", "zero3")]
 OTHER_STRATEGIES = {"-bf16": "zero1", "-accumulation": "zero2", "-checkpointing": "zero2", "-fp16": "zero1"}
 BUGS = {"swapped_leaves": (1, 4), "physical_dropout": (1, 2), "fp32_norm": (1, 2)}  # and the ranks that they show at
 
@@ -63,24 +66,15 @@ def write_inputs(folder: Path, csv: Path) -> None:
     write_model(folder / "bert", "bert")
 
 
-ONE_RANK = {
-    run_name("ddp_loop", 1, "ddp", variant): TrainingRun("ddp_loop", [*FLAGS, *flags])
-    for variant, flags in VARIANTS.items()
-}
-ONE_RANK |= {
-    run_name("trainer_run", 1, "zero3"): TrainingRun("trainer_run", [*FLAGS, "--strategy=zero3"]),
-}
-TWO_RANKS = uninterrupted(2, [""])
-for variant, strategy in FAST_STRATEGIES.items():
+ONE_RANK = uninterrupted(1, ["", "-bf16", "-accumulation"], PATHS[:1], ("ddp",))
+ONE_RANK |= uninterrupted(1, [""], PATHS[1:], ("zero3",))
+SLOW_ONE_RANK = uninterrupted(1, ["-checkpointing", "-fp16"], PATHS[:1], ("ddp",))
+TWO_RANKS = uninterrupted(2, [""], strategies=FAST_STRATEGIES)
+for variant, strategy in FAST_CELLS:
     TWO_RANKS |= uninterrupted(2, [variant], PATHS[:1], (strategy,))
-TWO_RANKS |= {
-    run_name("trainer_run", 2, "zero3", variant): TrainingRun(
-        "trainer_run", [*FLAGS, *VARIANTS[variant], "--strategy=zero3"]
-    )
-    for variant in ("-fp16", "-checkpointing")
-}
-SLOW_TWO_RANKS = {}
-for variant, strategy in SLOW_STRATEGIES.items():
+SLOW_TWO_RANKS = uninterrupted(2, [""], strategies=SLOW_STRATEGIES)
+SLOW_TWO_RANKS |= uninterrupted(2, ["-fp16", "-checkpointing"], PATHS[1:], ("zero3",))
+for variant, strategy in SLOW_CELLS:
     SLOW_TWO_RANKS |= uninterrupted(2, [variant], PATHS[:1], (strategy,))
 FOUR_RANKS = uninterrupted(4, [""], PATHS[:1], ("ddp",))
 # With two ranks, each path trains with each strategy; with four, on one node and on two, one of the paths does.
@@ -99,7 +93,7 @@ SHARED_RUNS = {
     "four_ranks": FOUR_RANKS,
 }
 SLOW_SHARED_RUNS = {
-    "one_rank": {"eight-1": EIGHT},
+    "one_rank": SLOW_ONE_RANK | {"eight-1": EIGHT},
     "two_ranks": SLOW_TWO_RANKS,
     "four_ranks": SLOW_FOUR_RANKS | with_bugs(4),
     "eight_ranks": {"eight": EIGHT},
@@ -147,7 +141,7 @@ def reference(folder: Path, variant: str = "") -> str:
     return hash_run(folder / run_name("ddp_loop", 1, "ddp", variant))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_after(2, FAST_STRATEGIES + SLOW_STRATEGIES))
 @pytest.mark.parametrize("path", PATHS)
 def test_two_ranks_train_like_one(two_ranks, path, strategy):
     assert hash_run(two_ranks / run_name(path, 2, strategy)) == reference(two_ranks)
@@ -155,7 +149,7 @@ def test_two_ranks_train_like_one(two_ranks, path, strategy):
 
 @pytest.mark.parametrize(
     ("variant", "strategy"),
-    [*FAST_STRATEGIES.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_STRATEGIES.items())],
+    slow_after(len(FAST_CELLS), FAST_CELLS + SLOW_CELLS),
 )
 def test_precision_accumulation_and_checkpointing_do_not_depend_on_the_ranks(two_ranks, variant, strategy):
     assert hash_run(two_ranks / run_name("ddp_loop", 2, strategy, variant)) == reference(two_ranks, variant)
@@ -167,11 +161,13 @@ def test_nor_with_four_ranks_and_the_other_strategies(four_ranks, variant, strat
     assert hash_run(four_ranks / run_name("ddp_loop", 4, strategy, variant)) == reference(four_ranks, variant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["-fp16", "-checkpointing"])
 def test_the_other_path_trains_the_same_with_loss_scaling_and_with_activation_checkpointing(two_ranks, variant):
     assert hash_run(two_ranks / run_name("trainer_run", 2, "zero3", variant)) == reference(two_ranks, variant)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_changes_no_bit(one_rank):
     assert reference(one_rank, "-checkpointing") == reference(one_rank)
     assert len({reference(one_rank, variant) for variant in VARIANTS}) == len(VARIANTS) - 1

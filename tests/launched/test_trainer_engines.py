@@ -20,7 +20,7 @@ from app.report.bitwise import first_difference
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 CPU = {"device": "cpu"}
 CONFIGS = {
     "stage-1": {"stage": 1},
@@ -35,7 +35,6 @@ CONFIGS = {
         "stage3_param_persistence_threshold": 0,
     },
 }
-FAST = ("stage-1", "stage-3-offload")
 TOLERANCE = 1e-4  # the largest difference of two losses
 FLAGS = ["--csv=reviews.csv", "--model=bert", "--max_length=32", "--train_batch_size=16", "--dropout=0.1"]
 # 4 steps, two micro-batches for each of 2 logical ranks, and gradients that are clipped.
@@ -89,37 +88,31 @@ def resume(name: str, step: int = 2) -> str:
 
 
 RUNS = {
-    "fast": {
-        "ddp": ddp(),
-        **{name: with_config(name) for name in FAST},
-        "stage-1-as-3": with_config("stage-3", resume("stage-1")),
-        "fp16-ddp": ddp(*FP16),
-        "fp16-stage-1": with_config("fp16-stage-1", *FP16),
-        "overflows-3": with_config("overflows-stage-3", *FP16),
-        "overflows-3-resumed": with_config("overflows-stage-3", *FP16, resume("overflows-3", 4)),
-    },
-    "slow": {
-        "ddp": ddp(),
-        **{name: with_config(name) for name in CONFIGS if name not in FAST},
-        "zero3": ddp("--strategy=zero3"),
-        "zero3-as-stage-2": with_config("stage-2", resume("zero3")),
-        "zero3-as-stage-3": with_config("stage-3", resume("zero3")),
-        "stage-3-as-ddp": ddp(resume("stage-3")),
-        "evaluated-only": with_config("stage-3", resume("stage-3", 4)),
-        "best-ddp": ddp(*BEST),
-        "best-stage-3": with_config("stage-3", *BEST),
-        "bf16-ddp": ddp(*BF16),
-        "bf16-stage-2": with_config("stage-2", *BF16),
-        "fp16-stage-2": with_config("fp16-stage-2", *FP16),
-        "fp16-stage-3": with_config("fp16-stage-3", *FP16),
-        "overflows-1": with_config("overflows-stage-1", *FP16),
-        "overflows-1-resumed": with_config("overflows-stage-1", *FP16, resume("overflows-1", 4)),
-        "overflows-1-as-zero2": ddp(*FP16, "--strategy=zero2", resume("overflows-1", 4)),
-        "fsdp": fsdp(),
-        "ddp-after": ddp(),
-        "long-ddp": TrainingRun("trainer_run", LONG),
-        **{f"long-{name}": TrainingRun("trainer_run", [*LONG, f"--deepspeed={name}.json"]) for name in CONFIGS},
-    },
+    "ddp": ddp(),
+    **{name: with_config(name) for name in CONFIGS},
+    "stage-1-as-3": with_config("stage-3", resume("stage-1")),
+    "zero3": ddp("--strategy=zero3"),
+    "zero3-as-stage-2": with_config("stage-2", resume("zero3")),
+    "zero3-as-stage-3": with_config("stage-3", resume("zero3")),
+    "stage-3-as-ddp": ddp(resume("stage-3")),
+    "evaluated-only": with_config("stage-3", resume("stage-3", 4)),
+    "best-ddp": ddp(*BEST),
+    "best-stage-3": with_config("stage-3", *BEST),
+    "bf16-ddp": ddp(*BF16),
+    "bf16-stage-2": with_config("stage-2", *BF16),
+    "fp16-ddp": ddp(*FP16),
+    "fp16-stage-1": with_config("fp16-stage-1", *FP16),
+    "fp16-stage-2": with_config("fp16-stage-2", *FP16),
+    "fp16-stage-3": with_config("fp16-stage-3", *FP16),
+    "overflows-3": with_config("overflows-stage-3", *FP16),
+    "overflows-3-resumed": with_config("overflows-stage-3", *FP16, resume("overflows-3", 4)),
+    "overflows-1": with_config("overflows-stage-1", *FP16),
+    "overflows-1-resumed": with_config("overflows-stage-1", *FP16, resume("overflows-1", 4)),
+    "overflows-1-as-zero2": ddp(*FP16, "--strategy=zero2", resume("overflows-1", 4)),
+    "fsdp": fsdp(),
+    "ddp-after": ddp(),
+    "long-ddp": TrainingRun("trainer_run", LONG),
+    **{f"long-{name}": TrainingRun("trainer_run", [*LONG, f"--deepspeed={name}.json"]) for name in CONFIGS},
 }
 MISTAKES = {
     "wrong-path": TrainingRun("ddp_loop", [*SHORT, "--deepspeed=stage-1.json"]),
@@ -132,8 +125,7 @@ MISTAKES = {
 
 
 NON_FINITE = {"non-finite": with_config("stage-2", "--learning_rate=1e30", "--eval_strategy=no")}
-SHARED_RUNS = {"engines": RUNS["fast"] | MISTAKES}
-SLOW_SHARED_RUNS = {"engines": RUNS["slow"] | NON_FINITE}
+SHARED_RUNS = {"engines": RUNS | MISTAKES | NON_FINITE}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +141,7 @@ def folder(outcomes, shared_folder) -> Path:
     return shared_folder
 
 
-@pytest.fixture(params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
+@pytest.fixture(params=CONFIGS)
 def engine(request, folder) -> tuple[Path, Path]:
     """The folders of a run with each configuration and of a run with plain DDP."""
     return folder / request.param, folder / "ddp"
@@ -191,16 +183,7 @@ def test_the_model_is_complete_and_loads_with_pipeline(engine):
     assert len(pipeline("text-classification", model=str(engine[0] / "model"))(["很好", "很差"])) == 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stage-1-as-3",
-        *(
-            pytest.param(f"{a}-as-{b}", marks=pytest.mark.slow)
-            for a, b in (("stage-3", "ddp"), ("zero3", "stage-2"), ("zero3", "stage-3"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["stage-1-as-3", "stage-3-as-ddp", "zero3-as-stage-2", "zero3-as-stage-3"])
 def test_a_run_resumes_with_another_stage_or_without_deepspeed(folder, outcomes, name):
     assert largest_difference(folder / name, folder / "ddp") < TOLERANCE
     assert largest_difference(folder / name, folder / "ddp", "grad_norm") < TOLERANCE
@@ -227,7 +210,6 @@ def test_a_mistake_is_one_line_that_names_what_to_change(folder, outcomes):
     assert not [name for name in mistakes if (folder / name).exists() and not name.startswith("unused")]
 
 
-@pytest.mark.slow
 def test_a_step_whose_gradients_are_not_finite_is_skipped_and_ends_the_run(folder, outcomes):
     problem = outcomes["non-finite"].problem
     assert problem.startswith("RunError: step 3: the loss is not finite")
@@ -235,12 +217,10 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_and_ends_the_run(folde
     assert [path.name for path in (folder / "non-finite" / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
-@pytest.mark.slow
 def test_a_run_whose_steps_are_done_is_evaluated_again(folder):
     assert read_run(folder / "evaluated-only").metrics["loss"] == read_run(folder / "stage-3").metrics["loss"]
 
 
-@pytest.mark.slow
 def test_the_best_weights_are_loaded_into_shards(folder):
     a, b = (read_run(folder / f"best-{name}") for name in ("stage-3", "ddp"))
     assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], abs=TOLERANCE)
@@ -252,12 +232,11 @@ def test_the_best_weights_are_loaded_into_shards(folder):
         assert all((kept[key] == final[key]).all() for key in final)
 
 
-@pytest.mark.slow
 def test_bf16_is_the_autocast_of_ddp(folder):
     assert largest_difference(folder / "bf16-stage-2", folder / "bf16-ddp") < 1e-3
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_usual_fp16_configurations_train_what_ddp_trains_in_fp16(folder, stage):
     run, plain = folder / f"fp16-stage-{stage}", folder / "fp16-ddp"
     assert largest_difference(run, plain) < 1e-3
@@ -270,7 +249,7 @@ def test_the_usual_fp16_configurations_train_what_ddp_trains_in_fp16(folder, sta
     assert {tensor.dtype for tensor in weights} == {torch.float32}
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, 1])
 def test_steps_that_overflow_in_fp16_are_skipped_and_the_loss_scale_is_restored(folder, stage):
     run, resumed = folder / f"overflows-{stage}", folder / f"overflows-{stage}-resumed"
     norms = [step["grad_norm"] for step in read_steps(run)]
@@ -285,7 +264,6 @@ def test_steps_that_overflow_in_fp16_are_skipped_and_the_loss_scale_is_restored(
     assert hash_run(resumed) == hash_run(run)
 
 
-@pytest.mark.slow
 def test_a_strategy_goes_on_with_deepspeeds_loss_scale(folder):
     steps, others = (read_steps(folder / name) for name in ("overflows-1", "overflows-1-as-zero2"))
     # DeepSpeed and `LossScale` change the scale alike, except after the very first overflow.
@@ -293,20 +271,17 @@ def test_a_strategy_goes_on_with_deepspeeds_loss_scale(folder):
     assert abs(steps[-1]["loss"] - others[-1]["loss"]) < 1e-3
 
 
-@pytest.mark.slow
 def test_fsdp_of_trainer_trains_the_same_once_accelerate_shards_the_model(folder):
     assert largest_difference(folder / "fsdp", folder / "ddp") < TOLERANCE
     assert largest_difference(folder / "fsdp", folder / "ddp", "grad_norm") < TOLERANCE
     assert read_settings(folder / "fsdp")["wrapper"] == "FSDPBertForSequenceClassification"
 
 
-@pytest.mark.slow
 def test_later_runs_of_the_process_are_plain_again(folder):
     assert first_difference(read_run(folder / "ddp"), read_run(folder / "ddp-after")) is None
     assert read_settings(folder / "ddp-after")["wrapper"] == "DistributedDataParallel"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_stay_those_of_ddp_for_40_steps(folder, name):
     assert len(read_steps(folder / f"long-{name}")) == 40

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.marks import slow_after
 
 from app.cli import parse_settings
 from app.common.errors import UserError
@@ -138,7 +139,7 @@ def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks,
     assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("ranks_per_node", slow_after(1, [1, 2]))
 def test_the_verdict_names_what_fits_and_what_of_it_sends_least(planned, ranks_per_node):
     plan = replace(planned, topology=Topology(2, ranks_per_node))
     sizes = {variant: needed(plan, variant) for variant in VARIANTS}
@@ -171,6 +172,7 @@ def test_the_memory_of_a_gpu_is_that_of_the_device(planned, monkeypatch):
     assert "into 16.0 MiB" in verdict(planned, memory_of_device(replace(planned, device=torch.device("cuda"))))
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_flags_that_the_verdict_names_make_it_fit(planned):
     fixed = ["--csv", planned.settings.csv, "--use_cpu", "--per_device_train_batch_size=16"]
     plan = build_plan(parse_settings(arguments=fixed), Topology(2))
@@ -190,6 +192,7 @@ def test_if_nothing_fits_the_flags_that_the_verdict_names_make_it_fit(planned):
     assert "--gradient_accumulation_steps" in advised[-1]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_device_needs_another_device(planned):
     assert "use a device with more memory" in verdict(planned, 1)
 

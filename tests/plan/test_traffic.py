@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.marks import slow_after
 from helpers.traffic import MODELS, Step
 from helpers.worlds import process_group_of
 from hypothesis import given
@@ -42,13 +43,17 @@ def test_any_architecture(name):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks", "logical_ranks", "accumulation"), [(1, 4, 2), (3, 3, 2), (4, 8, 1), (64, 64, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "logical_ranks", "accumulation"), slow_after(2, [(4, 8, 1), (3, 3, 2), (1, 4, 2), (64, 64, 1)])
+)
 def test_any_number_of_ranks_logical_ranks_and_micro_batches(strategy, ranks, logical_ranks, accumulation):
     check(Step("uneven", strategy, ranks, logical_ranks, accumulation))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks", "inside", "hook"), [(4, 2, "no"), (6, 3, "no"), (12, 4, "no"), (16, 8, "bf16")])
+@pytest.mark.parametrize(
+    ("ranks", "inside", "hook"), slow_after(1, [(6, 3, "no"), (4, 2, "no"), (12, 4, "no"), (16, 8, "bf16")])
+)
 def test_any_number_of_nodes(strategy, ranks, inside, hook):
     if hook == "no" or strategy in WRAPPED_IN_DDP:
         check(Step("uneven", strategy, ranks, changes={"ddp_comm_hook": hook}, inside=inside))
@@ -57,7 +62,9 @@ def test_any_number_of_nodes(strategy, ranks, inside, hook):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "changes",
-    [{"activation_checkpointing": True}, {"ddp_bucket_cap_mb": 1}, {"precision": "bf16"}, {"precision": "fp64"}],
+    slow_after(
+        2, [{"precision": "bf16"}, {"activation_checkpointing": True}, {"ddp_bucket_cap_mb": 1}, {"precision": "fp64"}]
+    ),
     ids=str,
 )
 def test_any_settings(strategy, changes):
@@ -79,12 +86,15 @@ FSDP_BF16 = {"precision": "bf16", "param_dtype": "bf16", "reduce_dtype": "bf16"}
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize(
     ("changes", "gathered", "exchanged"),
-    [
-        ({"precision": "bf16", "param_dtype": "bf16"}, 2, 1),
-        ({"reduce_dtype": "bf16"}, 1, 2),
-        ({"precision": "fp64", "reduce_dtype": "bf16"}, 0.5, 2),
-        (FSDP_BF16, 2, 2),
-    ],
+    slow_after(
+        1,
+        [
+            (FSDP_BF16, 2, 2),
+            ({"precision": "bf16", "param_dtype": "bf16"}, 2, 1),
+            ({"reduce_dtype": "bf16"}, 1, 2),
+            ({"precision": "fp64", "reduce_dtype": "bf16"}, 0.5, 2),
+        ],
+    ),
 )
 def test_gathered_parameters_and_reduced_gradients_in_bf16_have_half_the_bytes(strategy, changes, gathered, exchanged):
     step = Step("uneven", strategy, ranks=4, logical_ranks=8, accumulation=2, changes=changes)

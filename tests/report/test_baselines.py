@@ -110,6 +110,7 @@ def test_settings_that_give_another_split_are_an_error(run, tmp_path):
         measure_baselines(read_run(run.folder))
 
 
+@pytest.mark.slow
 def test_the_baselines_of_the_real_reviews(real_csv, tmp_path):
     run = read_run(write_run(tmp_path / "run", real_csv, test_size=0.1))
     majority, n_grams = measure_baselines(run)

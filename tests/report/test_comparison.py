@@ -221,6 +221,7 @@ def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):
     assert conclusion_of(comparison).startswith("not equal: seed 2: step 12: the loss is ")
 
 
+@pytest.mark.slow
 def test_real_reviews_are_compared_in_seconds(pair, real_csv, tmp_path):
     """CPU time without the imports, which take about as long."""
     runs = pair(reviews=real_csv, test_size=0.1)

@@ -81,6 +81,7 @@ def test_the_size_of_mcnemars_test_is_at_most_its_level():
     assert sizes[-1] > 0.02, "a test that never rejects would pass, too"
 
 
+@pytest.mark.slow
 def test_false_positive_rate_and_coverage_of_simulated_runs():
     """Two models of the same true accuracy, 0.9, on 777 rows that are hard or easy for both: 2,000 comparisons."""
     rng, runs, n = np.random.default_rng(20_241), 2_000, 777

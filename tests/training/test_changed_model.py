@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.architectures import write_model
+from helpers.marks import slow_after
 from helpers.run_folders import edit_json
 
 from app import ddp_loop
@@ -75,7 +76,7 @@ def plan(settings: Settings, world: World) -> None:
     print_plan("ddp_loop", settings, world)
 
 
-@pytest.mark.parametrize("begin", [start, plan])
+@pytest.mark.parametrize("begin", slow_after(1, [start, plan]))
 @pytest.mark.parametrize("message", CHANGES)
 def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, begin, message):
     """The lock that a failed start leaves to the end of its process is no concern here."""

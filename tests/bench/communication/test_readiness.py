@@ -46,6 +46,7 @@ def test_half_of_the_bytes():
     assert Readiness([1.0, 2.0, 3.0], [4, 4, 12], []).half == 3.0
 
 
+@pytest.mark.slow
 def test_the_plan_has_a_limit_for_the_sizes_that_are_timed(settings, world, monkeypatch):
     monkeypatch.setattr(batch_size, "ROWS", (4, 8, 1000))
     monkeypatch.setattr(batch_size, "memory_per_rank", lambda world: 64 << 20)
