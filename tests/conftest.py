@@ -63,14 +63,14 @@ def uses_shared_jobs(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one, and give those that start jobs more time and run them first.
+    """Skip the tests marked `gpu` on machines without one, give those that start jobs more time, and order all.
 
     One worker of pytest-xdist trains the shared jobs for its file. Meanwhile the others run files with jobs of their
-    own, instead of waiting for the shared ones.
+    own and those without jobs, instead of waiting for the shared ones.
     """
     trains = next((item.path for item in items if uses_shared_jobs(item)), None)
     launched = {item.path for item in items if item.get_closest_marker("launched")}
-    items.sort(key=lambda item: (item.path != trains, item.path not in launched, uses_shared_jobs(item)))
+    items.sort(key=lambda item: (item.path != trains, uses_shared_jobs(item), item.path not in launched))
     for item in items:
         if item.get_closest_marker("launched"):
             item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.jobs import forked_job
+from helpers.marks import slow_after
 
 PROGRAM = """
 import os, sys, time
@@ -26,7 +27,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("fails", ["none", "0", "2"])
+@pytest.mark.parametrize("fails", slow_after(2, ["none", "2", "0"]))
 def test_forked_ranks_communicate_and_end_with_the_first_one_that_fails(tmp_path, fails):
     (tmp_path / "program.py").write_text(PROGRAM)
     with forked_job(str(tmp_path / "program.py"), fails, cwd=tmp_path, ranks=3) as job:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.marks import slow_after
 
 from app.cli import parse_settings
 from app.common.errors import UserError
@@ -139,7 +138,8 @@ def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks,
     assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
 
 
-@pytest.mark.parametrize("ranks_per_node", slow_after(1, [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_the_verdict_names_what_fits_and_what_of_it_sends_least(planned, ranks_per_node):
     plan = replace(planned, topology=Topology(2, ranks_per_node))
     sizes = {variant: needed(plan, variant) for variant in VARIANTS}
