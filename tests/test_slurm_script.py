@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,47 @@ echo "$STATE"
 """
 
 
+# Like srun: runs the command on two nodes, forwards SIGUSR1, ends both after a failure, returns the highest status.
+SRUN_ON_TWO_NODES = f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+nodes = [
+    subprocess.Popen(sys.argv[2:], env=os.environ | {{"SLURM_NODEID": str(node)}}, start_new_session=True)
+    for node in range(2)
+]
+def send(number):
+    for node in nodes:
+        if node.poll() is None:
+            os.killpg(node.pid, number)
+signal.signal(signal.SIGUSR1, lambda number, _: send(number))
+while not all(os.path.exists(f"ready-{{node}}") for node in range(2)):
+    time.sleep(0.02)
+print("running", flush=True)
+while any(node.poll() is None for node in nodes):
+    if any(node.poll() for node in nodes):
+        send(signal.SIGTERM)
+    time.sleep(0.02)
+sys.exit(max(node.returncode for node in nodes))
+"""
+# Like torchrun, ends with 1 after a failure of its ranks, and also when they have saved a checkpoint.
+MULTI_NODE = """#!/usr/bin/env bash
+trap 'exit 1' USR1 TERM
+touch "ready-$NODE_RANK"
+until [ -e ready-0 ] && [ -e ready-1 ]; do sleep 0.02; done
+if [ "$NODE_RANK" = "${FAILS:-}" ]; then exit 1; fi
+while :; do sleep 0.02; done
+"""
+
+
+def write_script(path: Path, script: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+
+
 def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
-        (folder / name).write_text(script)
-        (folder / name).chmod(0o755)
+        if not (folder / name).exists():
+            write_script(folder / name, script)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)} | job | environment
     command = ["bash", str(PROJECT / "run_scripts" / "slurm.sh"), "app.ddp_loop", "--csv", "reviews.csv"]
@@ -60,6 +98,23 @@ def test_a_failed_job_is_not_requeued(tmp_path: Path) -> None:
     job.communicate(timeout=20)
     assert job.returncode == 2
     assert not (tmp_path / "scontrol-calls").exists()
+
+
+@pytest.mark.parametrize("fails", ["0", "1", None])
+def test_a_job_on_two_nodes_is_requeued_after_a_signal_but_not_after_a_failure(
+    tmp_path: Path, fails: str | None
+) -> None:
+    """After a failure, Slurm signals the other node, which would otherwise look as if it had saved a checkpoint."""
+    write_script(tmp_path / "srun", SRUN_ON_TWO_NODES)
+    write_script(tmp_path / "run_scripts" / "multi_node.sh", MULTI_NODE)
+    job = start(tmp_path, STATE="RUNNING", **({"FAILS": fails} if fails else {}))
+    assert job.stdout is not None
+    assert job.stdout.readline() == "running\n", job.stderr.read() if job.stderr else ""
+    if fails is None:
+        job.send_signal(signal.SIGUSR1)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == (1 if fails else 75), err
+    assert (tmp_path / "scontrol-calls").exists() == (fails is None)
 
 
 def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Only the thread of a tracker calls these functions (see `tracking.py`). They rea
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -18,10 +19,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..common.errors import UserError, shorten
 from ..setting_groups.running import TRACKERS
 
 TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"
+# The names of projects that the services accept, of W&B 0.31 and SwanLab 0.10: they reject others after the start.
+PROJECT_NAMES = {
+    "wandb": (re.compile(r"[^/\\#?%:]{1,128}"), "at most 128 characters and none of / \\ # ? % :"),
+    "swanlab": (re.compile(r"[0-9a-zA-Z_.+-]{1,100}"), "at most 100 characters of 0-9, a-z, A-Z and - _ . +"),
+}
 LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only, so their config gets the hash
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether the library of a tracker is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def check_project(name: str, project: str) -> None:
+    """Raise `UserError` if a tracker would reject the name of the project."""
+    pattern, allowed = PROJECT_NAMES.get(name, (None, ""))
+    if pattern is not None and not pattern.fullmatch(project):
+        raise UserError(f"--project {shorten(project)}: --report_to {name} requires {allowed}")
 
 
 def import_library(name: str) -> None:

@@ -23,7 +23,7 @@ from ..common.errors import UserError, escape_control_characters, shorten
 from ..common.valid import split_names
 from ..runs.schema import EVALUATIONS, LOGS, METRICS, STEPS, TRACKERS
 from .run_folder import RunFolder, settings_content
-from .trackers import import_library, log_values, run_id_of, silence_threads, start_tracker
+from .trackers import check_project, import_library, is_installed, log_values, run_id_of, silence_threads, start_tracker
 
 MAX_QUEUED = 1000  # logging intervals and evaluations that wait for a tracker; further ones are dropped
 SECONDS_AT_END = 1.0  # that the trackers have, together, after the last result
@@ -40,21 +40,19 @@ def requested_trackers(report_to: str) -> list[str]:
     return [name for name in dict.fromkeys(split_names(report_to)) if name != "none"]
 
 
-def check_trackers(report_to: str) -> None:
-    """Check that the packages of the requested trackers are installed, without importing them.
+def check_trackers(report_to: str, project: str) -> None:
+    """Check that the packages of the requested trackers are installed, and that these accept the project.
 
     Raises:
-        UserError: one is missing.
+        UserError: a package is missing, or the project's name is rejected.
     """
-    if names := requested_trackers(report_to):
-        from accelerate.tracking import get_available_trackers  # here, because other runs do not need it
-
-        available = {str(name) for name in get_available_trackers()}
-        if missing := [name for name in names if name not in available]:
+    for name in requested_trackers(report_to):
+        if not is_installed(name):
             raise UserError(
-                f"--report_to {missing[0]}: its package is not installed: run pip install 'samebits[{missing[0]}]', or "
-                f"pip install {missing[0]}"
+                f"--report_to {name}: its package is not installed: run pip install 'samebits[{name}]', or pip install "
+                f"{name}"
             )
+        check_project(name, project)
 
 
 class Trackers:
@@ -75,8 +73,8 @@ class Trackers:
         """Start the threads, which import the libraries and then wait for `allow_writes`."""
         if self.threads:
             self.silenced.enter_context(silence_threads())
+        config = settings_content(self.run_folder.info, self.run_folder.resume.launchers)
         for thread in self.threads:
-            config = settings_content(self.run_folder.info, self.run_folder.resume.launchers)
             thread.config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
             thread.earlier = self._earlier
             thread.start()

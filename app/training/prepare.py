@@ -239,7 +239,7 @@ def resolve_settings(
         else:
             engine.check(settings, world)
         if world.is_main_process:  # the others need no trackers
-            check_trackers(settings.report_to)
+            check_trackers(settings.report_to, settings.project)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         # Only on rank 0: a lookup by others would make NFS cache that the folder is missing.

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 from helpers.run_records import Copies, add_steps, begin, correct_predictions
@@ -338,8 +339,26 @@ def test_an_unknown_tracker_is_rejected(report_to):
 
 
 def test_a_tracker_that_is_not_installed_is_rejected(monkeypatch):
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["wandb"])
-    tracking.check_trackers("none")
-    tracking.check_trackers("wandb")
+    monkeypatch.setattr(tracking, "is_installed", lambda name: name == "wandb")
+    tracking.check_trackers("none", "samebits")
+    tracking.check_trackers("wandb", "samebits")
     with pytest.raises(UserError, match=r"^--report_to mlflow: .* pip install 'samebits\[mlflow\]'"):
-        tracking.check_trackers("wandb,mlflow")
+        tracking.check_trackers("wandb,mlflow", "samebits")
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "is_accepted"),
+    [
+        ("wandb", "hotel reviews", True),
+        *(("wandb", project, False) for project in ("a/b", "a\\b", "50%", "x" * 129)),
+        ("swanlab", "hotel-reviews_1.0+", True),
+        *(("swanlab", project, False) for project in ("hotel reviews", "酒店", "x" * 101)),
+        ("mlflow", "a/b %", True),
+    ],
+)
+def test_a_project_that_a_tracker_rejects_is_one_line_before_the_start(monkeypatch, name, project, is_accepted):
+    monkeypatch.setattr(tracking, "is_installed", lambda name: True)
+    with (
+        nullcontext() if is_accepted else pytest.raises(UserError, match=f"^--project .*: --report_to {name} requires")
+    ):
+        tracking.check_trackers(name, project)
