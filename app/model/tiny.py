@@ -1,10 +1,11 @@
 """The built-in models, which need no download: `tiny`, the default, and `tiny-bert`.
 
-Both learn their vocabulary from the training rows. `tiny` is a ModernBERT (Warner et al. 2024) with one layer. It has
-to learn from a few thousand reviews, so its initial weights and its design replace what would take far more of them:
+Both learn their vocabulary from the training rows. `tiny` is a ModernBERT (Warner et al. 2024) with one layer. It is
+trained on a few thousand reviews, so its design and its initial weights provide what would take far more of them to
+learn:
 
 - embeddings of tokens, learned from their neighbors in the training rows, without labels;
-- attention heads that look at the two previous and the two next tokens, so that it sees phrases such as "not good";
+- attention heads that attend to the two previous and the two next tokens, for phrases such as "not good";
 - the mean over all tokens as the vector of a review, instead of that of a special token.
 
 `tiny-bert` is a BERT with random weights, for measurements of the architecture that most users fine-tune.
@@ -99,7 +100,7 @@ def initialize(model: PreTrainedModel, embeddings: NDArray[np.float32]) -> None:
 
 @torch.no_grad()
 def attend_to_neighbors(model: PreTrainedModel) -> None:
-    """Set the biases of queries and keys so that each attention head looks at the token at one of `OFFSETS`.
+    """Set the biases of queries and keys so that each attention head attends to the token at one of `OFFSETS`.
 
     Rotary embeddings (Su et al. 2021) rotate pairs of dimensions by angles that are proportional to the position. So
     the product of a query and of a key that is the query rotated back by an offset is the largest at that offset.

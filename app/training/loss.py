@@ -74,7 +74,7 @@ class WeightedLoss:
     were divided by the sum of its own weights, a row would count more or less depending on the rows beside it, and so
     on the number of ranks (huggingface/transformers#35061).
 
-    A rank needs no communication for the sum over all ranks: it knows the rows of the global batch from the sampler.
+    The sum over all ranks needs no communication, because the sampler gives every rank the rows of the global batch.
     """
 
     def __init__(
