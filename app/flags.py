@@ -154,7 +154,7 @@ def add_communication_flags(parser: OneLineParser) -> None:
         type=count,
         default=3,
         metavar="N",
-        help="trainings of each variant (compression, convergence)",
+        help="training runs of each variant (compression, convergence)",
     )
 
 

@@ -14,6 +14,6 @@ bash run_scripts/setup.sh
 .venv/bin/python -m ruff format --check --quiet .
 .venv/bin/python -m mypy app
 # Tests of one file share jobs, so they run in the same worker. At most 4 workers: each starts jobs of up to 4 processes,
-# which need 0.7 GiB of memory each. Files keep the order of tests/conftest.py, in which short ones come last, so that the
-# workers end at about the same time.
+# which need 0.7 GiB of memory each. Files keep the order of tests/conftest.py, so that no worker waits for the
+# shared jobs.
 exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -63,10 +63,10 @@ def uses_shared_jobs(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on machines without one, give those that start jobs more time, and order all.
+    """Skip tests marked `gpu` without a GPU, give launched tests more time, and sort the files.
 
-    One worker of pytest-xdist trains the shared jobs for its file. Meanwhile the others run files with jobs of their
-    own and those without jobs, instead of waiting for the shared ones.
+    First the file whose worker trains the shared jobs; then files with jobs of their own and files without jobs, which
+    the other workers run meanwhile; then the other files with shared jobs.
     """
     trains = next((item.path for item in items if uses_shared_jobs(item)), None)
     launched = {item.path for item in items if item.get_closest_marker("launched")}

@@ -21,7 +21,7 @@ def has_piped_input() -> bool:
 
 
 def prints_to_terminal() -> bool:
-    """Tell whether standard output is a terminal, which control characters can manipulate."""
+    """Tell whether standard output is a terminal, where control characters would take effect."""
     return sys.stdout.isatty()
 
 

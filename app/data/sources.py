@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import glob
 import hashlib
 import io
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +22,7 @@ from .csv_checks import (
     read_header,
     readable,
 )
-from .hub_dataset import HubDataset, first_line, load_hub_dataset, quiet_datasets
+from .hf_datasets import HubDataset, find_json_problem, load_file, load_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -102,7 +99,7 @@ class DatasetSource:
         try:
             yield from self.table.select_columns(columns).iter(CHUNK)
         except UnicodeDecodeError:  # Arrow does not check the encoding when it reads a file
-            problem = _find_bad_line(self.path) if BUILDERS.get(self.path.suffix.lower()) == "json" else None
+            problem = find_json_problem(self.path) if BUILDERS.get(self.path.suffix.lower()) == "json" else None
             raise UserError(f"{self.path}: {problem or 'contains text that is not valid UTF-8'}") from None
 
     def _to_text(self, value: Any, row: int, column: str) -> str:
@@ -143,7 +140,7 @@ def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Sourc
     """
     if not isinstance(files, HubDataset):
         return {part: open_source(path, cache_dir) for part, path in files.items()}
-    splits = load_hub_dataset(files.name, cache_dir)
+    splits = load_splits(files.name, cache_dir)
     names = ("train", "validation", "test")
     paths = {part: Path(files.name if part == "train" else f"{files.name} ({part})") for part in names}
     return {part: DatasetSource(paths[part], splits[part]) for part in names if part in splits}
@@ -181,61 +178,4 @@ def open_source(path: Path, cache_dir: Path | None = None) -> Source:
         raise UserError(f"{path}: {suffix} files cannot be read; give a .csv, .jsonl, .json or .parquet file")
     if suffix not in BUILDERS:
         return CsvSource(path)
-    return DatasetSource(path, _load(path, BUILDERS[suffix], cache_dir))
-
-
-def _load(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
-    import datasets  # here: a CSV, and so --help and the checks before torch is imported, need none of it
-
-    with readable(path):
-        if not path.stat().st_size:
-            raise UserError(f"{path}: is empty; it needs rows")
-    with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
-        # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
-        folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
-        try:
-            return datasets.load_dataset(
-                builder,
-                data_files=glob.escape(str(path.absolute())),
-                split="train",
-                cache_dir=folder,
-                keep_in_memory=cache_dir is None,
-            )
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
-        except Exception as error:  # the errors of `datasets`, Arrow and json have no common class
-            problem = _find_bad_line(path) if builder == "json" else _find_empty(path)
-            kind = "JSON" if builder == "json" else "Parquet"
-            raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
-
-
-def _find_empty(path: Path) -> str | None:
-    """Return the problem of a Parquet file without rows, for which the error of `datasets` is about something else."""
-    import pyarrow.parquet
-
-    with suppress(pyarrow.ArrowException):
-        metadata = pyarrow.parquet.read_metadata(path)
-        if not metadata.num_rows:
-            return f"has columns ({list_names(metadata.schema.names)}) but no rows"
-    return None
-
-
-def _find_bad_line(path: Path) -> str | None:
-    """Describe the first line of a JSON Lines file that is not an object; None if there is none."""
-    has_columns = False
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if number == 1 and line.lstrip().startswith(b"["):  # a JSON array
-                return "has no rows" if line.strip() == b"[]" else None
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError:
-                return f"line {number}: is not valid UTF-8"
-            except (ValueError, RecursionError) as error:
-                return f"line {number}: is not valid JSON: {first_line(error)}"
-            if not isinstance(row, dict):
-                return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
-            has_columns = has_columns or bool(row)
-    return None if has_columns else "no row has a column"
+    return DatasetSource(path, load_file(path, BUILDERS[suffix], cache_dir))

@@ -139,6 +139,7 @@ def open_partial(output: Path, key: str) -> PartialLogits:
 
 
 def print_lines(table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
+    """Print the predictions of texts as CSV."""
     lines = io.StringIO()
     write_lines(lines, table, part, logits=logits, has_labels=has_labels)
     text = lines.getvalue()

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from ..common.files import commit
 from ..runs.folder import lock, remove_claimed
 
-SEGMENT, STAGING = ".logits.npy", ".logits.tmp"  # the ends of the names of files
+COMPLETE_SUFFIX, STAGING_SUFFIX = ".logits.npy", ".logits.tmp"
 
 
 class PartialLogits:
     """A hidden folder next to the output, with a file of logits for each segment that is done.
 
-    As a context manager, it is removed at the end of the block, which writes the output. It is locked until then, so
-    that no two jobs write the same output.
+    As a context manager, it is removed at the end of the block, which writes the output, unless it has other files. It
+    is locked until then, so that no two jobs write the same output.
     """
 
     def __init__(self, output: Path, key: str) -> None:
@@ -52,7 +52,7 @@ class PartialLogits:
             OSError: they cannot be written.
         """
         path = self._path(segment)
-        staging = path.with_suffix(".tmp")
+        staging = path.with_name(path.name.removesuffix(COMPLETE_SUFFIX) + STAGING_SUFFIX)
         with staging.open("wb") as file:
             np.save(file, logits, allow_pickle=False)
         commit(staging, path)
@@ -63,10 +63,10 @@ class PartialLogits:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let other jobs use the output. Unless the block has failed, remove what this class has written."""
         if kind is None:
-            for path in (*self.folder.glob(f"*{SEGMENT}"), *self.folder.glob(f"*{STAGING}")):
+            for path in (*self.folder.glob(f"*{COMPLETE_SUFFIX}"), *self.folder.glob(f"*{STAGING_SUFFIX}")):
                 path.unlink(missing_ok=True)
             remove_claimed(self.folder)
         os.close(self._lock)
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"{self.key[:16]}-{segment:05}{SEGMENT}"
+        return self.folder / f"{self.key[:16]}-{segment:05}{COMPLETE_SUFFIX}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -66,31 +66,21 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     run, parser = find_run(Path(name)), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
         parser.set_defaults(**settings_of_run(run).as_dict())
-    label_column = parser.get_default("label_column")
-    parser.set_defaults(label_column=None)  # which is no value of the flag, so that the next line tells if it is given
+    default_label_column = parser.get_default("label_column")
+    parser.set_defaults(label_column=None)  # which cannot be given, so that it shows whether the flag is given
     given = parser.values(sys.argv[1:])
-    values = {name: given[name] for name in Settings().as_dict()} | {
-        "label_column": given["label_column"] or label_column
-    }
-    settings = select_precision(Settings(**values | {"model": str(run / MODEL_FOLDER) if run else name}))
+    requires_labels = given["label_column"] is not None or part is not None
+    values = {name: given[name] for name in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
+    if values["label_column"] is None:
+        values["label_column"] = default_label_column
+    moved = {name: values.pop(name) for name in ("validation_file", "test_file") if values[name] is not None}
+    settings = select_precision(Settings(**values))
     if part is not None:
         if run is None:
             raise UserError(f"--split {part}: {name} is not the folder of a run")
-        recorded = read_object(run, SETTINGS)
-        published = recorded.get("dataset_name")
-        if published and settings.csv is not None:
-            raise UserError(f"--split {part}: the run used --dataset_name {published}: remove --csv")
-        settings = replace(
-            settings,
-            csv=None if published else settings.csv or recorded["csv"],
-            validation_file=settings.validation_file or recorded.get("validation_file"),
-            test_file=settings.test_file or recorded.get("test_file"),
-            dataset_name=published,
-        )
-    elif files := [name for name in ("validation_file", "test_file") if getattr(settings, name)]:
-        raise UserError(
-            f"--{files[0]}: only with --split, if the file of the run has moved; give the rows to predict with --csv"
-        )
+        settings = replace(settings, **files_of_run(run, settings.csv, moved))
+    elif moved:
+        raise UserError(f"--{next(iter(moved))}: only with --split, if the file of the run has moved")
     if texts and (settings.csv is not None or part is not None):
         raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
     has_texts = settings.csv is None and part is None
@@ -110,7 +100,28 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         raise UserError(f"{path}: exists: name another file with --output, or remove it")
     if path is not None and not os.path.isdir(path.absolute().parent):
         raise UserError(f"--output {path}: its folder does not exist")
-    return Task(settings, run, lines, part, path, requires_labels=given["label_column"] is not None or part is not None)
+    return Task(settings, run, lines, part, path, requires_labels=requires_labels)
+
+
+def files_of_run(run: Path, csv: str | None, moved: dict[str, str]) -> dict[str, Any]:
+    """Return the settings that name the files of a run, or those to which they have moved.
+
+    Args:
+        moved: `validation_file` and `test_file`, if they are given.
+
+    Raises:
+        UserError: a file is given that the run did not have.
+    """
+    recorded = read_object(run, SETTINGS)
+    if published := recorded.get("dataset_name"):
+        if given := next(iter([*(["csv"] if csv is not None else []), *moved]), None):
+            raise UserError(f"--{given}: the run used --dataset_name {published}: remove --{given}")
+        return {"dataset_name": published, "csv": None}
+    for name in moved:
+        if recorded.get(name) is None:
+            raise UserError(f"--{name}: the run in {run} had none: remove the flag")
+    files = {name: moved.get(name) or recorded.get(name) for name in ("validation_file", "test_file")}
+    return {"csv": csv or recorded["csv"], **files}
 
 
 def find_run(folder: Path) -> Path | None:
@@ -119,8 +130,8 @@ def find_run(folder: Path) -> Path | None:
         return folder
     run = folder.parent
     # Without the settings of the run, texts would be cut at another length than in training.
-    is_its_model = folder.name == MODEL_FOLDER and all((run / name).is_file() for name in (SETTINGS.name, METRICS.name))
-    return run if is_its_model else None
+    has_files = all(os.path.isfile(run / name) for name in (SETTINGS.name, METRICS.name))
+    return run if folder.name == MODEL_FOLDER and has_files else None
 
 
 def settings_of_run(run: Path) -> Settings:

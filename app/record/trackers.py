@@ -1,6 +1,7 @@
 """What differs between the trackers of accelerate: how a run is named, continued, and described.
 
-Only the thread of a tracker calls these functions (see `tracking.py`). They reach the trackers' libraries through
+`is_installed` and `check_project` check the flags before the start. Only the thread of a tracker calls the other
+functions (see `tracking.py`). They reach the trackers' libraries through
 `accelerate.tracking` alone.
 """
 
@@ -23,7 +24,7 @@ from ..common.errors import UserError, shorten
 from ..setting_groups.running import TRACKERS
 
 TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"
-# The names of projects that the services accept, of W&B 0.31 and SwanLab 0.10: they reject others after the start.
+# Names of projects that the services accept (W&B 0.31, SwanLab 0.10). They reject others only after the start.
 PROJECT_NAMES = {
     "wandb": (re.compile(r"[^/\\#?%:]{1,128}"), "at most 128 characters and none of / \\ # ? % :"),
     "swanlab": (re.compile(r"[0-9a-zA-Z_.+-]{1,100}"), "at most 100 characters of 0-9, a-z, A-Z and - _ . +"),
@@ -33,7 +34,8 @@ LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only, s
 
 def is_installed(name: str) -> bool:
     """Tell whether the library of a tracker is installed, without importing it."""
-    return importlib.util.find_spec(name) is not None
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None  # a folder such as ./wandb, which W&B writes, has no origin
 
 
 def check_project(name: str, project: str) -> None:

@@ -71,8 +71,9 @@ class Trackers:
 
     def start(self) -> None:
         """Start the threads, which import the libraries and then wait for `allow_writes`."""
-        if self.threads:
-            self.silenced.enter_context(silence_threads())
+        if not self.threads:
+            return
+        self.silenced.enter_context(silence_threads())
         config = settings_content(self.run_folder.info, self.run_folder.resume.launchers)
         for thread in self.threads:
             thread.config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}

@@ -199,11 +199,11 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
 
 
 def check_parts(settings: Settings, data: ReviewData) -> None:
-    """Check what only the rows tell: that parts which flags divide or need are there, and duplicates if they must not.
+    """Check the settings that depend on the parts of the data: their sizes, validation rows, and duplicates.
 
     Raises:
-        UserError: a size is given for a published part, validation rows are missing, or a text is in two parts and
-            must not be.
+        UserError: a size is given for a part that is published, validation rows are needed but missing, or a text is in
+            two parts although --on_duplicates_between_parts is `stop`.
     """
     n_validation, n_test = len(data.split.validation), len(data.split.test)
     for part in ("validation", "test"):  # only reading a --dataset_name tells which parts it has

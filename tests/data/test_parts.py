@@ -98,6 +98,32 @@ def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path):
     assert read({"dataset_name": str(folder)}, tmp_path / "cache").texts[0] == "ab"
 
 
+def test_labels_of_a_data_set_may_have_different_types_in_its_parts_and_chunks(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    many = 10_001  # pandas infers the types of 10,000 rows at once
+    for part, n in (("train", many), ("test", 2)):
+        frame = rows(part, n).astype({"label": str})
+        frame.loc[n - 2 :, "label"] = "good"
+        frame.to_csv(folder / f"{part}.csv", index=False)
+    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
+    assert table.class_names == ("0", "1", "good")
+    assert table.parts == {"train": many, "test": 2}
+
+
+def test_the_classes_that_a_data_set_declares_are_kept(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows("train", 20).replace({"label": {0: "bad", 1: "good"}}).to_csv(folder / "train.csv", index=False)
+    names = "\n".join(f"          '{i}': {name}" for i, name in enumerate(("good", "bad")))
+    features = f"  - name: label\n    dtype:\n      class_label:\n        names:\n{names}\n"
+    features += "  - name: review\n    dtype: string\n"
+    (folder / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
+    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
+    assert table.class_names == ("0", "1")
+    assert table.labels[:2].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_a_size_of_a_part_that_a_data_set_has_is_rejected(tmp_path, part):
     for name in ("train", part):
@@ -160,9 +186,11 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
     rows("test", 5).to_json(tmp_path / "test.jsonl", orient="records", lines=True)
     for name, message in (
         (str(tmp_path), "has no split train, but 'test'"),
-        (f"{tmp_path}/config", f"is no folder, and no config of {tmp_path}: BuilderConfig 'config' not found"),
+        (f"{tmp_path}/config", f"is neither a folder nor a config of {tmp_path}: BuilderConfig 'config' not found"),
         ("/missing/folder/of/data", "there is no such folder"),
         ("./missing/folder", "there is no such folder"),
+        ("~/missing", "there is no such folder: ~ is not expanded here"),
+        ("x" * 300, "cannot be loaded: "),
     ):
         with pytest.raises(UserError) as caught:
             read({"dataset_name": name})

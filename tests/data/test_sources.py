@@ -13,7 +13,7 @@ import pytest
 
 from app.common.errors import UserError
 from app.data.csv_table import read_reviews
-from app.data.hub_dataset import load_hub_dataset
+from app.data.hf_datasets import load_splits
 from app.data.split import split_reviews
 
 ROWS = pd.DataFrame(
@@ -102,7 +102,7 @@ def test_a_data_set_on_the_hub_may_be_followed_by_a_config(monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=f"--dataset_name {name}: cannot be loaded: no network"):
-        load_hub_dataset(name, None)
+        load_splits(name, None)
     assert tried == calls
 
 
@@ -126,7 +126,7 @@ GOOD = '{"review": "a", "label": 1}\n'
         ("a.jsonl", GOOD + '{"review": "\\ud800", "label": 0}\n', "is not valid JSON: "),
         ("a.json", "[" + GOOD, "is not valid JSON: "),
         ("a.jsonl", "", "is empty; it needs rows"),
-        ("a.jsonl", "\n\n", "no row has a column"),
+        ("a.jsonl", "\n\n", "has no rows"),
         ("a.jsonl", "{}\n{}\n", "no row has a column"),
         ("a.json", "[]\n", "has no rows"),
         ("a.jsonl", '{"text": "a", "label": 1}\n', "no column 'review'; the file has 'text', 'label'"),

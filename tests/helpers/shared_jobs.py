@@ -1,8 +1,9 @@
 """Trainings of several test files in one job for each number of ranks: to start a job takes longer than to train.
 
 A test file of launched/ lists its runs in `SHARED_RUNS`, by job and name, and those that only its slow tests need in
-`SLOW_SHARED_RUNS`. Its runs have a folder of their own, to which its `write_inputs(folder, csv)` writes what they read.
-Only runs of files with selected tests are trained, so a file can still be run alone.
+`SLOW_SHARED_RUNS`; if all its tests are slow, `SHARED_RUNS` may have all runs. Its runs have a folder of their own, to
+which its `write_inputs(folder, csv)` writes what they read. Only runs of files with selected tests are trained, so a
+file can still be run alone.
 """
 
 from __future__ import annotations

@@ -155,8 +155,15 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
         (tmp_path / name).rename(f"moved-{name}")
     predict("run", "--split=test", "--csv=moved-train.csv", "--test_file=moved-test.csv", "--output=o.csv")
     assert (tmp_path / "o.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
-    with pytest.raises(UserError, match="--test_file: only with --split"):
-        predict("run", "--csv=moved-train.csv", "--test_file=moved-test.csv")
+    (tmp_path / "moved-train.csv").rename("train.csv")
+    predict("run", "--split=test", "--test_file=moved-test.csv", "--output=p.csv")
+    assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "o.csv").read_bytes()
+    for arguments, message in (
+        (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: only with --split"),
+        (["--split=test", "--validation_file=train.csv"], "--validation_file: the run in run had none"),
+    ):
+        with pytest.raises(UserError, match=message):
+            predict("run", *arguments)
 
 
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv, tmp_path, monkeypatch, predict):
@@ -247,6 +254,8 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["untokenized", "a"], "its tokenizer has no vocabulary"),
         (["run", "a", "--output="], "--output is empty"),
         (["x" * 300, "a"], "name too long"),
+        ([f"{'x' * 300}/model", "a"], "name too long"),
+        (["run", "--csv=wrong.csv", "--label_column="], "--label_column is empty"),
         (["run", f"--csv={'x' * 300}.csv"], "name too long"),
         (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),
         (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "its folder does not exist"),

@@ -346,6 +346,15 @@ def test_a_tracker_that_is_not_installed_is_rejected(monkeypatch):
         tracking.check_trackers("wandb,mlflow", "samebits")
 
 
+def test_a_folder_that_a_tracker_has_written_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "wandb_of_a_test").mkdir()
+    (tmp_path / "package_of_a_test.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not tracking.is_installed("wandb_of_a_test")
+    assert not tracking.is_installed("missing_of_a_test")
+    assert tracking.is_installed("package_of_a_test")
+
+
 @pytest.mark.parametrize(
     ("name", "project", "is_accepted"),
     [

@@ -88,7 +88,7 @@ def measure_hooks(
     gc.collect()
     accuracies: dict[str, list[float]] = {hook: [] for hook in by_hook}
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
-    with tqdm(total=seeds * len(by_hook), unit=" trainings", disable=hide_bar, leave=False) as bar:
+    with tqdm(total=seeds * len(by_hook), unit=" runs", disable=hide_bar, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
             if seed != settings.seed:  # its data is what the steps were timed with
                 data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)

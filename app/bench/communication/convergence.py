@@ -75,7 +75,7 @@ def measure_convergence(settings: Settings, data: ReviewData, seeds: int, *, pre
         replace(settings, seed=settings.seed + seeds - 1)  # raises if it is too large
     trainings: dict[str, list[Training]] = {name: [] for name in variants}
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
-    with tqdm(total=seeds * len(variants), unit=" trainings", disable=hide_bar, leave=False) as bar:
+    with tqdm(total=seeds * len(variants), unit=" runs", disable=hide_bar, leave=False) as bar:
         for seed in range(settings.seed, settings.seed + seeds):
             if seed != settings.seed:
                 data = build_data(replace(settings, seed=seed, disable_tqdm=True), world)

@@ -74,7 +74,7 @@ def ablate(settings: Settings, ranks: int, seeds: int, *, changes: list[Change])
     pairs: dict[str, list[Pair]] = {change.name: [] for change in changes}
     total = seeds * (len(changes) + len({change.baseline for change in changes}))
     is_hidden = hides_progress(settings.disable_tqdm)
-    with join(settings) as world, tqdm(total=total, unit=" trainings", disable=is_hidden) as progress:
+    with join(settings) as world, tqdm(total=total, unit=" runs", disable=is_hidden) as progress:
         quiet_libraries(world)
         for seed in range(settings.seed, settings.seed + seeds):
             for name, pair in train_pairs(replace(settings, seed=seed), changes, ranks, world=world, progress=progress):

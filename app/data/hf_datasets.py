@@ -1,0 +1,195 @@
+"""Load files and data sets with the library `datasets`, and say in one line what is wrong with them."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import UserError, shorten
+from .csv_checks import hash_file, list_names, readable
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face Hub: `NAME` or `NAME/CONFIG`, or a folder of one."""
+
+    name: str
+
+
+# The imports of `datasets` are in the functions: a CSV, --help and the checks before torch is imported need none.
+
+# --- a file ----------------------------------------------------------------------------------------------------------
+
+
+def load_file(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
+    """Load a file with a builder of `datasets`, `json` or `parquet`.
+
+    Raises:
+        UserError: It is empty, or cannot be read.
+    """
+    import datasets
+
+    with readable(path):
+        if not path.stat().st_size:
+            raise UserError(f"{path}: is empty; it needs rows")
+    with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
+        # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
+        folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
+        try:
+            return datasets.load_dataset(
+                builder,
+                data_files=glob.escape(str(path.absolute())),
+                split="train",
+                cache_dir=folder,
+                keep_in_memory=cache_dir is None,
+            )
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
+        except Exception as error:  # the errors of `datasets`, Arrow and json have no common class
+            problem = find_json_problem(path) if builder == "json" else _find_parquet_problem(path)
+            kind = "JSON" if builder == "json" else "Parquet"
+            raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
+
+
+def find_json_problem(path: Path) -> str | None:
+    """Return why a JSON file cannot be used, with the line if it is JSON Lines; None if the cause is not known."""
+    n_rows = n_columns = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith(b"["):  # a JSON array
+                return "has no rows" if line.strip() == b"[]" else None
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError:
+                return f"line {number}: is not valid UTF-8"
+            except (ValueError, RecursionError) as error:
+                return f"line {number}: is not valid JSON: {first_line(error)}"
+            if not isinstance(row, dict):
+                return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
+            n_rows, n_columns = n_rows + 1, max(n_columns, len(row))
+    if not n_rows:
+        return "has no rows"
+    return None if n_columns else "no row has a column"
+
+
+def _find_parquet_problem(path: Path) -> str | None:
+    """Return the problem of a Parquet file without rows, for which the error of `datasets` is about something else."""
+    import pyarrow.parquet
+
+    with suppress(pyarrow.ArrowException):
+        metadata = pyarrow.parquet.read_metadata(path)
+        if not metadata.num_rows:
+            return f"has columns ({list_names(metadata.schema.names)}) but no rows"
+    return None
+
+
+# --- a data set ------------------------------------------------------------------------------------------------------
+
+
+def load_splits(name: str, cache_dir: Path | None) -> DatasetDict:
+    """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`.
+
+    Raises:
+        UserError: There is none of this name, it cannot be loaded, or it has no split `train`.
+    """
+    # NAME may be NAME/CONFIG, and a NAME on the Hub is mostly owner/name. So the whole name is tried first, unless it
+    # cannot be one: its parent is a local folder, or it has more than two parts.
+    base, _, config = name.rpartition("/")
+    problems: list[Exception] = []
+    candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
+    if base and not os.path.isdir(name) and (os.path.isdir(base) or name.count("/") > 1):
+        del candidates[0]
+    for path, config_name in candidates:
+        if not os.path.isdir(path) and path.startswith((".", "~", "/")):
+            hint = ": ~ is not expanded here, give the complete path" if path.startswith("~") else ""
+            raise UserError(f"--dataset_name {name}: there is no such folder{hint}")
+        try:
+            splits = _load_splits(path, config_name, cache_dir)
+        except UserError:
+            raise
+        except Exception as error:  # as in load_file
+            problems.append(error)
+            continue
+        if "train" not in splits:
+            raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
+        return splits
+    problem = first_line(problems[0])
+    if os.path.isdir(base) and not os.path.isdir(name):
+        problem = f"is neither a folder nor a config of {base}: {problem}"
+        raise UserError(f"--dataset_name {name}: {problem}") from problems[0]
+    raise UserError(f"--dataset_name {name}: cannot be loaded: {problem}") from problems[0]
+
+
+def _load_splits(path: str, config: str | None, cache_dir: Path | None) -> DatasetDict:
+    """Load a data set. The columns of CSV files are texts, as in a file that `--csv` names."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
+        folder = Path(temporary) if cache_dir is None else cache_dir / "datasets"
+        if cache_dir is not None and os.path.isdir(path):
+            # `datasets` recognizes files by their times, which are the same for other content after `cp -p`.
+            builder = datasets.load_dataset_builder(path, config, cache_dir=temporary)
+            folder /= _hash_files(Path(path), builder.config.data_files or {})[:32]
+        options: dict[str, Any] = {"cache_dir": str(folder), "keep_in_memory": cache_dir is None}
+        try:
+            # Also for CSV files, because without a network, the cache is found only by a call with these arguments.
+            splits = datasets.load_dataset(path, config, **options)
+            table = next(iter(splits.values()))
+            columns, is_csv = table.features, table.info.builder_name == "csv"
+        except DatasetGenerationError:  # such as a label that is no number, after 10,000 that are
+            builder = datasets.load_dataset_builder(path, config, cache_dir=str(folder))
+            if builder.name != "csv":
+                raise
+            row = next(iter(next(iter(builder.as_streaming_dataset().values()))))
+            columns, is_csv = dict.fromkeys(row) | (builder.info.features or {}), True
+        if is_csv:  # pandas reads 000 as 0, and NA as missing
+            text, label = datasets.Value("string"), datasets.ClassLabel
+            features = {name: column if isinstance(column, label) else text for name, column in columns.items()}
+            options |= {"features": datasets.Features(features), "keep_default_na": False, "na_values": [""]}
+            splits = datasets.load_dataset(path, config, **options)
+    return splits
+
+
+def _hash_files(folder: Path, files: Mapping[Any, list[str]]) -> str:
+    """Return the SHA-256 of the data files of a folder and of its README.md, whose metadata describe them."""
+    paths = [Path(file) for of_split in files.values() for file in of_split]
+    if (readme := folder / "README.md").is_file():
+        paths.append(readme)
+    content = [(os.path.relpath(path, folder), hash_file(path)) for path in paths]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's cause, which says more than an error that `datasets` raises for it."""
+    return shorten(next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__), 200)
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Keep `datasets` from drawing progress bars, and it and its HTTP client from logging what they also raise."""
+    import datasets
+
+    disabled, hides_bars = logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    logging.disable(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        if not hides_bars:
+            datasets.enable_progress_bars()
