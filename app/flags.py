@@ -40,8 +40,8 @@ BENCHMARKS = {
     "bench.communication": all_but("max_steps", "num_train_epochs", "eval_batch_size", "output_dir"),
 }
 USED_BY_PREDICT = (
-    *("csv", "validation_file", "test_file", "text_column", "label_column", "label_names", "cache_dir"),
-    *("max_length", "pad_to_multiple_of"),
+    *("csv", "validation_file", "test_file", "dataset_name", "text_column", "label_column", "label_names"),
+    *("max_length", "pad_to_multiple_of", "cache_dir"),
     *("revision", "attn_implementation", "trust_remote_code", "precision", "bf16", "tf32", "deterministic"),
     *("eval_batch_size", "use_cpu", "threads", "ddp_timeout", "disable_tqdm"),
 )

@@ -8,17 +8,21 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..common.errors import UserError, shorten
 from .csv_checks import hash_file, list_names, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
+
+
+# Of each split, its table or the paths of its CSV files.
+Splits: TypeAlias = "Mapping[str, Dataset | tuple[Path, ...]]"
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,19 @@ def _find_parquet_problem(path: Path) -> str | None:
 # --- a data set ------------------------------------------------------------------------------------------------------
 
 
-def load_splits(name: str, cache_dir: Path | None) -> DatasetDict:
+def load_splits(name: str, cache_dir: Path | None) -> Splits:
     """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`.
+
+    Returns:
+        The table of each split or, if it consists of CSV files in a folder, their paths: `datasets` would infer types
+        and accept malformed files.
 
     Raises:
         UserError: There is none of this name, it cannot be loaded, or it has no split `train`.
     """
     # NAME may be NAME/CONFIG, and a NAME on the Hub is mostly owner/name. So the whole name is tried first, unless it
     # cannot be one: its parent is a local folder, or it has more than two parts.
-    base, _, config = name.rpartition("/")
+    base, _, config = name.rstrip("/").rpartition("/")
     problems: list[Exception] = []
     candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
     if base and not os.path.isdir(name) and (os.path.isdir(base) or name.count("/") > 1):
@@ -118,7 +126,8 @@ def load_splits(name: str, cache_dir: Path | None) -> DatasetDict:
             hint = ": ~ is not expanded here, give the complete path" if path.startswith("~") else ""
             raise UserError(f"--dataset_name {name}: there is no such folder{hint}")
         try:
-            splits = _load_splits(path, config_name, cache_dir)
+            folder = cache_dir and cache_dir / "datasets"
+            splits: Splits = (_load_folder if os.path.isdir(path) else _load)(path, config_name, folder)
         except UserError:
             raise
         except Exception as error:  # as in load_file
@@ -134,49 +143,56 @@ def load_splits(name: str, cache_dir: Path | None) -> DatasetDict:
     raise UserError(f"--dataset_name {name}: cannot be loaded: {problem}") from problems[0]
 
 
-def _load_splits(path: str, config: str | None, cache_dir: Path | None) -> DatasetDict:
-    """Load a data set. The columns of CSV files are texts, as in a file that `--csv` names."""
+def _load_folder(path: str, config: str | None, cache_dir: Path | None) -> Splits:
+    """Load a data set in a folder, except CSV files, of which the paths are returned."""
     import datasets
-    from datasets.exceptions import DatasetGenerationError
+
+    path = os.path.abspath(path)  # `datasets` takes the data set's name from it, and . has none
+    with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
+        builder = datasets.load_dataset_builder(path, config, cache_dir=temporary)
+        found: Mapping[Any, list[str]] = builder.config.data_files or {}
+        files = {str(split): tuple(map(Path, of_split)) for split, of_split in found.items()}
+        every = [file for of_split in files.values() for file in of_split]
+        is_plain_csv = builder.name == "csv" and builder.config.sep == "," and builder.config.names is None
+        if is_plain_csv and all(file.suffix == ".csv" for file in every):
+            return files
+    # `datasets` recognizes files by their times, which are the same for other content after `cp -p`.
+    tables: Splits = _load(path, config, cache_dir and cache_dir / _hash_files(Path(path), every)[:32])
+    return tables
+
+
+def _load(path: str, config: str | None, cache_dir: Path | None) -> DatasetDict:
+    """Load a data set. Columns of CSV files are texts, as in a file that `--csv` names, except declared classes."""
+    import datasets
 
     with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
-        folder = Path(temporary) if cache_dir is None else cache_dir / "datasets"
-        if cache_dir is not None and os.path.isdir(path):
-            # `datasets` recognizes files by their times, which are the same for other content after `cp -p`.
-            builder = datasets.load_dataset_builder(path, config, cache_dir=temporary)
-            folder /= _hash_files(Path(path), builder.config.data_files or {})[:32]
-        options: dict[str, Any] = {"cache_dir": str(folder), "keep_in_memory": cache_dir is None}
-        try:
-            # Also for CSV files, because without a network, the cache is found only by a call with these arguments.
-            splits = datasets.load_dataset(path, config, **options)
-            table = next(iter(splits.values()))
-            columns, is_csv = table.features, table.info.builder_name == "csv"
-        except DatasetGenerationError:  # such as a label that is no number, after 10,000 that are
-            builder = datasets.load_dataset_builder(path, config, cache_dir=str(folder))
-            if builder.name != "csv":
-                raise
-            row = next(iter(next(iter(builder.as_streaming_dataset().values()))))
-            columns, is_csv = dict.fromkeys(row) | (builder.info.features or {}), True
-        if is_csv:  # pandas reads 000 as 0, and NA as missing
+        folder = temporary if cache_dir is None else str(cache_dir)
+        options: dict[str, Any] = {"cache_dir": folder, "keep_in_memory": cache_dir is None}
+        # Also for CSV files: without a network, the cache is found only by the same arguments.
+        splits = datasets.load_dataset(path, config, **options)
+        table = next(iter(splits.values()))
+        if table.info.builder_name == "csv":  # pandas has read 000 as 0, and NA as missing
             text, label = datasets.Value("string"), datasets.ClassLabel
-            features = {name: column if isinstance(column, label) else text for name, column in columns.items()}
+            features = {name: column if isinstance(column, label) else text for name, column in table.features.items()}
             options |= {"features": datasets.Features(features), "keep_default_na": False, "na_values": [""]}
             splits = datasets.load_dataset(path, config, **options)
     return splits
 
 
-def _hash_files(folder: Path, files: Mapping[Any, list[str]]) -> str:
+def _hash_files(folder: Path, files: Sequence[Path]) -> str:
     """Return the SHA-256 of the data files of a folder and of its README.md, whose metadata describe them."""
-    paths = [Path(file) for of_split in files.values() for file in of_split]
-    if (readme := folder / "README.md").is_file():
-        paths.append(readme)
+    readme = folder / "README.md"
+    paths = [*files, *([readme] if readme.is_file() else [])]
     content = [(os.path.relpath(path, folder), hash_file(path)) for path in paths]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's cause, which says more than an error that `datasets` raises for it."""
-    return shorten(next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__), 200)
+    lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("An error occurred while generating the dataset"):
+        del lines[0]
+    return shorten(lines[0] if lines else type(error).__name__, 200)
 
 
 @contextmanager

@@ -34,20 +34,23 @@ CHUNK = 1_000  # rows that are in memory at once
 
 @dataclass(frozen=True)
 class CsvSource:
-    """A CSV file."""
+    """A CSV file, or several that follow each other, with the path that messages about all of them name."""
 
     path: Path
+    files: tuple[Path, ...]
 
     def names(self) -> list[str]:
-        return read_header(self.path)
+        return read_header(self.files[0])
 
     def sha256(self, text_column: str, label_column: str | None) -> str:
-        """Return the hash of the file's bytes."""
-        return hash_file(self.path)
+        """Return the hash of the file's bytes; of several files, the hash of their hashes."""
+        hashes = [hash_file(file) for file in self.files]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
         """Yield text and label of each data row; without a label column, all labels are empty."""
-        return read_columns(self.path, text_column=text_column, label_column=label_column)
+        for file in self.files:
+            yield from read_columns(file, text_column=text_column, label_column=label_column)
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,17 @@ def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Sourc
     """
     if not isinstance(files, HubDataset):
         return {part: open_source(path, cache_dir) for part, path in files.items()}
+    sources: dict[str, Source] = {}
     splits = load_splits(files.name, cache_dir)
-    names = ("train", "validation", "test")
-    paths = {part: Path(files.name if part == "train" else f"{files.name} ({part})") for part in names}
-    return {part: DatasetSource(paths[part], splits[part]) for part in names if part in splits}
+    for part in ("train", "validation", "test"):
+        if (split := splits.get(part)) is None:
+            continue
+        path = Path(files.name if part == "train" else f"{files.name} ({part})")
+        if isinstance(split, tuple):
+            sources[part] = CsvSource(split[0] if len(split) == 1 else path, split)
+        else:
+            sources[part] = DatasetSource(path, split)
+    return sources
 
 
 def combine_hashes(hashes: Mapping[str, str], sources: Mapping[str, Source]) -> str:
@@ -177,5 +187,5 @@ def open_source(path: Path, cache_dir: Path | None = None) -> Source:
     if suffix in UNSUPPORTED:
         raise UserError(f"{path}: {suffix} files cannot be read; give a .csv, .jsonl, .json or .parquet file")
     if suffix not in BUILDERS:
-        return CsvSource(path)
+        return CsvSource(path, (path,))
     return DatasetSource(path, load_file(path, BUILDERS[suffix], cache_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ..common.files import commit
 from ..runs.folder import lock, remove_claimed
 
-COMPLETE_SUFFIX, STAGING_SUFFIX = ".logits.npy", ".logits.tmp"
+OWN_NAME = re.compile(r"[0-9a-f]{16}-\d{5}\.(npy|tmp)")  # of the files in the folder
 
 
 class PartialLogits:
@@ -52,7 +53,7 @@ class PartialLogits:
             OSError: they cannot be written.
         """
         path = self._path(segment)
-        staging = path.with_name(path.name.removesuffix(COMPLETE_SUFFIX) + STAGING_SUFFIX)
+        staging = path.with_suffix(".tmp")
         with staging.open("wb") as file:
             np.save(file, logits, allow_pickle=False)
         commit(staging, path)
@@ -63,10 +64,11 @@ class PartialLogits:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let other jobs use the output. Unless the block has failed, remove what this class has written."""
         if kind is None:
-            for path in (*self.folder.glob(f"*{COMPLETE_SUFFIX}"), *self.folder.glob(f"*{STAGING_SUFFIX}")):
-                path.unlink(missing_ok=True)
+            for path in self.folder.iterdir():
+                if OWN_NAME.fullmatch(path.name) and path.is_file():  # also of other predictions
+                    path.unlink()
             remove_claimed(self.folder)
         os.close(self._lock)
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"{self.key[:16]}-{segment:05}{COMPLETE_SUFFIX}"
+        return self.folder / f"{self.key[:16]}-{segment:05}.npy"

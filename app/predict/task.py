@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ OF_THE_RUN = (
     *("max_length", "pad_to_multiple_of"),
     *("attn_implementation", "precision", "tf32", "deterministic", "eval_batch_size", "threads"),
 )
+MAY_HAVE_MOVED = ("validation_file", "test_file", "dataset_name")
 Part = Literal["train", "validation", "test"]
 
 
@@ -66,21 +67,23 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     run, parser = find_run(Path(name)), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
         parser.set_defaults(**settings_of_run(run).as_dict())
-    default_label_column = parser.get_default("label_column")
-    parser.set_defaults(label_column=None)  # which cannot be given, so that it shows whether the flag is given
+    defaults = {name: parser.get_default(name) for name in ("label_column", "label_names")}
+    parser.set_defaults(**dict.fromkeys(defaults))  # None cannot be given, so it shows whether a flag is given
     given = parser.values(sys.argv[1:])
     requires_labels = given["label_column"] is not None or part is not None
+    if None not in (given["label_names"], defaults["label_names"]):
+        raise UserError(f"--label_names: the run in {run} has named its classes: remove the flag")
+    given |= {name: default for name, default in defaults.items() if given[name] is None}
     values = {name: given[name] for name in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
-    if values["label_column"] is None:
-        values["label_column"] = default_label_column
-    moved = {name: values.pop(name) for name in ("validation_file", "test_file") if values[name] is not None}
+    moved = {name: values.pop(name) for name in MAY_HAVE_MOVED if values[name] is not None}
     settings = select_precision(Settings(**values))
     if part is not None:
         if run is None:
             raise UserError(f"--split {part}: {name} is not the folder of a run")
-        settings = replace(settings, **files_of_run(run, settings.csv, moved))
+        files: dict[str, Any] = files_of_run(run, settings.csv, moved)
+        settings = replace(settings, **files)
     elif moved:
-        raise UserError(f"--{next(iter(moved))}: only with --split, if the file of the run has moved")
+        raise UserError(f"--{next(iter(moved))}: only with --split, if what the run used has moved")
     if texts and (settings.csv is not None or part is not None):
         raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
     has_texts = settings.csv is None and part is None
@@ -103,25 +106,25 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     return Task(settings, run, lines, part, path, requires_labels=requires_labels)
 
 
-def files_of_run(run: Path, csv: str | None, moved: dict[str, str]) -> dict[str, Any]:
-    """Return the settings that name the files of a run, or those to which they have moved.
+def files_of_run(run: Path, csv: str | None, moved: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the settings that name the data of a run, or the places to which it has moved.
 
     Args:
-        moved: `validation_file` and `test_file`, if they are given.
+        moved: those of `MAY_HAVE_MOVED` that are given.
 
     Raises:
         UserError: a file is given that the run did not have.
     """
     recorded = read_object(run, SETTINGS)
-    if published := recorded.get("dataset_name"):
-        if given := next(iter([*(["csv"] if csv is not None else []), *moved]), None):
-            raise UserError(f"--{given}: the run used --dataset_name {published}: remove --{given}")
-        return {"dataset_name": published, "csv": None}
-    for name in moved:
-        if recorded.get(name) is None:
-            raise UserError(f"--{name}: the run in {run} had none: remove the flag")
-    files = {name: moved.get(name) or recorded.get(name) for name in ("validation_file", "test_file")}
-    return {"csv": csv or recorded["csv"], **files}
+    names = ("csv", *MAY_HAVE_MOVED)
+    used = {name: recorded.get(name) for name in names}
+    if used["dataset_name"] is not None:
+        used["csv"] = None
+    now = {**moved, **({} if csv is None else {"csv": csv})}
+    if unknown := [name for name in now if used[name] is None]:
+        used_flags = [f"--{name}" for name in names if used[name] is not None]
+        raise UserError(f"--{unknown[0]}: the run in {run} had none, but {', '.join(used_flags)}: remove the flag")
+    return used | now
 
 
 def find_run(folder: Path) -> Path | None:
@@ -213,8 +216,9 @@ def select_rows(task: Task, table: ReviewTable) -> Indices:
         columns=(settings.text_column, settings.label_column),
     )
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
-        advice = "" if settings.dataset_name else ": give its file with --csv"
-        raise UserError(f"{table.path}: has changed since the run in {task.run} split it{advice}")
+        files = [file for name in ("csv", *MAY_HAVE_MOVED) if (file := getattr(settings, name)) is not None]
+        advice = "" if settings.dataset_name else ": if it has moved, give its file with --csv"
+        raise UserError(f"{' or '.join(files)}: has changed since the run in {task.run} split it{advice}")
     part: Indices = getattr(split, task.part)
     if not len(part):
         raise UserError(f"--split {task.part}: the run in {task.run} has no such rows")

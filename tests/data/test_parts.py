@@ -98,30 +98,39 @@ def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path):
     assert read({"dataset_name": str(folder)}, tmp_path / "cache").texts[0] == "ab"
 
 
-def test_labels_of_a_data_set_may_have_different_types_in_its_parts_and_chunks(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    many = 10_001  # pandas infers the types of 10,000 rows at once
-    for part, n in (("train", many), ("test", 2)):
-        frame = rows(part, n).astype({"label": str})
-        frame.loc[n - 2 :, "label"] = "good"
-        frame.to_csv(folder / f"{part}.csv", index=False)
-    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
-    assert table.class_names == ("0", "1", "good")
-    assert table.parts == {"train": many, "test": 2}
+def test_csv_files_of_a_data_set_are_checked_like_one_that_csv_names(tmp_path):
+    for file, line in (("train.csv", "good, clean,1"), ("test.csv", "b")):
+        folder = tmp_path / file.replace(".", "_")
+        folder.mkdir()
+        for part in ("train", "test"):
+            rows(part, 20)[["review", "label"]].to_csv(folder / f"{part}.csv", index=False)
+        lines = (folder / file).read_text().splitlines()
+        (folder / file).write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+        with pytest.raises(UserError, match=f"{folder}/{file}: line 2: "):
+            read({"dataset_name": str(folder)})
 
 
-def test_the_classes_that_a_data_set_declares_are_kept(tmp_path):
+def test_a_part_of_a_data_set_may_have_several_files_and_other_columns(tmp_path, monkeypatch):
     folder = tmp_path / "data"
-    folder.mkdir()
-    rows("train", 20).replace({"label": {0: "bad", 1: "good"}}).to_csv(folder / "train.csv", index=False)
-    names = "\n".join(f"          '{i}': {name}" for i, name in enumerate(("good", "bad")))
-    features = f"  - name: label\n    dtype:\n      class_label:\n        names:\n{names}\n"
-    features += "  - name: review\n    dtype: string\n"
-    (folder / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
-    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
-    assert table.class_names == ("0", "1")
-    assert table.labels[:2].tolist() == [1, 0]
+    for i, frame in enumerate((rows("train", 20), rows("train", 4).assign(id="x", label="good"))):
+        (folder / "train").mkdir(parents=True, exist_ok=True)
+        frame.to_csv(folder / "train" / f"{i}.csv", index=False)
+    (folder / "test").mkdir()
+    rows("test", 3).assign(note=1).to_csv(folder / "test" / "0.csv", index=False)
+    table = read({"dataset_name": str(folder)})
+    assert (table.parts, table.class_names) == ({"train": 24, "test": 3}, ("0", "1", "good"))
+    monkeypatch.chdir(folder)
+    assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
+
+
+def test_compressed_csv_files_of_a_data_set_are_texts(tmp_path):
+    reviews = ["000", "NA", "", "好"] * 6
+    frame = pd.DataFrame({"label": ["007", "1"] * 12, "review": reviews})
+    (tmp_path / "data").mkdir()
+    frame.to_csv(tmp_path / "data" / "train.csv.gz", index=False)
+    table = read({"dataset_name": str(tmp_path / "data")}, tmp_path / "cache")
+    assert table.texts.tolist() == [text for text in reviews if text]
+    assert table.class_names == ("007", "1")
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

@@ -133,8 +133,9 @@ def test_files_in_a_folder_of_the_hidden_name_are_kept(run, predict):
     folder = run.parent / ".o.csv.partial"
     folder.mkdir()
     (folder / "mine.npy").write_text("precious")
+    (folder / "x.logits.npy").mkdir()
     predict("run", "--split=test", "--output=o.csv")
-    assert [path.name for path in folder.iterdir()] == ["mine.npy"]
+    assert {path.name for path in folder.iterdir()} == {"mine.npy", "x.logits.npy"}
 
 
 def test_a_label_column_that_a_config_file_names_is_required(run, predict):
@@ -151,6 +152,7 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
     review_csv(60, "train.csv")
     review_csv(20, "test.csv")
     app.ddp_loop.fine_tune(parse_settings([*flags, "--csv=train.csv", "--test_file=test.csv"]), world)
+    review_csv(22, "other.csv")
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).rename(f"moved-{name}")
     predict("run", "--split=test", "--csv=moved-train.csv", "--test_file=moved-test.csv", "--output=o.csv")
@@ -161,9 +163,23 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
     for arguments, message in (
         (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: only with --split"),
         (["--split=test", "--validation_file=train.csv"], "--validation_file: the run in run had none"),
+        (["--split=test", "--test_file=train.csv"], "has the same rows as"),
+        (["--split=test", "--test_file=other.csv"], "train.csv or other.csv: has changed since the run in run"),
     ):
         with pytest.raises(UserError, match=message):
             predict("run", *arguments)
+
+
+def test_the_data_set_of_a_run_may_have_moved(world, review_csv, tmp_path, monkeypatch, predict):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    review_csv(60, "data/train.csv")
+    app.ddp_loop.fine_tune(parse_settings([*FLAGS, "--dataset_name=data"]), world)
+    (tmp_path / "data").rename("moved")
+    predict("run", "--split=test", "--dataset_name=./moved", "--output=o.csv")
+    assert (tmp_path / "o.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
+    with pytest.raises(UserError, match="--csv: the run in run had none, but --dataset_name: remove the flag"):
+        predict("run", "--split=test", "--csv=moved/train.csv")
 
 
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv, tmp_path, monkeypatch, predict):
@@ -175,6 +191,8 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv
     assert read_run(tmp_path / "run").split["classes"] == ["负面", "正面"]
     predict("run", "--split=test", "--output=again.csv")
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
+    with pytest.raises(UserError, match="--label_names: the run in run has named its classes"):
+        predict("run", "好", "--label_names=0=正面,1=负面")
     assert "of 60 reviews" in predict("run", "--csv=reviews.csv", "--output=run.csv")
     (tmp_path / "run/model").rename("model")
     predict("model", "--csv=reviews.csv", "--output=model.csv", names, "--max_length=32", "--eval_batch_size=4")
