@@ -64,46 +64,79 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     Raises:
         UserError: there is no such run, or flags contradict each other.
     """
-    run, parser = find_run(Path(name)), settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
+    run = find_run(Path(name))
+    if part is not None and run is None:
+        raise UserError(f"--split {part}: {name} is not the folder of a run")
+    settings, names_labels = combine_settings(name, run, part)
+    lines = find_texts(texts, reads_a_file=settings.csv is not None or part is not None)
+    path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
+    path = check_output(path if output is None else output)
+    return Task(settings, run, lines, part, path, requires_labels=names_labels or part is not None)
+
+
+def combine_settings(name: str, run: Path | None, part: Part | None) -> tuple[Settings, bool]:
+    """Return the settings, by default those of the run, and whether the command line names the label column.
+
+    Raises:
+        UserError: as for `define_task`.
+    """
+    parser = settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
         parser.set_defaults(**settings_of_run(run).as_dict())
-    defaults = {name: parser.get_default(name) for name in ("label_column", "label_names")}
+    defaults = {flag: parser.get_default(flag) for flag in ("label_column", "label_names")}
     parser.set_defaults(**dict.fromkeys(defaults))  # None cannot be given, so it shows whether a flag is given
     given = parser.values(sys.argv[1:])
-    requires_labels = given["label_column"] is not None or part is not None
-    if None not in (given["label_names"], defaults["label_names"]):
+    if given["label_names"] is not None and defaults["label_names"] is not None:
         raise UserError(f"--label_names: the run in {run} has named its classes: remove the flag")
-    given |= {name: default for name, default in defaults.items() if given[name] is None}
-    values = {name: given[name] for name in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
-    moved = {name: values.pop(name) for name in MAY_HAVE_MOVED if values[name] is not None}
+    names_labels = given["label_column"] is not None
+    given |= {flag: default for flag, default in defaults.items() if given[flag] is None}
+    values = {flag: given[flag] for flag in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
+    moved = {flag: values.pop(flag) for flag in MAY_HAVE_MOVED if values[flag] is not None}
     settings = select_precision(Settings(**values))
-    if part is not None:
-        if run is None:
-            raise UserError(f"--split {part}: {name} is not the folder of a run")
+    if moved and part is None:
+        raise UserError(f"--{next(iter(moved))}: only with --split, if what the run used has moved")
+    if run is not None and part is not None:
         files: dict[str, Any] = files_of_run(run, settings.csv, moved)
         settings = replace(settings, **files)
-    elif moved:
-        raise UserError(f"--{next(iter(moved))}: only with --split, if what the run used has moved")
-    if texts and (settings.csv is not None or part is not None):
-        raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
-    has_texts = settings.csv is None and part is None
-    if has_texts and rank_and_sizes()[1] > 1:
+    return settings, names_labels
+
+
+def find_texts(arguments: list[str], *, reads_a_file: bool) -> list[str] | None:
+    """Return the texts to predict, from the command line or standard input; None for the rows of a file.
+
+    Raises:
+        UserError: texts and a file are given, there are several ranks, or a text is empty or not valid UTF-8.
+    """
+    if reads_a_file:
+        if arguments:
+            raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
+        return None
+    if rank_and_sizes()[1] > 1:
         raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
-    lines = texts or (read_lines() if has_texts else None)
-    if any(is_utf8(line) for line in lines or ()):
+    texts = arguments or read_lines()
+    if any(map(is_utf8, texts)):
         raise UserError("a text is not valid UTF-8")
-    if not all(line.strip() for line in lines or ()):
+    if not all(text.strip() for text in texts):
         raise UserError("a text is empty: leave it out")
-    path = None if lines is not None else Path(f"{part or settings.csv_path.stem}-predictions.csv")
+    return texts
+
+
+def check_output(output: str | Path | None) -> Path | None:
+    """Return the path of the output; None to print the predictions.
+
+    Raises:
+        UserError: it exists, or its folder does not.
+    """
+    if output is None:
+        return None
     if output == "":
         raise UserError("--output is empty: must name a file")
-    if output is not None:
-        path = Path(output)
-    if path is not None and os.path.lexists(path):
+    path = Path(output)
+    if os.path.lexists(path):
         raise UserError(f"{path}: exists: name another file with --output, or remove it")
-    if path is not None and not os.path.isdir(path.absolute().parent):
+    if not os.path.isdir(path.absolute().parent):
         raise UserError(f"--output {path}: its folder does not exist")
-    return Task(settings, run, lines, part, path, requires_labels=requires_labels)
+    return path
 
 
 def files_of_run(run: Path, csv: str | None, moved: Mapping[str, str]) -> dict[str, str | None]:
