@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 
+MOST_BRACKETS = 500  # that a line may have without being parsed before
+
 # Of each split, its table or the paths of its CSV files.
 Splits: TypeAlias = "Mapping[str, Dataset | tuple[Path, ...]]"
 
@@ -48,6 +50,8 @@ def load_file(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
     with readable(path):
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty; it needs rows")
+        if builder == "json":
+            _check_nesting(path)
     with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
         folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
@@ -67,6 +71,19 @@ def load_file(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
             raise UserError(f"{path}: {problem or f'is not valid {kind}: {first_line(error)}'}") from error
 
 
+def _check_nesting(path: Path) -> None:
+    """Raise `UserError` if JSON is nested so deeply that Arrow's parser would crash the process."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.count(b"[") + line.count(b"{") > MOST_BRACKETS:  # otherwise it is not worth parsing
+                try:
+                    json.loads(line)
+                except RecursionError:
+                    raise UserError(f"{path}: line {number}: is nested too deeply") from None
+                except ValueError:  # described once Arrow has rejected it
+                    pass
+
+
 def find_json_problem(path: Path) -> str | None:
     """Return why a JSON file cannot be used, with the line if it is JSON Lines; None if the cause is not known."""
     n_rows = n_columns = 0
@@ -80,7 +97,7 @@ def find_json_problem(path: Path) -> str | None:
                 row = json.loads(line)
             except UnicodeDecodeError:
                 return f"line {number}: is not valid UTF-8"
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 return f"line {number}: is not valid JSON: {first_line(error)}"
             if not isinstance(row, dict):
                 return f'line {number}: is not a JSON object such as {{"review": "…", "label": 1}}'
