@@ -45,11 +45,13 @@ _N_ROWS_SHOWN = 5
 class ReviewTable:
     """The usable reviews of one file, or of the files of published parts: the training rows, then validation and test.
 
-    All row numbers are 0-based data rows of their file, as in the index of `pandas.read_csv(path)`.
+    All row numbers are 0-based data rows of their part: the index of `pandas.read_csv(path)` if it is one file. In a
+    part of several files, they continue from one file to the next.
 
     Attributes:
         path: The file, or that of the training rows.
-        sha256: Hash of the bytes of a CSV; of other formats, those of the CSV that `datasets` would write.
+        sha256: Hash of the bytes of a CSV; of several CSV files, of their hashes; of other formats, of the CSV that
+            `datasets` would write.
         rows_read: Number of data rows in the file.
         dropped: Reason ("no review" or "no label") to the dropped data rows in file order. Contains only reasons that
             occur.

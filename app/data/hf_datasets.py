@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 
-MOST_BRACKETS = 500  # that a line may have without being parsed before
+MOST_BRACKETS = 500  # open at once in a line of JSON: at some more, Arrow's parser would crash the process
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 
 # Of each split, its table or the paths of its CSV files.
 Splits: TypeAlias = "Mapping[str, Dataset | tuple[Path, ...]]"
@@ -73,15 +75,15 @@ def load_file(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
 
 def _check_nesting(path: Path) -> None:
     """Raise `UserError` if JSON is nested so deeply that Arrow's parser would crash the process."""
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.count(b"[") + line.count(b"{") > MOST_BRACKETS:  # otherwise it is not worth parsing
-                try:
-                    json.loads(line)
-                except RecursionError:
-                    raise UserError(f"{path}: line {number}: is nested too deeply") from None
-                except ValueError:  # described once Arrow has rejected it
-                    pass
+            if line.count(b"[") + line.count(b"{") <= MOST_BRACKETS:
+                continue
+            depth = 0
+            for bracket in re.findall(rb"[\[\]{}]", _STRING.sub(b"", line)):
+                depth += 1 if bracket in b"[{" else -1
+                if depth > MOST_BRACKETS:
+                    raise UserError(f"{path}: line {number}: is nested too deeply")
 
 
 def find_json_problem(path: Path) -> str | None:
@@ -133,10 +135,11 @@ def load_splits(name: str, cache_dir: Path | None) -> Splits:
     """
     # NAME may be NAME/CONFIG, and a NAME on the Hub is mostly owner/name. So the whole name is tried first, unless it
     # cannot be one: its parent is a local folder, or it has more than two parts.
-    base, _, config = name.rstrip("/").rpartition("/")
+    whole = name.rstrip("/") or name
+    base, _, config = whole.rpartition("/")
     problems: list[Exception] = []
-    candidates: list[tuple[str, str | None]] = [(name, None), *([(base, config)] if base else [])]
-    if base and not os.path.isdir(name) and (os.path.isdir(base) or name.count("/") > 1):
+    candidates: list[tuple[str, str | None]] = [(whole, None), *([(base, config)] if base else [])]
+    if base and not os.path.isdir(whole) and (os.path.isdir(base) or whole.count("/") > 1):
         del candidates[0]
     for path, config_name in candidates:
         if not os.path.isdir(path) and path.startswith((".", "~", "/")):
@@ -161,7 +164,7 @@ def load_splits(name: str, cache_dir: Path | None) -> Splits:
 
 
 def _load_folder(path: str, config: str | None, cache_dir: Path | None) -> Splits:
-    """Load a data set in a folder, except CSV files, of which the paths are returned."""
+    """Load a data set from a folder; if it consists of plain CSV files, return their paths by split."""
     import datasets
 
     path = os.path.abspath(path)  # `datasets` takes the data set's name from it, and . has none
@@ -169,28 +172,41 @@ def _load_folder(path: str, config: str | None, cache_dir: Path | None) -> Split
         builder = datasets.load_dataset_builder(path, config, cache_dir=temporary)
         found: Mapping[Any, list[str]] = builder.config.data_files or {}
         files = {str(split): tuple(map(Path, of_split)) for split, of_split in found.items()}
-        every = [file for of_split in files.values() for file in of_split]
-        is_plain_csv = builder.name == "csv" and builder.config.sep == "," and builder.config.names is None
-        if is_plain_csv and all(file.suffix == ".csv" for file in every):
-            return files
+        all_files = [file for of_split in files.values() for file in of_split]
+        if builder.name == "csv" and all(file.suffix == ".csv" for file in all_files):
+            options, defaults = builder.config, type(builder.config)()
+            if options.pd_read_csv_kwargs == defaults.pd_read_csv_kwargs:  # README.md sets none
+                return files
+        if builder.name == "json":
+            for file in all_files:
+                _check_nesting(file)
     # `datasets` recognizes files by their times, which are the same for other content after `cp -p`.
-    tables: Splits = _load(path, config, cache_dir and cache_dir / _hash_files(Path(path), every)[:32])
+    tables: Splits = _load(path, config, cache_dir and cache_dir / _hash_files(Path(path), all_files)[:32])
     return tables
 
 
 def _load(path: str, config: str | None, cache_dir: Path | None) -> DatasetDict:
-    """Load a data set. Columns of CSV files are texts, as in a file that `--csv` names, except declared classes."""
+    """Load a data set. CSV columns are read as strings, as for `--csv`, unless README.md declares them as classes."""
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
         folder = temporary if cache_dir is None else str(cache_dir)
         options: dict[str, Any] = {"cache_dir": folder, "keep_in_memory": cache_dir is None}
-        # Also for CSV files: without a network, the cache is found only by the same arguments.
-        splits = datasets.load_dataset(path, config, **options)
-        table = next(iter(splits.values()))
-        if table.info.builder_name == "csv":  # pandas has read 000 as 0, and NA as missing
+        try:
+            # Also for CSV files: without a network, the cache is found only by the same arguments.
+            splits = datasets.load_dataset(path, config, **options)
+            table = next(iter(splits.values()))
+            columns, is_csv = table.features, table.info.builder_name == "csv"
+        except DatasetGenerationError:  # such as a label that is no number, after 10,000 that are
+            builder = datasets.load_dataset_builder(path, config, cache_dir=folder)
+            if builder.name != "csv":
+                raise
+            row = next(iter(next(iter(builder.as_streaming_dataset().values()))))
+            columns, is_csv = dict.fromkeys(row) | (builder.info.features or {}), True
+        if is_csv:  # pandas reads 000 as 0, and NA as missing
             text, label = datasets.Value("string"), datasets.ClassLabel
-            features = {name: column if isinstance(column, label) else text for name, column in table.features.items()}
+            features = {name: column if isinstance(column, label) else text for name, column in columns.items()}
             options |= {"features": datasets.Features(features), "keep_default_na": False, "na_values": [""]}
             splits = datasets.load_dataset(path, config, **options)
     return splits
@@ -205,7 +221,7 @@ def _hash_files(folder: Path, files: Sequence[Path]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's cause, which says more than an error that `datasets` raises for it."""
+    """Return the first line of the error's cause, or of the error, that says more than that an error has occurred."""
     lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("An error occurred while generating the dataset"):
         del lines[0]

@@ -34,7 +34,7 @@ CHUNK = 1_000  # rows that are in memory at once
 
 @dataclass(frozen=True)
 class CsvSource:
-    """A CSV file, or several that follow each other, with the path that messages about all of them name."""
+    """One or more CSV files, which are read in order. Messages about all of them name `path`."""
 
     path: Path
     files: tuple[Path, ...]

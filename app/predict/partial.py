@@ -62,13 +62,15 @@ class PartialLogits:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let other jobs use the output. Unless the block has failed, remove what this class has written."""
-        if kind is None:
-            for path in self.folder.iterdir():
-                if OWN_NAME.fullmatch(path.name) and path.is_file():  # also of other predictions
-                    path.unlink()
-            remove_claimed(self.folder)
-        os.close(self._lock)
+        """Let other jobs use the output. Unless the block has failed, remove all segments, also earlier ones."""
+        try:
+            if kind is None:
+                for path in self.folder.iterdir():
+                    if OWN_NAME.fullmatch(path.name) and path.is_file():
+                        path.unlink(missing_ok=True)
+                remove_claimed(self.folder)
+        finally:
+            os.close(self._lock)
 
     def _path(self, segment: int) -> Path:
         return self.folder / f"{self.key[:16]}-{segment:05}.npy"

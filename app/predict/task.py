@@ -62,7 +62,8 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     """Combine the command line with the settings of the run.
 
     Raises:
-        UserError: there is no such run, or flags contradict each other.
+        UserError: the run has not finished, a flag is invalid or contradicts another one or the run, there is nothing
+            to predict, or the output exists.
     """
     run = find_run(Path(name))
     if part is not None and run is None:
@@ -78,7 +79,7 @@ def combine_settings(name: str, run: Path | None, part: Part | None) -> tuple[Se
     """Return the settings, by default those of the run, and whether the command line names the label column.
 
     Raises:
-        UserError: as for `define_task`.
+        UserError: the run has not finished, or a flag is invalid or contradicts another one or the run.
     """
     parser = settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
     if run is not None:
@@ -87,14 +88,17 @@ def combine_settings(name: str, run: Path | None, part: Part | None) -> tuple[Se
     parser.set_defaults(**dict.fromkeys(defaults))  # None cannot be given, so it shows whether a flag is given
     given = parser.values(sys.argv[1:])
     if given["label_names"] is not None and defaults["label_names"] is not None:
-        raise UserError(f"--label_names: the run in {run} has named its classes: remove the flag")
+        raise UserError(f"--label_names: the run in {run} was trained with --label_names: remove the flag")
     names_labels = given["label_column"] is not None
     given |= {flag: default for flag, default in defaults.items() if given[flag] is None}
     values = {flag: given[flag] for flag in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
     moved = {flag: values.pop(flag) for flag in MAY_HAVE_MOVED if values[flag] is not None}
     settings = select_precision(Settings(**values))
     if moved and part is None:
-        raise UserError(f"--{next(iter(moved))}: only with --split, if what the run used has moved")
+        raise UserError(
+            f"--{next(iter(moved))}: allowed only with --split, if the data have moved since training; to predict "
+            "other rows, give a file with --csv"
+        )
     if run is not None and part is not None:
         files: dict[str, Any] = files_of_run(run, settings.csv, moved)
         settings = replace(settings, **files)
@@ -105,7 +109,8 @@ def find_texts(arguments: list[str], *, reads_a_file: bool) -> list[str] | None:
     """Return the texts to predict, from the command line or standard input; None for the rows of a file.
 
     Raises:
-        UserError: texts and a file are given, there are several ranks, or a text is empty or not valid UTF-8.
+        UserError: texts and a file are given, there are several ranks, there are no texts, or one is empty or not valid
+            UTF-8.
     """
     if reads_a_file:
         if arguments:
@@ -156,7 +161,9 @@ def files_of_run(run: Path, csv: str | None, moved: Mapping[str, str]) -> dict[s
     now = {**moved, **({} if csv is None else {"csv": csv})}
     if unknown := [name for name in now if used[name] is None]:
         used_flags = [f"--{name}" for name in names if used[name] is not None]
-        raise UserError(f"--{unknown[0]}: the run in {run} had none, but {', '.join(used_flags)}: remove the flag")
+        raise UserError(
+            f"--{unknown[0]}: the run in {run} was trained with {' and '.join(used_flags)} instead: remove the flag"
+        )
     return used | now
 
 
@@ -249,9 +256,12 @@ def select_rows(task: Task, table: ReviewTable) -> Indices:
         columns=(settings.text_column, settings.label_column),
     )
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
-        files = [file for name in ("csv", *MAY_HAVE_MOVED) if (file := getattr(settings, name)) is not None]
-        advice = "" if settings.dataset_name else ": if it has moved, give its file with --csv"
-        raise UserError(f"{' or '.join(files)}: has changed since the run in {task.run} split it{advice}")
+        used = {flag: value for flag in ("csv", *MAY_HAVE_MOVED) if (value := getattr(settings, flag)) is not None}
+        flags = " and ".join(f"--{flag}" for flag in used)
+        raise UserError(
+            f"{' or '.join(used.values())}: has changed since the run in {task.run} split it; if it has moved, give "
+            f"the new location with {flags}"
+        )
     part: Indices = getattr(split, task.part)
     if not len(part):
         raise UserError(f"--split {task.part}: the run in {task.run} has no such rows")

@@ -123,6 +123,35 @@ def test_a_part_of_a_data_set_may_have_several_files_and_other_columns(tmp_path,
     assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
 
 
+def test_labels_of_tables_may_have_different_types_in_parts_and_chunks(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    many = 10_001  # pandas infers the types of 10,000 rows at once
+    for part, n in (("train", many), ("test", 2)):
+        frame = rows(part, n).astype({"label": str})
+        frame.loc[n - 2 :, "label"] = "good"
+        frame.to_csv(folder / f"{part}.tsv", index=False, sep="\t")
+    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
+    assert table.class_names == ("0", "1", "good")
+    assert table.parts == {"train": many, "test": 2}
+
+
+def test_options_that_a_data_set_declares_for_its_csv_files_are_applied(tmp_path):
+    (tmp_path / "data").mkdir()
+    rows("train", 20).to_csv(tmp_path / "data" / "train.csv", index=False)
+    configs = "configs:\n- config_name: default\n  data_files: train.csv\n  nrows: 8\n"
+    (tmp_path / "data" / "README.md").write_text(f"---\n{configs}---\n")
+    assert len(read({"dataset_name": str(tmp_path / "data")})) == 8
+
+
+def test_a_deeply_nested_line_of_a_data_set_is_one_line(tmp_path):
+    (tmp_path / "data").mkdir()
+    deep = '{"review": "a", "label": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    (tmp_path / "data" / "train.jsonl").write_text(deep)
+    with pytest.raises(UserError, match=r"train\.jsonl: line 1: is nested too deeply"):
+        read({"dataset_name": str(tmp_path / "data")})
+
+
 def test_compressed_csv_files_of_a_data_set_are_texts(tmp_path):
     reviews = ["000", "NA", "", "好"] * 6
     frame = pd.DataFrame({"label": ["007", "1"] * 12, "review": reviews})

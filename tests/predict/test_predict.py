@@ -161,8 +161,11 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
     predict("run", "--split=test", "--test_file=moved-test.csv", "--output=p.csv")
     assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "o.csv").read_bytes()
     for arguments, message in (
-        (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: only with --split"),
-        (["--split=test", "--validation_file=train.csv"], "--validation_file: the run in run had none"),
+        (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: allowed only with --split"),
+        (
+            ["--split=test", "--validation_file=train.csv"],
+            "--validation_file: the run in run was trained with --csv and --test_file instead",
+        ),
         (["--split=test", "--test_file=train.csv"], "has the same rows as"),
         (["--split=test", "--test_file=other.csv"], "train.csv or other.csv: has changed since the run in run"),
     ):
@@ -178,7 +181,9 @@ def test_the_data_set_of_a_run_may_have_moved(world, review_csv, tmp_path, monke
     (tmp_path / "data").rename("moved")
     predict("run", "--split=test", "--dataset_name=./moved", "--output=o.csv")
     assert (tmp_path / "o.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
-    with pytest.raises(UserError, match="--csv: the run in run had none, but --dataset_name: remove the flag"):
+    with pytest.raises(
+        UserError, match="--csv: the run in run was trained with --dataset_name instead: remove the flag"
+    ):
         predict("run", "--split=test", "--csv=moved/train.csv")
 
 
@@ -191,7 +196,7 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, review_csv
     assert read_run(tmp_path / "run").split["classes"] == ["负面", "正面"]
     predict("run", "--split=test", "--output=again.csv")
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
-    with pytest.raises(UserError, match="--label_names: the run in run has named its classes"):
+    with pytest.raises(UserError, match="--label_names: the run in run was trained with --label_names"):
         predict("run", "好", "--label_names=0=正面,1=负面")
     assert "of 60 reviews" in predict("run", "--csv=reviews.csv", "--output=run.csv")
     (tmp_path / "run/model").rename("model")
