@@ -65,12 +65,16 @@ def uses_shared_jobs(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a GPU, give launched tests more time, and sort the files.
 
-    First the file whose worker trains the shared jobs; then files with jobs of their own and files without jobs, which
-    the other workers run meanwhile; then the other files with shared jobs.
+    First the file whose worker trains the shared jobs; then files with jobs of their own and half of the files without
+    jobs, which the other workers run meanwhile; then the other files with shared jobs; and at the end the remaining,
+    short files, so that all workers end at about the same time.
     """
     trains = next((item.path for item in items if uses_shared_jobs(item)), None)
-    launched = {item.path for item in items if item.get_closest_marker("launched")}
-    items.sort(key=lambda item: (item.path != trains, uses_shared_jobs(item), item.path not in launched))
+    shared = {item.path for item in items if uses_shared_jobs(item)}
+    launched = {item.path for item in items if item.get_closest_marker("launched")} - shared
+    others = [path for path in dict.fromkeys(item.path for item in items) if path not in shared | launched]
+    stages = ({trains}, launched, set(others[::2]), shared, set(others))
+    items.sort(key=lambda item: next(i for i, paths in enumerate(stages) if item.path in paths))
     for item in items:
         if item.get_closest_marker("launched"):
             item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
