@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +61,11 @@ def hash_file(path: Path) -> str:
         check_file(path)
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_json(content: object) -> str:
+    """Return the SHA-256 of the JSON of a value."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def find_encoding(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..common.errors import UserError, shorten
-from .csv_checks import hash_file, list_names, readable
+from .csv_checks import hash_file, hash_json, list_names, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -52,8 +51,8 @@ def load_file(path: Path, builder: str, cache_dir: Path | None) -> Dataset:
     with readable(path):
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty; it needs rows")
-        if builder == "json":
-            _check_nesting(path)
+    if builder == "json":
+        _check_nesting(path)
     with tempfile.TemporaryDirectory() as temporary, quiet_datasets():
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
         folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_file(path)[:32])
@@ -141,12 +140,12 @@ def load_splits(name: str, cache_dir: Path | None) -> Splits:
     candidates: list[tuple[str, str | None]] = [(whole, None), *([(base, config)] if base else [])]
     if base and not os.path.isdir(whole) and (os.path.isdir(base) or whole.count("/") > 1):
         del candidates[0]
+    folder = cache_dir and cache_dir / "datasets"
     for path, config_name in candidates:
         if not os.path.isdir(path) and path.startswith((".", "~", "/")):
             hint = ": ~ is not expanded here, give the complete path" if path.startswith("~") else ""
             raise UserError(f"--dataset_name {name}: there is no such folder{hint}")
         try:
-            folder = cache_dir and cache_dir / "datasets"
             splits: Splits = (_load_folder if os.path.isdir(path) else _load)(path, config_name, folder)
         except UserError:
             raise
@@ -216,12 +215,14 @@ def _hash_files(folder: Path, files: Sequence[Path]) -> str:
     """Return the SHA-256 of the data files of a folder and of its README.md, whose metadata describe them."""
     readme = folder / "README.md"
     paths = [*files, *([readme] if readme.is_file() else [])]
-    content = [(os.path.relpath(path, folder), hash_file(path)) for path in paths]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return hash_json([(os.path.relpath(path, folder), hash_file(path)) for path in paths])
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's cause, or of the error, that says more than that an error has occurred."""
+    """Return the first line of an error or of its cause, which is often the more precise one.
+
+    A line that only says that the data set could not be generated is left out.
+    """
     lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("An error occurred while generating the dataset"):
         del lines[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from .csv_checks import (
     check_columns,
     check_file,
     hash_file,
+    hash_json,
     list_names,
     quote_name,
     read_columns,
@@ -45,7 +45,7 @@ class CsvSource:
     def sha256(self, text_column: str, label_column: str | None) -> str:
         """Return the hash of the file's bytes; of several files, the hash of their hashes."""
         hashes = [hash_file(file) for file in self.files]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+        return hashes[0] if len(hashes) == 1 else hash_json(hashes)
 
     def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
         """Yield text and label of each data row; without a label column, all labels are empty."""
@@ -168,7 +168,7 @@ def combine_hashes(hashes: Mapping[str, str], sources: Mapping[str, Source]) -> 
             raise UserError(
                 f"{sources[part].path}: has the same rows as {sources[other].path}: give each part a file of its own"
             )
-    return hashes["train"] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    return hashes["train"] if len(hashes) == 1 else hash_json(hashes)
 
 
 def open_source(path: Path, cache_dir: Path | None = None) -> Source:

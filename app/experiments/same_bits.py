@@ -11,8 +11,8 @@ exit status is 1 unless all hashes are equal. Any training flag applies to all c
 
 --vary trains these cells with each value of further settings: {1, 2, 4} accumulation steps, {random, group_by_length}
 sampling, {fp32, bf16} precision, as many logical ranks as ranks, instead of --logical_ranks, {no, balanced} class
-weights, {no, 0.1} label smoothing, and {no, 1} patience of early stopping. Each combination of values is a run of
-its own, whose cells must have one hash.
+weights, {no, 0.1} label smoothing, and {no, 1} patience of early stopping. The cells of each
+combination of values must have one hash.
 
     python -m app.experiments.same_bits --vary accumulation sampling precision --strategies ddp \\
         --interruptions uninterrupted

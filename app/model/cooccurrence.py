@@ -51,8 +51,8 @@ def cached_embeddings(
 def learn_embeddings(rows: Sequence[Sequence[int]], vocabulary_size: int, size: int) -> NDArray[np.float32]:
     """Factorize the positive pointwise mutual information of neighboring tokens (Levy, Goldberg and Dagan 2015).
 
-    Equal rows give bitwise equal embeddings on one kind of CPU, with any number of threads. Do not pass
-    test reviews, whose words would then affect the model.
+    Equal rows give bitwise equal embeddings on one kind of CPU, with any number of threads. Do not pass test
+    reviews: the model would learn from them.
 
     Args:
         rows: the token ids of each text.

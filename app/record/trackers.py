@@ -1,8 +1,7 @@
 """What differs between the trackers of accelerate: how a run is named, continued, and described.
 
 `is_installed` and `check_project` check the flags before the start. Only the thread of a tracker calls the other
-functions (see `tracking.py`). They reach the trackers' libraries through
-`accelerate.tracking` alone.
+functions (see `tracking.py`). They reach the trackers' libraries through `accelerate.tracking` alone.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def lock(folder: Path, shown: Path | None = None) -> int:
 
 
 def remove_claimed(folder: Path) -> None:
-    """Remove a folder that `claim_folder` created, if nothing else has been written to it."""
+    """Remove a folder that is locked, and its lock, if nothing else is in it."""
     (folder / LOCK).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

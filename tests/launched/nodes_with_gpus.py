@@ -1,7 +1,7 @@
 """Start an entry point on nodes with simulated GPUs: `nodes_with_gpus.py app.ddp_loop [flags]`.
 
-GPUS lists how many GPUs the node of each rank has. All of them are full: whoever starts CUDA fails. The rank
-UNKNOWN_FLAG_ON gets a flag that no program has.
+GPUS lists how many GPUs the node of each rank has. The memory of all GPUs is full, so a process that
+starts CUDA fails. The rank UNKNOWN_FLAG_ON gets a flag that no program has.
 """
 
 from __future__ import annotations
