@@ -64,7 +64,6 @@ OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.memory": add_memory_flags,
     "bench.communication": add_communication_flags,
     "bench.traffic": measure_tiny_bert,
-    "bench.checkpoint_cost": measure_tiny_bert,
     "compare": add_compare_flags,
     "plan": add_plan_flags,
 }

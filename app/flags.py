@@ -35,7 +35,6 @@ BENCHMARKS = {
     | dict.fromkeys(("precision", "bf16"), "each recipe has its own: select them with --recipes"),
     "bench.traffic": all_but(),
     "bench.memory": all_but(),
-    "bench.checkpoint_cost": all_but("save_total_limit"),
     # The trainings with compressed gradients have a number of steps, and are evaluated.
     "bench.communication": all_but("max_steps", "num_train_epochs", "eval_batch_size", "output_dir"),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import replace
 
 import pytest
 
-from app.bench import checkpoint_cost, memory, traffic
+from app.bench import memory, traffic
 from app.bench.harness import set_up, with_each_strategy
 from app.common.errors import AgreedError, RunError
 from app.plan.step import Plan
@@ -44,33 +43,12 @@ def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(settings, 
     assert len(list(micro_batches)) == len(bench.loader) - 6, "each step takes two micro-batches"
 
 
-def test_a_benchmark_prints_the_median_of_its_rounds(settings, world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint_cost, "ROUNDS", 2)
-    monkeypatch.setattr(checkpoint_cost, "STEPS", 2)
-    checkpoint_cost.benchmark(settings, world, tmp_path)
-    assert re.search(r"costs [+-]\d+\.\d% \(median of 2 rounds", capsys.readouterr().out)
-
-
-def test_a_benchmark_with_too_few_rows_says_so(settings, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_cost, "STEPS", 30)
+def test_a_benchmark_with_too_few_rows_says_so(settings, world):
+    bench = set_up(settings, world)
     with pytest.raises(
         AgreedError, match="81 training rows are enough for 10 steps of 8 rows, and this benchmark needs 30"
     ):
-        checkpoint_cost.benchmark(settings, world, tmp_path)
-    assert set_up(settings, world).data.plan.steps_per_epoch == 10
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_no_folder_of_checkpoints(world, tmp_path, monkeypatch, number):
-    monkeypatch.chdir(tmp_path)
-    handler = signal.signal(number, signal.SIG_DFL)
-    try:
-        with pytest.raises(KeyboardInterrupt), checkpoint_cost.shared_folder(world):  # noqa: PT012
-            (next(tmp_path.glob(".checkpoint_cost.*.staging")) / "checkpoints").mkdir()
-            signal.raise_signal(number)
-    finally:
-        signal.signal(number, handler)
-    assert not list(tmp_path.iterdir())
+        bench.train_steps(bench.loader, bench.optimization(30), steps=30)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
