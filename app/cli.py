@@ -21,11 +21,8 @@ from .setting_groups import GROUPS
 from .settings import Settings
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
-# The flags that programs reject, and do not list in their help: all but Trainer's path, and all but the training paths.
-TRAINER_ENGINES = dict.fromkeys(
-    ("deepspeed", "fsdp"), f"only {PACKAGE}.trainer_run has it: start that, or use --strategy"
-)
-FLAGS_OF_ONE_RUN = TRAINER_ENGINES | {
+# The flags that programs reject, and do not list in their help: all but the training paths.
+FLAGS_OF_ONE_RUN = {
     "dry_run": f"only {PACKAGE}.ddp_loop and {PACKAGE}.trainer_run have it; {PACKAGE}.plan plans all strategies"
 }
 

@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .checkpoint.state import TrainingState
-from .cli import TRAINER_ENGINES
 from .data.loaders import EvalSet
 from .distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
 from .distributed.preemption import StopRequest
@@ -259,4 +258,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, rejected=TRAINER_ENGINES)
+    launch(main, __doc__, rejected={})

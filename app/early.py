@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench.scaling.flags import add_scaling_flags
-from .cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser, parse_flags, program_name
+from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import UserError, escape_unencodable_output
 from .common.paths import PACKAGE
 from .data.csv_checks import check_exists
@@ -42,7 +42,7 @@ from .flags import (
 from .program import print_mistake
 from .settings import Settings
 
-PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
+PATHS: dict[str, Mapping[str, str]] = {"ddp_loop": {}, "trainer_run": {}}
 # The programs whose command line is checked. These have training settings, and reject some of them; those in
 # WITHOUT_SETTINGS have only flags of their own. All other programs import torch late.
 REJECTED = (

@@ -62,7 +62,7 @@ class Settings(
 
     def _contradictions(self) -> Iterator[str]:
         """Yield the rules between settings that are broken."""
-        engine, hook = self.trainer_engine, self.ddp_comm_hook
+        hook = self.ddp_comm_hook
         if self.pad_to_multiple_of > 0 and self.max_length % self.pad_to_multiple_of:
             multiple, length = (shorten(str(number)) for number in (self.pad_to_multiple_of, self.max_length))
             yield f"--pad_to_multiple_of {multiple}: must divide --max_length {length}"
@@ -70,25 +70,11 @@ class Settings(
             yield "--tf32 needs GPUs: remove it, or --use_cpu"
         if self.cpu_offload and self.strategy != "zero3":
             yield f"--cpu_offload needs --strategy zero3, not {self.strategy}"
-        if self.deepspeed is not None and self.strategy != "ddp":
-            yield f"--deepspeed shards by its own configuration: remove --strategy {self.strategy}"
-        if self.deepspeed is not None and self.precision == "fp64":
-            yield "--deepspeed trains in fp32, bf16 or fp16: remove --precision fp64"
-        if self.fsdp and (self.strategy != "ddp" or self.deepspeed is not None):
-            yield "--fsdp, --deepspeed and --strategy exclude each other: give only one of them"
-        if self.fsdp and self.precision == "fp16":
-            yield "--fsdp trains in fp32, bf16 or fp64: remove --precision fp16"
-        if self.dry_run and engine is not None:
-            yield "--dry_run plans --strategy: remove --deepspeed or --fsdp"
-        if self.profile and engine is not None:
-            yield f"--profile cannot divide the steps of {engine}: remove it, or use --strategy"
-        if hook != "no" and engine is not None:
-            yield f"--ddp_comm_hook {hook} needs --strategy ddp or zero1, not {engine}"
         if hook != "no" and self.strategy not in WRAPPED_IN_DDP:
             yield f"--ddp_comm_hook {hook} needs --strategy ddp or zero1, not {self.strategy}"
         for name in ("param_dtype", "reduce_dtype"):
-            if (dtype := getattr(self, name)) != "fp32" and (engine is not None or self.strategy not in SHARDED):
-                yield f"--{name} {dtype} needs --strategy zero2 or zero3, not {engine or self.strategy}"
+            if (dtype := getattr(self, name)) != "fp32" and self.strategy not in SHARDED:
+                yield f"--{name} {dtype} needs --strategy zero2 or zero3, not {self.strategy}"
         if self.param_dtype == "bf16" and self.precision not in ("bf16", "auto"):
             yield f"--param_dtype bf16 needs --precision bf16, not {self.precision}"
         if hook == "power_sgd" and self.precision == "fp16":
@@ -139,17 +125,6 @@ class Settings(
             return True
         return self.train_batch_size % (ranks * self.gradient_accumulation_steps) == 0
 
-    @property
-    def trainer_engine(self) -> str | None:
-        return trainer_engine(self.deepspeed, self.fsdp)
-
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""
         return dataclasses.asdict(self)
-
-
-def trainer_engine(deepspeed: str | None, fsdp: bool | None) -> str | None:
-    """Return the engine that `--deepspeed` or `--fsdp` selects instead of a strategy of this project, or None."""
-    if deepspeed is not None:
-        return "DeepSpeed"
-    return "Trainer's FSDP2" if fsdp else None

@@ -8,7 +8,7 @@ What is left of Trainer is the loop itself: over epochs, steps and micro-batches
 rest, because it would train differently. Trainer's default, and its replacement here:
 
     loaders              complete batches per rank, with repeated rows    rows per rank: a DistributedSampler
-    wrapper              DDP, FSDP or DeepSpeed, by its arguments         the strategy's; an engine only on request
+    wrapper              DDP, FSDP or DeepSpeed, by its arguments         the strategy's
     optimizer, schedule  from its arguments                               the shared ones, built from the settings
     dropout              one stream of random numbers per process         masks that belong to the rows
     mixed precision      accelerate's, with its own loss scaling          the shared one
@@ -30,7 +30,7 @@ import numpy as np
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .checkpoint.state import load_weights, unreadable
+from .checkpoint.state import unreadable
 from .distributed.collectives import raise_on_all_ranks
 from .distributed.preemption import StopRequest
 from .distributed.process_group import join
@@ -38,8 +38,7 @@ from .distributed.world import World
 from .metrics.score import Scores, score
 from .program import launch
 from .settings import Settings
-from .trainer.deepspeed_engine import gather_parameters
-from .trainer.engine import TrainerEngine, training_arguments, unset_engine
+from .trainer.arguments import training_arguments
 from .trainer.review_trainer import NothingLeftToTrain, RecordCallback, ReviewTrainer
 from .training.console import describe_result
 from .training.prepare import Preparation, prepare
@@ -61,8 +60,7 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     Args:
         exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
     """
-    engine = TrainerEngine() if settings.trainer_engine else None
-    prepared = prepare("trainer_run", settings, world, engine=engine)
+    prepared = prepare("trainer_run", settings, world)
     with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
         scores = train_and_test(prepared, world, stop)
         world.print_main(describe_result(scores, prepared.record))
@@ -81,7 +79,6 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
         eval_dataset=prepared.eval_set.loader.dataset,
         processing_class=data.tokenizer,
     )
-    unset_engine()
     # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
     # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
     assert trainer.model_accepts_loss_kwargs is False
@@ -103,14 +100,11 @@ def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
         RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
     checkpoint = prepared.resume.checkpoint
-    if checkpoint is not None and prepared.settings.deepspeed is not None:
-        load_weights(prepared.model, checkpoint, world)  # DeepSpeed's engine copies them when it is created
     with copy_trainer_state(checkpoint, world) as folder, suppress(NothingLeftToTrain):
         trainer.train(resume_from_checkpoint=folder)
     assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
-    if prepared.settings.load_best_model_at_end:  # otherwise ZeRO-3 would gather all parameters for nothing
-        with gather_parameters(prepared.model.parameters(), write=True):
-            prepared.record.best.load(prepared.model, trainer.state.global_step)
+    if prepared.settings.load_best_model_at_end:
+        prepared.record.best.load(prepared.model, trainer.state.global_step)
 
 
 @contextmanager

@@ -117,7 +117,6 @@ def start(monkeypatch):
 
 def test_a_correct_command_line_starts_the_program(start, capsys):
     assert start("ddp_loop", "--max_steps=1") is None
-    assert start("trainer_run", "--fsdp") is None
     assert start("bench.memory", "--sizes") is None
     assert start("minimal", "--max_steps=1") is None
     assert start("bench.scaling", "--ranks", "1", "2") is None

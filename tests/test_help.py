@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from app import early
-from app.cli import FLAGS_OF_ONE_RUN, TRAINER_ENGINES, OneLineParser
+from app.cli import FLAGS_OF_ONE_RUN, OneLineParser
 from app.common.errors import UserError
 from app.flags import BENCHMARKS
 from app.setting_groups import GROUPS
 
 WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/fault_injection")
-PATHS = {"ddp_loop": TRAINER_ENGINES, "trainer_run": {}}
+PATHS = {"ddp_loop": {}, "trainer_run": {}}
 REJECTED = PATHS | {name.replace(".", "/"): rejected for name, rejected in BENCHMARKS.items()}
 PROGRAMS = (
     *REJECTED,

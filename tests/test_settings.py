@@ -23,22 +23,6 @@ def test_a_path_that_is_not_utf8_is_rejected(name):
     Settings(**{name: "runs/酒店\n\\é"})
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"strategy": "zero2"}, "remove --strategy zero2"),
-        ({"profile": 2}, "--profile cannot divide the steps of DeepSpeed"),
-        ({"fsdp": True}, "--fsdp, --deepspeed and --strategy exclude each other"),
-        ({"precision": "fp64"}, "--deepspeed trains in fp32, bf16 or fp16: remove --precision fp64"),
-    ],
-)
-def test_deepspeed_has_its_own_sharding_and_no_fp64(other, message):
-    with pytest.raises(UserError, match=message):
-        Settings(deepspeed="ds.json", **other)
-    for precision in ("auto", "bf16", "fp16"):
-        Settings(deepspeed="ds.json", precision=precision)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_only_zero3_can_keep_parameters_in_main_memory(strategy):
     with pytest.raises(UserError, match=f"--cpu_offload needs --strategy zero3, not {strategy}"):
@@ -69,8 +53,6 @@ def test_gradients_that_cannot_be_compressed_are_refused(settings, message):
     [
         ({}, "ddp"),
         ({"strategy": "zero1"}, "zero1"),
-        ({"deepspeed": "ds.json"}, "DeepSpeed"),
-        ({"fsdp": True}, "Trainer's FSDP2"),
     ],
 )
 def test_only_fsdp2_has_precisions_of_its_own(name, settings, chosen):

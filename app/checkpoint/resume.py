@@ -25,7 +25,7 @@ from ..runs.parse import parse_object
 from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
 from ..setting_groups import BUILT_IN
-from ..settings import Settings, trainer_engine
+from ..settings import Settings
 from .find import (
     ResumePoint,
     check_recorded_settings,
@@ -183,7 +183,6 @@ def changes_since(
 ) -> tuple[str, ...]:
     """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
     recorded = state.get("settings", {})
-    engines = [trainer_engine(recorded.get("deepspeed"), recorded.get("fsdp")), settings.trainer_engine]
     # On a CPU, the optimizer is always there.
     offloaded_before = recorded.get("cpu_offload") if world.device.type == "cuda" else None
     before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
@@ -196,9 +195,6 @@ def changes_since(
         ("optimizer on the CPU", offloaded_before, settings.cpu_offload),
         ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
         ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
-        ("engine", *((engine or "PyTorch") if recorded else None for engine in engines)),
-        # Trainer's engines add gradients in an order that depends on the number of ranks.
-        ("ranks", state.get("world_size") if any(engines) else None, world.size),
         ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))

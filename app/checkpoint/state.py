@@ -179,8 +179,7 @@ class ShardReader:
 
     def differences(self, model: torch.nn.Module) -> list[str]:
         """List the tensors that are missing, do not belong to the model, or have another shape."""
-        # DeepSpeed's stage 3 leaves parameters empty; `ds_shape` is their shape.
-        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in _weights(model)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in _weights(model)}
         required = [f"model.{name}" for name in shapes]
         # A parameter that has had no gradient has no optimizer state.
         required += [f"{key}.{name}" for name in shapes if f"step.{name}" in self for key in (*MOMENTS, "step")]

@@ -14,7 +14,6 @@ import psutil
 
 from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
-from ..common.paths import PACKAGE
 from ..setting_groups import MAX_THREADS
 
 LOWEST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
@@ -56,10 +55,7 @@ UNSUPPORTED_BACKENDS = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate's parallelism config",
     "ACCELERATE_USE_SAGEMAKER": "SageMaker's data parallelism",
 }
-INSTEAD = {
-    "DeepSpeed": f"unset it, and use {PACKAGE}.trainer_run --deepspeed",
-    "FSDP": f"unset it, and use --strategy zero2 or zero3, or {PACKAGE}.trainer_run --fsdp",
-}
+INSTEAD = dict.fromkeys(("DeepSpeed", "FSDP"), "unset it, and use --strategy")
 DYNAMO_FLAGS = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 
 
@@ -79,7 +75,7 @@ def check_accelerate_environment(precision: str, use_cpu: bool) -> None:
         raise _contradiction("ACCELERATE_MIXED_PRECISION", f"the settings say --precision {precision}", remedy)
     for name, backend in UNSUPPORTED_BACKENDS.items():
         if _is_true(name):
-            reason = "the settings select the engine" if backend in INSTEAD else f"{backend} is not supported"
+            reason = "the settings select the strategy" if backend in INSTEAD else f"{backend} is not supported"
             raise _contradiction(name, reason, INSTEAD.get(backend, "unset it"))
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise _contradiction("ACCELERATE_DYNAMO_BACKEND", "torch.compile is not supported", "unset it")
@@ -109,17 +105,6 @@ def _is_true(name: str) -> bool:
     if text not in TRUE | FALSE:
         raise UserError(f"{name}={shorten(text)!r}: must be true or false; unset it")
     return text in TRUE
-
-
-def select_deepspeed_accelerator(device_type: str) -> None:
-    """Make DeepSpeed use the ranks' device (`cpu` or `cuda`), not any GPU. Call it before DeepSpeed is imported."""
-    os.environ["DS_ACCELERATOR"] = device_type
-
-
-def unset_engine_variables() -> None:
-    """Remove the variables by which accelerate would make later Trainers of this process use DeepSpeed or FSDP."""
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(name, None)
 
 
 def started_by_torchrun() -> bool:

@@ -56,7 +56,6 @@ class RunInfo:
     duplicates: Mapping[str, int]  # as returned by `count_duplicates`
     world: World
     model: ModelIdentity
-    deepspeed_config: dict[str, Any] | None = None  # completed from the settings; None without DeepSpeed
     devices: Sequence[str] = ()  # the name of each rank's device
     peak_flops: float | None = None  # of all ranks' devices together, in FLOP/s; None if it is unknown
     arithmetic: Arithmetic = field(default_factory=dict)  # as returned by `gather_arithmetic`
@@ -226,7 +225,6 @@ def copy_best(source: Path | None, run: Path) -> None:
 
 def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any]:
     """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
-    packages = PACKAGES if info.deepspeed_config is None else (*PACKAGES, "deepspeed")
     return info.settings.as_dict() | {
         "path": info.path_name,
         **info.model.as_dict(),
@@ -236,9 +234,9 @@ def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any
         "launchers": list(launchers),
         "threads": torch.get_num_threads(),
         "kernels": kernels(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
-        "deepspeed_config": info.deepspeed_config,
+        "deepspeed_config": None,  # only runs that were trained with DeepSpeed have one
     }
 
 
@@ -255,7 +253,6 @@ def run_state_content(info: RunInfo, progress: Mapping[str, Any]) -> dict[str, A
         "threads": torch.get_num_threads(),
         "fingerprint": info.split.fingerprint,
         "settings": info.settings.as_dict(),
-        "deepspeed_config": info.deepspeed_config,
         **info.model.as_dict(),
         **progress,
     }

@@ -97,13 +97,11 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> list[Difference]:
     flat_a, flat_b = (_comparable(run) for run in (a, b))
     best_weights = flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")
     early_stopping = flat_a.get("early_stopping_patience") or flat_b.get("early_stopping_patience")
-    both_deepspeed = None not in (flat_a.get("deepspeed"), flat_b.get("deepspeed"))
     rules = (
         (True, NEVER_A_CAUSE),
         (steps_differ, AFTER_THE_STEPS),
         (not early_stopping and (steps_differ or not best_weights), BEST_WEIGHTS),
         (not any(map(_used_gpus, (a, b))), ("deterministic", "cpu_offload")),
-        (both_deepspeed, ("deepspeed",)),  # the path of the file: its content is recorded too
         (not _depends_on_ranks(a, b) and flat_a["logical_ranks"] == flat_b["logical_ranks"], ("world_size",)),
     )
     without_effect = {key for applies, keys in rules if applies for key in keys}
@@ -209,7 +207,7 @@ def _used_gpus(run: Run) -> bool:
 def _depends_on_ranks(*runs: Run) -> bool:
     """Return whether a run added its gradients in an order that depends on the number of ranks itself."""
     settings = [run.settings for run in runs]
-    return any(s.get("deepspeed") or s.get("fsdp") or s.get("ddp_comm_hook") == "power_sgd" for s in settings)
+    return any(s.get("deepspeed_config") or s.get("ddp_comm_hook") == "power_sgd" for s in settings)
 
 
 def _limited(things: Sequence[Any]) -> str:

@@ -93,7 +93,7 @@ SETTINGS = JsonFormat(  # the fields of app.settings.Settings, and these
     | {"kernels": OBJECT}
     | MODEL_IDENTITY
     | {"logical_ranks": INTEGER, "strategy": TEXT, "wrapper": TEXT}
-    | {"deepspeed": TEXT, "deepspeed_config": OBJECT}
+    | {"deepspeed_config": OBJECT}
     | {"threads": INTEGER, "cache_dir": TEXT, "text_column": TEXT, "label_column": TEXT}
     | {"test_size": NUMBER, "validation_size": NUMBER},
 )
@@ -134,7 +134,7 @@ RUN_STATE_FORMAT = JsonFormat(
     | {"settings": OBJECT},
     optional={"format_version": INTEGER, "device": TEXT, "torch": TEXT}
     | {"transformers": TEXT, "arithmetic": TEXTS_BY_NAME, "threads": INTEGER}
-    | {"deepspeed_config": OBJECT, "totals": OBJECT, "best": OBJECT, "evaluations": INTEGER}
+    | {"totals": OBJECT, "best": OBJECT, "evaluations": INTEGER}
     | MODEL_IDENTITY,
 )
 TOTALS = JsonFormat(

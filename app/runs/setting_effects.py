@@ -25,7 +25,7 @@ STATED_ELSEWHERE = (
     *("revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu"),
 )
 # Another value changes rounding or dropout masks from the step on at which a run is resumed with it.
-ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "deepspeed", "fsdp")
+ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload")
 # They affect which weights are kept and how rows are evaluated, but no step.
 AFTER_THE_STEPS = ("load_best_model_at_end", "eval_batch_size")
 # They decide which weights are the best, and matter only if a run finishes with those, or stops early.

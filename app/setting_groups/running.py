@@ -68,15 +68,6 @@ class ProcessSettings:
         "state that is sharded over the ranks: none (ddp), the optimizer's (zero1), also gradients, and parameters "
         "between steps (zero2), parameters at any time (zero3); results are bitwise identical",
     )
-    deepspeed: str | None = setting(
-        None,
-        "trainer_run: train with DeepSpeed's ZeRO as this JSON configuration says; values that the settings "
-        'determine are filled in where they are missing or "auto"',
-        valid=path_of("a JSON file"),
-    )
-    fsdp: bool = setting(
-        False, "trainer_run on GPUs: shard parameters with Trainer's own FSDP2; --strategy zero3 does so in both paths"
-    )
     cpu_offload: bool = setting(False, "zero3 on GPUs: keep parameters, gradients and optimizer state in main memory")
     activation_checkpointing: bool = setting(
         False, "recompute the activations of each layer in the backward pass to save memory"

@@ -42,7 +42,7 @@ class Strategy(Protocol):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective.
 
-        The model is complete, on the CPU. Here, or when an engine wraps it, it is placed on this rank's device: as a
+        The model is complete, on the CPU. Here it is placed on this rank's device: as a
         whole, or one block after another if it is sharded.
         """
 

@@ -94,7 +94,7 @@ class VectorTails:
         """Register the hooks of `optimizer`, fused AdamW."""
         # Parameters, and the new tails of each: its own and its moments'.
         self.updated: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
-        self.on_cpu: bool | None = None  # known from the first step on, when engines have placed the parameters
+        self.on_cpu: bool | None = None  # known from the first step on, when the parameters are where they stay
         optimizer.register_step_pre_hook(self.update)
         optimizer.register_step_post_hook(self.write)
 

@@ -27,8 +27,6 @@ from ..model.precision import mixed_precision
 from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation
 from ..training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
-from .deepspeed_engine import DeepSpeed, DeepSpeedState
-from .deepspeed_loss_scale import DeepSpeedLossScale
 
 
 class ReviewTrainer(Trainer):
@@ -64,8 +62,6 @@ class ReviewTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
-        if isinstance(self.optimizer, torch.optim.Optimizer):  # with DeepSpeed, Trainer calls this twice
-            return self.optimizer
         settings, strategy = self.prepared.settings, self.prepared.strategy
         self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy=strategy)
         self.optimizer = self.shared_optimizer
@@ -114,26 +110,12 @@ class ReviewTrainer(Trainer):
         return mixed_precision(self.prepared.settings.precision, self.world.device)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions.
-
-        With DeepSpeed, Trainer creates the engine next.
-        """
-        if training and isinstance(self.prepared.strategy, DeepSpeed):
-            self.prepared.strategy.place(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        """Use the strategy's wrapper: Trainer would wrap the model in DDP, without the fixed order of additions."""
         return self.wrapped if training else model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Load no checkpoint: Trainer and DeepSpeed expect other files. RecordCallback loads it."""
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
-        settings = self.prepared.settings
-        if settings.deepspeed is not None or settings.fsdp:  # Trainer has wrapped the model, and might choose plain DDP
-            wrapper = "FSDPModule" if settings.fsdp else "DeepSpeedEngine"
-            assert wrapper in [base.__name__ for base in type(model).__mro__], f"a {type(model)} is no {wrapper}"
-            self.wrapped = model
-        config = self.prepared.deepspeed_config
-        if config is not None and settings.precision == "fp16":
-            self.loss_scale = DeepSpeedLossScale(model, config["fp16"])
-        return model, loader
+        """Load no checkpoint: Trainer expects other files. RecordCallback loads it."""
+        return super()._prepare_for_training(max_steps, train_dataloader, None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load nothing: Trainer expects the complete weights in one file. RecordCallback loads them."""
@@ -244,8 +226,7 @@ class RecordCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Skip the step if the gradient norm is not finite. Keep its learning rate: the schedule advances with it."""
         trainer, strategy = self.trainer, self.prepared.strategy
-        if not isinstance(strategy, DeepSpeed):  # its engine has skipped it, and the next step may be finite
-            skip_step_if_nonfinite(strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
+        skip_step_if_nonfinite(strategy.local_optimizer(trainer.shared_optimizer), trainer.grad_norm)
         trainer.loss_scale.update(trainer.grad_norm)
         self.learning_rate = float(trainer.shared_scheduler.get_last_lr()[0])
 
@@ -261,6 +242,4 @@ class RecordCallback(TrainerCallback):
     def _training_state(self) -> TrainingState:
         trainer, prepared = self.trainer, self.prepared
         optimization = Optimization(trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale)
-        if prepared.deepspeed_config is not None:
-            return DeepSpeedState(prepared.model, optimization, prepared.strategy, self.world, trainer.wrapped)
         return TrainingState(prepared.model, optimization, prepared.strategy, self.world)

@@ -88,7 +88,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         (
             "machine",
             f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
-            f"{settings.trainer_engine or settings.strategy}{compression}, "
+            f"{settings.strategy}{compression}, "
             f"{settings.attn_implementation or 'default'} attention",
         ),
         *(("hint", hint) for hint in hints_about_devices(path_name, settings, world)),
@@ -161,13 +161,11 @@ def _block(lines: Sequence[tuple[str, str]]) -> str:
 
 def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
     """Return at most one line: the reason why ZeRO-3 saves less memory, and the remedy."""
-    is_zero3 = settings.fsdp or (settings.strategy == "zero3" and settings.trainer_engine is None)
-    if settings.precision not in ("bf16", "fp16") or ranks == 1 or not is_zero3:
+    if settings.precision not in ("bf16", "fp16") or ranks == 1 or settings.strategy != "zero3":
         return []
     if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
         return []
-    flag = "--fsdp" if settings.fsdp else "--strategy zero3"
     return [
-        f"{flag} with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from the "
-        "forward to the backward pass: --activation_checkpointing avoids it"
+        f"--strategy zero3 with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from "
+        "the forward to the backward pass: --activation_checkpointing avoids it"
     ]

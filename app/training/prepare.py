@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
-from ..cli import TRAINER_ENGINES
 from ..common.errors import UserError
 from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
-from ..distributed.environment import select_deepspeed_accelerator
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
@@ -39,39 +36,6 @@ if TYPE_CHECKING:
     from ..profiling.profiler import StepProfiler
 
 
-class Engine(Protocol):
-    """DeepSpeed or FSDP2, which replaces the strategy in the Trainer path: `app.trainer.engine.TrainerEngine`.
-
-    Attributes:
-        config: the configuration of DeepSpeed, from `read_config` on; None without `--deepspeed`.
-    """
-
-    config: dict[str, Any] | None
-
-    def check(self, settings: Settings, world: World) -> None:
-        """Check that this machine can use the engine.
-
-        Raises:
-            UserError: DeepSpeed is not installed, or `--fsdp` has no GPUs.
-        """
-
-    def read_config(self, settings: Settings, world: World) -> None:
-        """Read the file that `--deepspeed` names. Collective.
-
-        Raises:
-            AgreedError: rank 0 cannot read the file.
-        """
-
-    def complete_config(self, settings: Settings, plan: BatchPlan, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Complete the configuration, and return the changes since the checkpoint whose run_state.json is `state`.
-
-        Raises:
-            UserError: a value contradicts the settings, is unknown or is not supported.
-        """
-
-    def select_strategy(self, settings: Settings, plan: BatchPlan, world: World) -> Strategy: ...
-
-
 class NoProfiler(nullcontext[None]):
     """Takes the place of `app.profiling.profiler.StepProfiler` in runs without `--profile`."""
 
@@ -88,7 +52,6 @@ class Preparation:
         eval_set: the rows to evaluate during training: validation rows if there are any, otherwise the test rows (for
             monitoring only).
         test_set: the rows that nothing is selected on.
-        deepspeed_config: the complete configuration of DeepSpeed; None without `--deepspeed`.
     """
 
     settings: Settings
@@ -101,7 +64,6 @@ class Preparation:
     resume: Resume
     profiler: NoProfiler | StepProfiler
     loss: Loss
-    deepspeed_config: dict[str, Any] | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -113,22 +75,16 @@ class Preparation:
         return self.settings.learning_rate
 
 
-def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine | None = None) -> Preparation:
+def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """Build the data, the model and the run folder, check that all ranks have the same, and print what will happen.
 
     Collective.
-
-    Args:
-        engine: replaces the strategy; None: the one that `--strategy` selects.
 
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the cache may have been written.
     """
     requested = settings
-    settings, resume = resolve_settings(path_name, settings, world, engine=engine)
-    select_deepspeed_accelerator(world.device.type)  # even without an engine: accelerate imports an installed DeepSpeed
-    if engine is not None:
-        engine.read_config(requested, world)
+    settings, resume = resolve_settings(path_name, settings, world)
     data = build_data(settings, world)
     with raise_on_all_ranks(world):
         check_parts(settings, data)
@@ -149,12 +105,9 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
             total_steps=data.plan.total_steps,
             model=identity,
         )
-        if engine is not None:
-            changes = engine.complete_config(settings, data.plan, resume.state)
-            resume = replace(resume, changes=(*resume.changes, *changes))
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
-    strategy = (engine.select_strategy if engine else select_strategy)(settings, data.plan, world)
+    strategy = select_strategy(settings, data.plan, world)
     peak = None
     if settings.measure_peak_flops:
         barrier(world)  # so that all ranks measure at the same time, as they train
@@ -167,7 +120,6 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         duplicates=data.duplicates,
         world=world,
         model=identity,
-        deepspeed_config=engine.config if engine else None,
     )
     rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
     run_folder = open_run(info, resume, measured_peak_flops=peak)
@@ -194,7 +146,6 @@ def prepare(path_name: str, settings: Settings, world: World, *, engine: Engine 
         resume=resume,
         profiler=profiler,
         loss=loss,
-        deepspeed_config=info.deepspeed_config,
     )
 
 
@@ -221,9 +172,7 @@ def check_parts(settings: Settings, data: ReviewData) -> None:
         raise UserError(f"--on_duplicates_between_parts stop: {found.partition(': scores')[0]}")
 
 
-def resolve_settings(
-    path_name: str, settings: Settings, world: World, *, engine: Engine | None = None
-) -> tuple[Settings, Resume]:
+def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
     """Return the settings, including those restored from the checkpoint, and where to resume. Collective.
 
     Raises:
@@ -232,12 +181,6 @@ def resolve_settings(
     quiet_libraries(world)
     check_settings(settings, world)
     with raise_on_all_ranks(world):
-        if engine is None:
-            for name, reason in TRAINER_ENGINES.items():
-                if getattr(settings, name):
-                    raise UserError(f"--{name}: {reason}")
-        else:
-            engine.check(settings, world)
         if world.is_main_process:  # the others need no trackers
             check_trackers(settings.report_to, settings.project)
     resume = find_resume(path_name, settings, world)
@@ -283,7 +226,6 @@ def check_settings(settings: Settings, world: World) -> None:
         AgreedError: names the flags and the ranks that differ from rank 0.
     """
     compared = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    compared["deepspeed"] = settings.deepspeed is not None  # rank 0 reads the file
     by_rank = all_gather_object(compared, world)
     with raise_on_all_ranks(world):
         for rank, flags in enumerate(by_rank):

@@ -21,9 +21,8 @@ import pytest
 
 from helpers.jobs import Outcome, TrainingRun, run_folders
 
-# In the order in which they are trained: runs may resume those of earlier jobs, except those of `engines`.
+# In the order in which they are trained: runs may resume those of earlier jobs.
 JOBS: dict[str, dict[str, Any]] = {
-    "engines": {"ranks": 2},  # DeepSpeed and FSDP, which change a process
     "one_rank": {"ranks": 0},
     "two_ranks": {"ranks": 2},
     "three_ranks": {"ranks": 3},
@@ -58,9 +57,8 @@ class SharedJobs:
     def train(self, module: ModuleType, job: str) -> dict[str, Outcome]:
         """Train a job and those before it, unless that has been done. Return the outcomes of a file's runs."""
         with self._lock():
-            if job != "engines":
-                for earlier in [*JOBS][1 : [*JOBS].index(job)]:
-                    self._train_once(earlier)
+            for earlier in [*JOBS][: [*JOBS].index(job)]:
+                self._train_once(earlier)
             self._train_once(job)
         outcomes = json.loads(self._outcomes_of(job).read_text()).get(_short_name(module), {})
         return {name: Outcome(**outcome) for name, outcome in outcomes.items()}

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from accelerate import DistributedType, PartialState
 
 import app.strategies.optimization
 import app.training.build
@@ -21,7 +20,6 @@ from app.model.dropout import RowDropout
 from app.strategies.base import clip_by_norm
 from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
-from app.trainer.engine import TrainerEngine
 
 
 @contextmanager
@@ -170,19 +168,6 @@ def norm_on_the_cpu(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def cpus_as_gpus(world: World) -> Iterator[None]:
-    """accelerate takes the ranks on CPUs for ranks on GPUs: only then does it shard the model for `--fsdp`."""
-    start = PartialState.__init__
-
-    def start_as_gpus(state: PartialState, *arguments: Any, **options: Any) -> None:
-        start(state, *arguments, **options)
-        state.distributed_type = DistributedType.MULTI_GPU
-
-    with patch.object(PartialState, "__init__", start_as_gpus), patch.object(TrainerEngine, "check", lambda *_: None):
-        yield
-
-
-@contextmanager
 def patch_everywhere(name: str, replacement: Any) -> Iterator[None]:
     """Replace a function in every module of the application that has imported it."""
     modules = [module for key, module in sys.modules.items() if key.startswith("app.") and hasattr(module, name)]
@@ -197,7 +182,7 @@ MUTATIONS = {
     mutation.__name__: mutation
     for mutation in (
         *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
-        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale, cpus_as_gpus),
+        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale),
         *(exchange_that_does_not_wait, memory_that_is_not_recorded, norm_on_the_cpu),
     )
 }

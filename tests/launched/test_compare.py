@@ -185,7 +185,7 @@ def test_different_splits_and_wrong_arguments_are_one_line(compare, two_runs, tm
         [other, two_runs / "b"],
         [two_runs / "a"],
         [two_runs / "none", two_runs / "b"],
-        ["--deepspeed", "ds.json"],
+        ["--dry_run"],
         ["--nproc_per_node", 0],
         ["--nproc-per-node", 0],
         [two_runs / "a", two_runs / "b", "--learning_rate", 1e-4],

@@ -17,7 +17,6 @@ from helpers.jobs import (
     Job,
     Outcome,
     TrainingRun,
-    require_deepspeed,
     require_fake_gpus,
     run_many,
     write_subset,
@@ -108,7 +107,6 @@ TWO_RANKS |= {
     "saved-resumed-trainer": resumed("trainer_run", "--strategy=zero1"),
     "buckets-2": in_buckets("ddp_loop"),
     "bf16_hook_buckets-2": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
-    "fsdp-trainer": run("trainer_run", "--fsdp", "--logical_ranks=2"),  # equal to the others up to rounding only
 }
 ONE_RANK = {
     "fp32-1": run("ddp_loop", "--deterministic"),
@@ -139,11 +137,6 @@ TF32 = {
     "tf32-zero3": run("ddp_loop", "--tf32", "--strategy=zero3"),
     "tf32-trainer": run("trainer_run", "--tf32"),
 }
-DEEPSPEED = {"stage-2": {"stage": 2}, "stage-3": {"stage": 3, "memory_efficient_linear": False}}
-WITH_DEEPSPEED = {
-    f"{name}-deepspeed": saved("trainer_run", f"--deepspeed={name}.json", "--logical_ranks=2") for name in DEEPSPEED
-}
-OVERFLOW = run("trainer_run", "--deepspeed=stage-2.json", "--logical_ranks=2", "--learning_rate=1e25")
 # A deliberate bug, and how it shows.
 FAST_BUGS = {"norm_on_the_cpu": (run("ddp_loop", *OFFLOAD), "error")}
 BUGS = {
@@ -181,8 +174,6 @@ def fast(hotel_csv, tmp_path_factory) -> Jobs:
     write_subset(hotel_csv, folder / "reviews.csv", 120)
     for model in ("bert", *WAITING_MODELS):
         write_model(folder / model, model)
-    for name, zero in DEEPSPEED.items():
-        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero}))
     jobs = Jobs(folder)
     runs = FAST | buggy(FAST_BUGS)
     for case in FAST_COUNTED:
@@ -216,13 +207,6 @@ def four_ranks(two_ranks) -> Jobs:
 def two_nodes(two_ranks) -> Jobs:
     two_ranks.train(TWO_NODES, ranks=4, RANKS_PER_NODE="2")
     return two_ranks
-
-
-@pytest.fixture(scope="module")
-def deepspeed(fast) -> Jobs:
-    require_deepspeed()
-    fast.train(WITH_DEEPSPEED | {"overflow": OVERFLOW})
-    return fast
 
 
 def check(jobs: Jobs, names: Iterable[str]) -> None:
@@ -329,18 +313,6 @@ def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
         for name in (*TF32, "fp32-ddp_loop-ddp", "fp32-trainer_run-ddp")
     }
     assert used == {name: "high" if name in TF32 else "highest" for name in used}
-
-
-def test_deepspeed_trains_without_errors_and_races(deepspeed):
-    check(deepspeed, WITH_DEEPSPEED)
-
-
-def test_stage_3_of_deepspeed_never_places_the_complete_model_on_a_gpu(deepspeed):
-    assert_never_complete(deepspeed, ["stage-3-deepspeed"], ["fp32-ddp_loop-ddp"])
-
-
-def test_an_overflow_in_deepspeed_ends_with_one_line(deepspeed):
-    assert str(deepspeed.outcomes["overflow"].problem).startswith("RunError: step ")
 
 
 def test_the_laboratory_measures_without_errors_and_races(fast):

@@ -6,7 +6,6 @@ node or a restart needs a job of its own.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ import pandas as pd
 import pytest
 from helpers.architectures import CONFIGS, write_model
 from helpers.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_and_return, stop, train_without_node
-from helpers.jobs import Outcome, TrainingRun, read_steps, require_deepspeed, require_success, run_many, write_subset
+from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
 from helpers.marks import slow_after
 from helpers.shared_jobs import JOBS, SharedRuns
 
@@ -56,24 +55,14 @@ VARIANTS = {
         "--save_steps=5",
     ],
     "classes": [*TWO, "--max_steps=8", "--csv=three_classes.csv"],  # a bias that two ranks cannot share equally
-    "engine": [*TWO, "--max_steps=8"],
     **{name: [*TWO, f"--model={name}"] for name in CONFIGS},
 }
 VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
-MUTATIONS = {"overflow": "large_loss_scale", "fsdp": "cpus_as_gpus"}  # by variant or strategy
+MUTATIONS = {"overflow": "large_loss_scale"}  # by variant
 # Any ranks, strategy and path train these variants to the same bits as one process of ddp_loop.
 REFERENCES = dict.fromkeys(
     ["best", "tiny", "constant", "overflow", "evaluated", "early", "long", "slow"], ("ddp_loop", 1, "ddp")
 )
-CPU = {"device": "cpu"}
-DEEPSPEED = {
-    "stage-2": {"stage": 2},
-    "stage-3": {"stage": 3, "memory_efficient_linear": False},
-    "stage-3-offload": {
-        **{"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "memory_efficient_linear": False},
-        "stage3_param_persistence_threshold": 0,  # shards small parameters too
-    },
-}
 AT_THE_END, DAMAGED = "after the last step", "two damaged checkpoints"
 IN_EVALUATION, WITHOUT_REQUESTED = "SIGKILL in an evaluation", "SIGKILL without the requested checkpoint"
 NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
@@ -133,10 +122,7 @@ SLOW_CELLS = [
     *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
     *(Cell(path, PLAIN, PLAIN, "step 8", name) for path in PATHS for name in CONFIGS),  # one of them has buffers
     *(Cell(path, PLAIN, PLAIN, AT_THE_END, "batch_norm") for path in PATHS),
-    Cell("trainer_run", (2, "stage-2"), (2, "stage-2"), "step 4", "engine"),
-    Cell("trainer_run", (2, "stage-3-offload"), (2, "stage-3-offload"), "step 4", "engine"),
-    Cell("trainer_run", (2, "stage-3"), (2, "stage-3"), "step 4", "classes"),
-    Cell("trainer_run", (2, "fsdp"), (2, "fsdp"), "step 4", "engine"),
+    Cell("trainer_run", (2, "zero3"), (2, "zero3"), "step 4", "classes"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGTERM to rank 1", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGUSR1 to rank 0", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
@@ -150,14 +136,11 @@ SLOW_CELLS = [
 
 
 def flags_of(cell: Cell, strategy: str) -> list[str]:
-    flags = [*FLAGS, *VARIANTS[cell.variant]]
-    if strategy == "fsdp":
-        return [*flags, "--fsdp"]
-    return [*flags, f"--deepspeed={strategy}.json" if strategy in DEEPSPEED else f"--strategy={strategy}"]
+    return [*FLAGS, *VARIANTS[cell.variant], f"--strategy={strategy}"]
 
 
 def uninterrupted(cell: Cell, path: str, strategy: str) -> TrainingRun:
-    return TrainingRun(path, flags_of(cell, strategy), MUTATIONS.get(cell.variant, MUTATIONS.get(strategy)))
+    return TrainingRun(path, flags_of(cell, strategy), MUTATIONS.get(cell.variant))
 
 
 def resumed_step(cell: Cell) -> int | None:
@@ -170,26 +153,22 @@ def resumed_step(cell: Cell) -> int | None:
 def resumed(cell: Cell) -> TrainingRun:
     """The run after an interruption that needs no job of its own."""
     flags = [*flags_of(cell, cell.after[1]), *cell.more]
-    mutation = MUTATIONS.get(cell.after[1])  # not that of the variant: the loss scale comes from the checkpoint
     if cell.interruption.startswith("step "):
         checkpoint = f"{cell.source}/checkpoints/checkpoint-{resumed_step(cell)}"
-        return TrainingRun(cell.path, [*flags, f"--resume_from_checkpoint={checkpoint}"], mutation)
+        return TrainingRun(cell.path, [*flags, f"--resume_from_checkpoint={checkpoint}"])
     checkpoints = f"{cell.name}/checkpoints/checkpoint"
     damages = [("flip_bit", f"{checkpoints}-16/state-1-of-2.safetensors")]
     damages += [("cut", f"{checkpoints}-12/state-0-of-2.safetensors")]
     return TrainingRun(
         cell.path,
         [*flags, f"--output_dir={cell.name}", "--resume_from_checkpoint=auto"],
-        mutation,
         copies=[(cell.source, cell.name)],
         moves=[(f"{cell.name}/{name}", f"{cell.name}-{name}") for name in ("metrics.json", "predictions.csv")],
         damages=damages if cell.interruption == DAMAGED else [],
     )
 
 
-def job_of(ranks: int, strategy: str) -> str:
-    if strategy in (*DEEPSPEED, "fsdp"):
-        return "engines"
+def job_of(ranks: int) -> str:
     return {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks]
 
 
@@ -206,10 +185,10 @@ def shared_runs(cells: Iterable[Cell]) -> SharedRuns:
             sources.append((cell.path, *cell.before))
         for path, ranks, strategy in sources:
             name = name_of(cell.variant, path, ranks, strategy)
-            runs.setdefault(job_of(ranks, strategy), {})[name] = uninterrupted(cell, path, strategy)
+            runs.setdefault(job_of(ranks), {})[name] = uninterrupted(cell, path, strategy)
     for cell in cells:
         if resumed_step(cell) is not None:
-            runs.setdefault(job_of(*cell.after), {})[cell.name] = resumed(cell)
+            runs.setdefault(job_of(cell.after[0]), {})[cell.name] = resumed(cell)
     return runs
 
 
@@ -224,8 +203,6 @@ def write_inputs(folder: Path, csv: Path) -> None:
     reviews.to_csv(folder / "three_classes.csv", index=False)
     for name in CONFIGS:
         write_model(folder / name, name)
-    for name, zero in DEEPSPEED.items():
-        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero}))
 
 
 @pytest.fixture(scope="module")
@@ -273,10 +250,10 @@ def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureReques
     ids=lambda cell: cell.name,
 )
 def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, trained_by, shared_folder, request):
-    if cell.before[1] in DEEPSPEED:
-        require_deepspeed()
     outcomes = {}
-    for job in sorted({job_of(*reference_of(cell)[1:]), job_of(*cell.before), job_of(*cell.after)}, key=[*JOBS].index):
+    for job in sorted(
+        {job_of(ranks) for ranks in (reference_of(cell)[1], cell.before[0], cell.after[0])}, key=[*JOBS].index
+    ):
         outcomes |= trained_by(job)
     require_success({name: outcomes[name] for name in (cell.reference, cell.source, cell.name) if name in outcomes})
     step, uninterrupted_steps = resumed_step(cell), read_steps(shared_folder / cell.reference)

@@ -66,11 +66,10 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
 
 
 @pytest.mark.parametrize("program", [compare, plan, same_bits])
-@pytest.mark.parametrize("flag", ["--dry_run", "--deepspeed=ds.json", "--fsdp"])
-def test_other_programs_refuse_the_flags_of_one_run(program, flag, monkeypatch, tmp_path, capsys):
+def test_other_programs_refuse_the_flag_of_one_run(program, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["program", flag, "--use_cpu"])
+    monkeypatch.setattr(sys, "argv", ["program", "--dry_run", "--use_cpu"])
     assert run_program(program.main) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {flag.partition('=')[0]}: only app.")
+    assert line.startswith("error: --dry_run: only app.")
     assert not list(tmp_path.iterdir())

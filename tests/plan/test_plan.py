@@ -123,7 +123,6 @@ def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
     [
         (2, True, {"strategy": "zero3", "precision": "bf16"}),
         (2, True, {"strategy": "zero3", "precision": "fp16"}),
-        (2, True, {"fsdp": True, "precision": "bf16"}),
         (1, False, {"strategy": "zero3", "precision": "bf16"}),
         (2, False, {"strategy": "zero3"}),
         (2, False, {"strategy": "zero2", "precision": "bf16"}),
@@ -132,8 +131,7 @@ def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
 )
 def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks, advised, flags):
     lines = advise_checkpointing(Settings(**flags), planned.model, ranks)
-    flag = "--fsdp" if "fsdp" in flags else "--strategy zero3"
-    assert [line.partition(" with")[0] for line in lines] == [flag] * advised
+    assert [line.partition(" with")[0] for line in lines] == ["--strategy zero3"] * advised
     plan = replace(planned, settings=replace(planned.settings, **flags), batches=replace(planned.batches, ranks=ranks))
     assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
 
@@ -281,8 +279,6 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
         (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
         (["--measure", "--ranks_per_node=1"], "error: --measure: "),
         (["--ranks=3"], "error: --train_batch_size 8 cannot be divided among 3 rank(s)"),
-        (["--deepspeed=ds.json"], "error: --deepspeed: only app.trainer_run has it: "),
-        (["--fsdp"], "error: --fsdp: only app.trainer_run has it: "),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
         (["--model=missing"], "error: "),
     ],

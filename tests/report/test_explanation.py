@@ -92,8 +92,8 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
             "commit of the model aaaaaaaa and bbbbbbbb; start both with --revision aaaaaaaa",
         ),
         (
-            {"deepspeed": "a.json", "world_size": 2, "logical_ranks": 2},
-            {"deepspeed": "b.json", "world_size": 1, "logical_ranks": 2},
+            {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 2, "logical_ranks": 2},
+            {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 1, "logical_ranks": 2},
             "ranks 2 and 1; start both with the same number of ranks",
         ),
         (
