@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import struct
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from ..common.errors import UserError
 from ..runs.reader import Run
@@ -20,6 +20,7 @@ SPLIT_SETTINGS = ("seed", "test_size", "validation_size", "text_column", "label_
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 Weights = dict[str, torch.Tensor]
+Compared = Iterator[tuple[str, Any, Any]]  # what is compared, its value in A, and its value in B
 
 
 def first_difference(a: Run, b: Run) -> str | None:
@@ -33,12 +34,23 @@ def first_difference(a: Run, b: Run) -> str | None:
     """
     # Before anything is compared, so that damaged weights are reported even if the steps differ.
     weights_a, weights_b = (read_weights(run.folder / MODEL_FOLDER) for run in (a, b))
-    return (
-        _compare_steps(a, b)
-        or _compare_predictions(a, b)
-        or _compare_weights(weights_a, weights_b, a.folder, b=b.folder)
-        or _compare_metrics(a, b)
-    )
+    for name, x, y in chain(_steps(a, b), _predictions(a, b)):
+        if _bits(x) != _bits(y):
+            return f"{name} is {x!r} in {a.folder} and {y!r} in {b.folder}"
+    if (difference := _compare_weights(weights_a, weights_b, a.folder, b=b.folder)) is not None:
+        return difference
+    for name in ("accuracy", "f1", "loss"):
+        if _bits(x := a.metrics[name]) != _bits(y := b.metrics[name]):
+            return f"test {name}: {x!r} in {a.folder} and {y!r} in {b.folder}"
+    return None
+
+
+def first_differing_step(a: Run, b: Run) -> int | None:
+    """Return the first of the common steps with another loss or gradient norm."""
+    for x, y in zip(a.steps, b.steps, strict=False):
+        if any(_bits(x.get(key)) != _bits(y.get(key)) for key in STEP_QUANTITIES):
+            return int(x["step"])
+    return None
 
 
 def check_same_rows(a: Run, b: Run) -> None:
@@ -63,51 +75,28 @@ def check_same_rows(a: Run, b: Run) -> None:
         )
 
 
-def bitwise_equal_numbers(x: float | None, y: float | None) -> bool:
-    """Return whether two numbers have the same bits as float64, or both are missing."""
-    if x is None or y is None:  # the gradient norm of a step that was skipped because of an overflow in fp16
-        return x is y
-    return struct.pack("<d", x) == struct.pack("<d", y)
+def _bits(value: Any) -> Any:
+    """Return the bytes of a number as float64, and anything else unchanged, such as a gradient norm that is missing."""
+    return struct.pack("<d", value) if isinstance(value, float | int) else value
 
 
-def first_differing_step(a: Run, b: Run) -> tuple[int, str] | None:
-    """Return step and key (of steps.jsonl) of the first loss or gradient norm that differs in the common steps."""
+def _steps(a: Run, b: Run) -> Compared:
     for x, y in zip(a.steps, b.steps, strict=False):
-        for key in STEP_QUANTITIES:
-            if not bitwise_equal_numbers(x.get(key), y.get(key)):  # a gradient norm may be missing
-                return x["step"], key
-    return None
+        for key, name in STEP_QUANTITIES.items():
+            # The gradient norm of a step that was skipped because of an overflow in fp16 is null.
+            yield f"step {x['step']}: the {name}", x.get(key), y.get(key)
+    yield "the number of steps", len(a.steps), len(b.steps)
 
 
-def _compare_steps(a: Run, b: Run) -> str | None:
-    if (differing := first_differing_step(a, b)) is not None:
-        step, key = differing
-        x, y = (run.steps[step - 1].get(key) for run in (a, b))
-        return f"step {step}: the {STEP_QUANTITIES[key]} is {x!r} in {a.folder} and {y!r} in {b.folder}"
-    if len(a.steps) != len(b.steps):
-        return f"number of steps: {len(a.steps)} in {a.folder} and {len(b.steps)} in {b.folder}"
-    return None
-
-
-def _compare_predictions(a: Run, b: Run) -> str | None:
-    if a.split["classes"] != b.split["classes"] or list(a.predictions["row"]) != list(b.predictions["row"]):
-        return f"predictions: {a.folder} and {b.folder} have different rows or classes"
-    columns = {"review": "review", "label": "label", "predicted": "class"}
+def _predictions(a: Run, b: Run) -> Compared:
+    yield "the list of classes", a.split["classes"], b.split["classes"]
+    columns = {"row": "row", "review": "review", "label": "label", "predicted": "class"}
     columns |= {probability_column(name): f"probability of {name!r}" for name in a.split["classes"]}
-    differs = np.column_stack([_unequal(a.predictions[name], b.predictions[name]) for name in columns])
-    for i, j in np.argwhere(differs)[:1]:
-        name = list(columns)[j]
-        x, y = (run.predictions[name].tolist()[i] for run in (a, b))
-        row = a.predictions["row"].iloc[i]
-        return f"prediction for row {row}: the {columns[name]} is {x!r} in {a.folder} and {y!r} in {b.folder}"
-    return None
-
-
-def _unequal(x: Any, y: Any) -> NDArray[np.bool_]:
-    """Compare two columns: numbers by their bits, text by its characters."""
-    if x.dtype == np.float64:
-        x, y = (np.ascontiguousarray(column).view(np.uint64) for column in (x, y))
-    return np.asarray(x != y, dtype=bool)
+    cells_a, cells_b = (zip(*(run.predictions[name].tolist() for name in columns), strict=True) for run in (a, b))
+    for row_a, row_b in zip(cells_a, cells_b, strict=False):
+        for name, x, y in zip(columns.values(), row_a, row_b, strict=True):
+            yield f"prediction for row {row_a[0]}: the {name}", x, y
+    yield "the number of predictions", len(a.predictions), len(b.predictions)
 
 
 def _compare_weights(weights_a: Weights, weights_b: Weights, a: Path, *, b: Path) -> str | None:
@@ -124,33 +113,18 @@ def _compare_weights(weights_a: Weights, weights_b: Weights, a: Path, *, b: Path
     return None
 
 
-def _compare_metrics(a: Run, b: Run) -> str | None:
-    for name in ("accuracy", "f1", "loss"):
-        x, y = (run.metrics[name] for run in (a, b))
-        if not bitwise_equal_numbers(x, y):
-            return f"test {name}: {x!r} in {a.folder} and {y!r} in {b.folder}"
-    return None
-
-
 def read_weights(folder: Path) -> Weights:
-    """Map the tensors of model.safetensors, or of the files that model.safetensors.index.json names, into memory.
+    """Map the tensors of all safetensors files of a folder into memory; a large model has several.
 
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: there is none, or one is damaged.
     """
-    path = folder / "model.safetensors.index.json"
-    names = {MODEL}
     weights: Weights = {}
-    try:
-        if path.exists():
-            names = {Path(name).name for name in json.loads(path.read_text("utf-8"))["weight_map"].values()}
-        for path in [folder / name for name in sorted(names)]:
-            with safe_open(path, framework="pt") as file:
-                weights |= {name: file.get_tensor(name) for name in file.offset_keys()}
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing: the run has not finished, or its model was deleted") from None
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
-        raise UserError(f"{path}: damaged or incomplete: {problem}") from None
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            weights |= load_file(path)
+        except (SafetensorError, OSError, ValueError) as problem:
+            raise UserError(f"{path}: damaged or incomplete: {problem}") from None
     if not weights:
-        raise UserError(f"{folder}: its files contain no weights")
+        raise UserError(f"{folder / MODEL}: missing: the run has not finished, or its model was deleted")
     return weights

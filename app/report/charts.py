@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from ..common.charts import (
     NEUTRAL,
     PAPER,
     RUN_COLORS,
-    Range,
     draw_ranges,
     name_rows,
     render_svg,
@@ -96,70 +95,25 @@ def _power_of_ten(value: float) -> str:
 
 
 def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
-    """Plot `estimate`, `low` and `high` of the accuracies of the two runs, and then of the baselines."""
+    """Plot `estimate`, and if known `low` and `high`, of the accuracies of the two runs, and then of the baselines."""
     colors = [*RUN_COLORS, *[NEUTRAL] * (len(rows) - 2)]
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel="test accuracy, 95% confidence interval")
+        axes = figure.add_subplot(xlabel="test accuracy")
         name_rows(axes, [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
         for position, (row, color) in enumerate(zip(rows, colors, strict=True)):
-            draw_ranges(axes, [position], [interval(row)], horizontal=True, color=color, markersize=10, **DOT)
+            estimate = row["estimate"]
+            limits = (estimate, row.get("low", estimate), row.get("high", estimate))
+            draw_ranges(axes, [position], [limits], horizontal=True, color=color, markersize=10, **DOT)
             above: dict[str, Any] = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{row['estimate']:.1%}", (row["estimate"], position), fontweight="bold", **above)
+            axes.annotate(f"{estimate:.1%}", (estimate, position), fontweight="bold", **above)
             axes.get_yticklabels()[position].set_color(color if color in RUN_COLORS else MUTED)
         axes.set_ylim(top=-0.75)
         axes.spines["bottom"].set_visible(False)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
-    return render_svg(72 * len(rows) + 60, "Test accuracies with 95% confidence intervals", draw)
-
-
-def interval(row: Mapping[str, float]) -> Range:
-    return row["estimate"], row["low"], row["high"]
-
-
-def reliability(calibrations: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
-    """Plot accuracy over confidence in each bin. The area of a dot grows with the number of rows in the bin."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel="confidence", ylabel="accuracy")
-        axes.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)))
-        lowest = np.ones(2)
-        for calibration, color, marker in zip(calibrations, RUN_COLORS, ("o", "D"), strict=True):
-            bins = pd.json_normalize([row for row in calibration["bins"] if row["n"]])
-            x, y, low, n = (bins[key] for key in ("confidence", "accuracy", "interval.low", "n"))
-            axes.plot(x, y, color=color, linewidth=1.4, alpha=0.7)
-            axes.vlines(x, low, bins["interval.high"], color=color, linewidth=1.4)
-            size = (36 + 260 * n / n.sum()) * (1 if marker == "o" else 0.5)
-            axes.scatter(x, y, size, color=color, marker=marker, edgecolor=PAPER, linewidth=1.2, zorder=3)
-            lowest = np.minimum(lowest, [x.min(), low.min()])
-        left, bottom = np.maximum(np.floor(lowest * 10 - 0.2) / 10, -0.04)
-        axes.set(xlim=(left, 1.03), ylim=(bottom, 1.05))
-        axes.grid(True, axis="both")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1, decimals=0))
-            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-
-    return render_svg(340, f"Reliability diagram of {_join(names)}", draw)
-
-
-def accuracy_by_length(groups: Sequence[Sequence[dict[str, Any]]], names: Sequence[str]) -> Markup:
-    """Plot the accuracy of short to long reviews with its interval, the two runs side by side."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel="characters in the review", ylabel="test accuracy, 95% confidence interval")
-        for side, (run, color, marker) in enumerate(zip(groups, RUN_COLORS, ("o", "D"), strict=True)):
-            at = [i + (side - 0.5) * 0.24 for i in range(len(run))]
-            ranges = [interval(group["accuracy"]) for group in run]
-            draw_ranges(axes, at, ranges, color=color, **DOT | {"marker": marker})
-        labels = [f"{group['shortest']:g}–{group['longest']:g}\nn = {group['n']}" for group in groups[0]]
-        axes.set_xticks(range(len(labels)), labels)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
-        axes.tick_params(axis="x", length=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-
-    return render_svg(340, f"Test accuracy of {_join(names)} by review length", draw)
+    return render_svg(72 * len(rows) + 60, "Test accuracies", draw)
 
 
 def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:

@@ -11,10 +11,8 @@ import numpy as np
 from ..common.files import write_json, write_text
 from ..common.formats import MIB, render_template
 from . import charts
-from .comparison import LISTED_ROWS
 from .explanation import NO_SETTINGS, flat_settings
 
-ROWS_IN_TERMINAL = 5  # of those that both runs misclassify
 # Name, key in comparison.json, format, unit.
 SCORES = [
     ("test accuracy", "accuracy", "{:.4f}", 1.0),
@@ -38,18 +36,17 @@ COSTS = [
 def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
     """Write the result of `compare_runs` or `compare_seeds` in three formats into an existing folder.
 
-    Return Markdown for the terminal, which lists fewer reviews than comparison.md.
+    Return the Markdown, for the terminal.
     """
     markdown, page = as_markdown(comparison), as_html(comparison)
     write_json(folder / "comparison.json", comparison)
     write_text(folder / "comparison.html", page)
     write_text(folder / "comparison.md", markdown)
-    return as_markdown(comparison, ROWS_IN_TERMINAL)
+    return markdown
 
 
-def as_markdown(comparison: dict[str, Any], listed_rows: int = LISTED_ROWS) -> str:
-    """Render a comparison as Markdown that lists at most `listed_rows` of the reviews that both runs misclassify."""
-    return render_template("comparison.md.j2", listed_rows=listed_rows, **_context(comparison))
+def as_markdown(comparison: dict[str, Any]) -> str:
+    return render_template("comparison.md.j2", **_context(comparison))
 
 
 def as_html(comparison: dict[str, Any]) -> str:
@@ -59,8 +56,6 @@ def as_html(comparison: dict[str, Any]) -> str:
         "losses": charts.loss_curves(losses, names),
         "difference": charts.loss_difference(losses),
         "accuracies": charts.accuracies(accuracy_rows(comparison)),
-        "reliability": charts.reliability(comparison["calibration"], names),
-        "by_length": charts.accuracy_by_length(comparison["accuracy_by_length"], names),
     }
     if "seeds" in comparison:
         svg["over_seeds"] = charts.over_seeds(comparison["seeds"]["pairs"], names)
@@ -115,13 +110,11 @@ def identity(comparison: dict[str, Any]) -> str:
 
 def hashes(comparison: dict[str, Any]) -> str:
     """Return the hashes of both runs, and why identical training may have different hashes, in a line."""
-    a, b = (run["hash"] for run in comparison["runs"])
+    a, b = (run["hash"] or "not recorded (an earlier version wrote the run)" for run in comparison["runs"])
     if a == b:
-        return "not recorded: an earlier version wrote these runs" if a is None else f"{a} (both)"
-    line = " and ".join(hash_ or "not recorded (an earlier version wrote the run)" for hash_ in (a, b))
-    if comparison["first_difference"] is None and not comparison["same_evaluations"] and None not in (a, b):
-        line += ": the evaluations during training, which are part of the hash, differ"
-    return line
+        return f"{a} (both)"
+    is_training_identical = comparison["first_difference"] is None and not comparison["same_evaluations"]
+    return f"{a} and {b}" + ": only the evaluations during training differ" * is_training_identical
 
 
 def _capitalize(sentence: str) -> str:
@@ -152,9 +145,13 @@ def _signed(difference: float, form: str) -> str:
 
 
 def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return name and interval of both runs, then of the baselines, the best one first."""
-    statistics = comparison["statistics"]
-    runs = [{"name": name} | statistics[f"accuracy_{x}"] for name, x in zip(comparison["names"], "ab", strict=True)]
+    """Return name and accuracy of both runs, then of the baselines, the best one first.
+
+    Each has an interval, except for runs that are identical.
+    """
+    statistics, runs = comparison["statistics"], []
+    for name, run, side in zip(comparison["names"], comparison["runs"], "ab", strict=True):
+        runs.append({"name": name} | (statistics[f"accuracy_{side}"] if statistics else {"estimate": run["accuracy"]}))
     baselines = [{"name": baseline["name"]} | baseline["interval"] for baseline in comparison["floors"] or []]
     return runs + sorted(baselines, key=lambda baseline: -baseline["estimate"])
 

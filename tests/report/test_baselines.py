@@ -55,9 +55,6 @@ def test_f1_of_more_than_two_classes_is_the_macro_average(review_csv, tmp_path):
 
 
 def test_many_rows_are_sampled_and_the_name_says_so(run, monkeypatch):
-    expected = measure_baselines(run)
-    monkeypatch.setattr(baselines, "CHUNK", 4)
-    assert measure_baselines(run) == expected, "test rows are predicted one by one"
     monkeypatch.setattr(csv_table, "MAX_SAMPLE", 30)
     _, sampled = measure_baselines(run)
     assert sampled["name"] == "TF-IDF + logistic regression, 23 of 45 rows"
@@ -73,23 +70,6 @@ def test_test_rows_are_not_used_for_training(run):
     table, split = reread_rows(run)
     assert sorted(table.rows[split.test]) == run.predictions["row"].to_list()
     assert not set(split.train) & set(split.test)
-
-
-def test_results_are_cached_by_fingerprint(run, tmp_path, monkeypatch):
-    (tmp_path / "cache").mkdir()
-    first = measure_baselines(run)
-    (cached,) = (tmp_path / "cache").iterdir()
-    monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("measured twice"))
-    assert measure_baselines(run) == first
-    monkeypatch.undo()
-    for damage in ("", "[]", cached.read_text()[:-9], json.dumps({"recipe": "another", "baselines": []})):
-        cached.write_text(damage)
-        assert measure_baselines(run) == first, damage
-
-
-def test_a_missing_cache_folder_is_not_created(run, tmp_path):
-    measure_baselines(run)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_a_missing_or_changed_csv_is_an_error(run, review_csv):
@@ -120,19 +100,16 @@ def test_the_baselines_of_the_real_reviews(real_csv, tmp_path):
     assert majority["interval"]["high"] < n_grams["interval"]["low"]
 
 
-def test_a_line_announces_the_training_and_how_to_skip_it(run, tmp_path, capsys):
-    (tmp_path / "cache").mkdir()
+def test_a_line_announces_the_training_and_how_to_skip_it(run, capsys):
     measure_baselines(run)
     assert "baselines: training on 45 rows (skip with --no_baselines)" in capsys.readouterr().out
-    measure_baselines(run)
-    assert capsys.readouterr().out == "", "read from the cache"
 
 
 def test_no_baselines_trains_none_and_both_reports_say_so(review_csv, tmp_path, monkeypatch, capsys):
     folders = [
         str(write_run(tmp_path / name, review_csv(), rng_seed=rng_seed)) for name, rng_seed in (("a", 0), ("b", 1))
     ]
-    monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(baselines, "reread_rows", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
     assert run_program(compare.main) == 0
     assert "baselines: none (not computed because of --no_baselines)" in capsys.readouterr().out
@@ -142,6 +119,6 @@ def test_no_baselines_trains_none_and_both_reports_say_so(review_csv, tmp_path, 
 
 
 def test_a_comparison_over_seeds_without_baselines_trains_none(review_csv, tmp_path, monkeypatch):
-    monkeypatch.setattr(baselines, "_measure", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(baselines, "reread_rows", lambda *_: pytest.fail("trained"))
     runs = [read_run(write_run(tmp_path / name, review_csv(), rng_seed=1)) for name in "ab"]
     assert compare_seeds([tuple(runs)], baselines=False)["floors"] is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from app.common.errors import UserError
-from app.report.bitwise import bitwise_equal_numbers, first_difference, first_differing_step, read_weights
+from app.report.bitwise import _bits, first_difference, first_differing_step, read_weights
 from app.runs.reader import read_run
 
 
@@ -49,7 +49,7 @@ def test_the_first_step_that_differs_in_its_last_bit_is_named(twins, key, descri
         before = read_run(twins[0]).steps[step - 1][key]
         edit_step(twins[1], step, **{key: math.nextafter(before, 9)})
     assert difference(twins).startswith(f"step 5: {description} is ")
-    assert first_differing_step(*map(read_run, twins)) == (5, key)
+    assert first_differing_step(*map(read_run, twins)) == 5
 
 
 def test_the_loss_of_a_step_is_named_before_its_gradient_norm(twins):
@@ -75,7 +75,7 @@ def test_minus_zero_differs_from_zero(twins):
 def test_missing_steps_are_named_after_differences_in_common_steps(twins):
     file = twins[1] / "steps.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
-    assert difference(twins) == f"number of steps: 12 in {twins[0]} and 10 in {twins[1]}"
+    assert difference(twins) == f"the number of steps is 12 in {twins[0]} and 10 in {twins[1]}"
     assert first_differing_step(*map(read_run, twins)) is None
     edit_step(twins[1], 4, loss=0.1)
     assert difference(twins).startswith("step 4: ")
@@ -176,8 +176,7 @@ def test_sharded_weights_are_compared_like_a_single_file(twins):
     edit_weights(folder / "model-1.safetensors", lambda t: next(iter(t.values())).__iadd__(1))
     assert difference(twins).startswith("weights: ")
     (folder / "model-1.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model-1\.safetensors: missing"):
-        difference(twins)
+    assert "is only in" in difference(twins)
 
 
 def test_weights_without_a_numpy_dtype_can_be_read(tmp_path):
@@ -201,11 +200,7 @@ def test_damaged_weights_are_one_line_that_names_the_file_even_if_the_steps_diff
     assert "\n" not in str(problem.value)
 
 
-def test_missing_weights_and_a_damaged_index_are_named(twins):
-    (twins[1] / "model" / "model.safetensors.index.json").write_text('{"weight_map": [')
-    with pytest.raises(UserError, match=r"index\.json: damaged"):
-        difference(twins)
-    (twins[1] / "model" / "model.safetensors.index.json").unlink()
+def test_missing_weights_are_named(twins):
     (twins[1] / "model" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors: missing"):
         difference(twins)
@@ -215,5 +210,5 @@ def test_missing_weights_and_a_damaged_index_are_named(twins):
 def test_bitwise_equality_agrees_with_repr(x, y):
     """repr distinguishes all floats, -0.0 from 0.0 too, except for the payload of NaN."""
     if not (math.isnan(x) and math.isnan(y)):
-        assert bitwise_equal_numbers(x, y) == (repr(x) == repr(y))
-    assert bitwise_equal_numbers(x, x)
+        assert (_bits(x) == _bits(y)) == (repr(x) == repr(y))
+    assert _bits(x) == _bits(x)

@@ -18,25 +18,16 @@ from app.report import charts
 NAMES = ["ddp_loop", "trainer_run"]
 HOSTILE = '<script>document.title=\'ran\'</script>--><img src=x onerror=alert(1)>$\\frac{$&quot;" id="x_1" \x00'
 LOSSES = [[0.7, 0.5, 0.4, 0.3], [0.7, 0.5, 0.45, 0.3]]
-GROUPS = [
-    [{"shortest": 1, "longest": 9, "n": 5, "accuracy": {"low": 0.5, "estimate": 0.8, "high": 0.9}}],
-    [{"shortest": 1, "longest": 9, "n": 5, "accuracy": {"low": 0.4, "estimate": 0.7, "high": 0.8}}],
-]
-BINS = [{"low": 0.9, "high": 1.0, "n": 5, "confidence": 0.95, "accuracy": 0.8}]
-BINS[0] |= {"interval": {"low": 0.4, "high": 0.95}}
-BINS += [{"low": 0.5, "high": 0.6, "n": 0, "confidence": None, "accuracy": None, "interval": None}]
-CALIBRATION = [{"ece": 0.1, "bins": BINS}] * 2
 
 
 def every_plot(names=NAMES) -> dict[str, Markup]:
     rows = [{"name": name, "low": 0.5, "estimate": 0.6, "high": 0.7} for name in [*names, "majority class"]]
+    rows[0] = {"name": names[0], "estimate": 0.6}  # without an interval
     pairs = [{"seed": seed, "runs": [{"accuracy": 0.8}, {"accuracy": 0.7}]} for seed in (1, 2)]
     return {
         "losses": charts.loss_curves(LOSSES, names),
         "difference": charts.loss_difference(LOSSES),
         "accuracies": charts.accuracies(rows),
-        "reliability": charts.reliability(CALIBRATION, names),
-        "by_length": charts.accuracy_by_length(GROUPS, names),
         "over_seeds": charts.over_seeds(pairs, names),
     }
 

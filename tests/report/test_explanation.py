@@ -42,18 +42,13 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
     ("a", "b", "text"),
     [
         ({"threads": 4}, {"threads": 2}, "threads 4 and 2; start both with --threads 2"),
-        ({"dropout": None}, {"dropout": 0.1}, "dropout not set and 0.1; start both with the same --dropout"),
+        ({"dropout": None}, {"dropout": 0.1}, "dropout not set and 0.1"),
         (
             {"learning_rate": 0.1, "precision": "bf16"},
             {"precision": "fp32"},
-            "learning_rate 0.1 and 0.001, precision bf16 and fp32; start both with the same --learning_rate and "
-            "--precision",
+            "learning_rate 0.1 and 0.001, precision bf16 and fp32",
         ),
-        (
-            {"world_size": 3, "logical_ranks": 3},
-            {"logical_ranks": 2},
-            "ranks 3 and 2, logical ranks 3 and 2; start both with the same number of ranks",
-        ),
+        ({"world_size": 3, "logical_ranks": 3}, {"logical_ranks": 2}, "ranks 3 and 2, logical ranks 3 and 2"),
         (
             {"world_size": 4},
             {"world_size": 1},
@@ -62,40 +57,34 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
         (
             {"world_size": 0, "logical_ranks": 4},
             {"logical_ranks": 2},
-            "ranks 0 and 2, logical ranks 4 and 2; start both with the same number of ranks",
-        ),
-        (
-            {"versions": {"torch": "2.13.0", "transformers": "5.0"}},
-            {"versions": {"torch": "2.11.0", "transformers": "5.1"}},
-            "torch 2.13.0 and 2.11.0, transformers 5.0 and 5.1; start both with the same versions of torch and "
-            "transformers",
-        ),
-        (
-            {"devices": ["NVIDIA H100 NVL"], "deterministic": True},
-            {"devices": ["NVIDIA A10"], "deterministic": True},
-            "devices NVIDIA H100 NVL and NVIDIA A10; start both on the same hardware",
-        ),
-        (
-            {"kernels": {"cpu": "X", "instructions": "AVX512", "MKL_CBWR": None}},
-            {"kernels": {"cpu": "X", "instructions": "AVX2", "MKL_CBWR": "COMPATIBLE"}},
-            "kernels.instructions AVX512 and AVX2, kernels.MKL_CBWR not set and COMPATIBLE; start both on the same "
-            "hardware",
-        ),
-        (
-            {"git_commit": "a" * 40},
-            {"git_commit": "b" * 40},
-            "commit of this program aaaaaaaaaaa… and bbbbbbbbbbb…; start both with the same commit of this program",
-        ),
-        (
-            {"model_commit": "a" * 8},
-            {"model_commit": "b" * 8},
-            "commit of the model aaaaaaaa and bbbbbbbb; start both with --revision aaaaaaaa",
+            "ranks 0 and 2, logical ranks 4 and 2",
         ),
         (
             {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 2, "logical_ranks": 2},
             {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 1, "logical_ranks": 2},
-            "ranks 2 and 1; start both with the same number of ranks",
+            "ranks 2 and 1",
         ),
+        (
+            {"versions": {"torch": "2.13.0", "transformers": "5.0"}},
+            {"versions": {"torch": "2.11.0", "transformers": "5.1"}},
+            "torch 2.13.0 and 2.11.0, transformers 5.0 and 5.1",
+        ),
+        (
+            {"devices": ["NVIDIA H100 NVL"], "deterministic": True},
+            {"devices": ["NVIDIA A10"], "deterministic": True},
+            "devices NVIDIA H100 NVL and NVIDIA A10",
+        ),
+        (
+            {"kernels": {"cpu": "X", "instructions": "AVX512", "MKL_CBWR": None}},
+            {"kernels": {"cpu": "X", "instructions": "AVX2", "MKL_CBWR": "COMPATIBLE"}},
+            "kernels.MKL_CBWR not set and COMPATIBLE, kernels.instructions AVX512 and AVX2",
+        ),
+        (
+            {"git_commit": "a" * 40},
+            {"git_commit": "b" * 40},
+            "commit of this program aaaaaaaaaaa… and bbbbbbbbbbb…",
+        ),
+        ({"model_commit": "a" * 8}, {"model_commit": "b" * 8}, "commit of the model aaaaaaaa and bbbbbbbb"),
         (
             {"git_commit": "a" * 40, "threads": 4},
             {"git_commit": "b" * 40, "threads": 2},
@@ -104,53 +93,14 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
         (
             {"model_config": {"hidden_act": "gelu", "layers": 2, "_name_or_path": "x"}, "tokens_sha256": "a"},
             {"model_config": {"hidden_act": "relu", "layers": 2, "_name_or_path": "y"}, "tokens_sha256": "a"},
-            "the model's config: hidden_act gelu and relu; start both with the same files of the model",
+            "model_config.hidden_act gelu and relu",
         ),
         (
-            {"threads": 4, "tokens_sha256": "a" * 64, "model_code_sha256": "a" * 64, "git_commit": "a" * 40},
-            {"threads": 2, "tokens_sha256": "b" * 64, "model_code_sha256": "b" * 64, "git_commit": "b" * 40},
-            "threads 4 and 2, the model's Python code, tokens; start both with --threads 2, with the same files of the "
-            "model",
+            {"tokens_sha256": "a" * 64, "max_length": 8, "threads": 4},
+            {"tokens_sha256": "b" * 64, "max_length": 9, "threads": 2},
+            "threads 4 and 2, max_length 8 and 9, tokens aaaaaaaaaaa… and bbbbbbbbbbb…; start both with --threads 2",
         ),
-        # Folders whose content was recorded: their paths say nothing if something else differs.
-        (
-            {"model": "/a", "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            {"model": "/b", "model_config": {"act": "relu"}, "tokens_sha256": "a"},
-            "the model's config: act gelu and relu; start both with the same files of the model",
-        ),
-        (
-            {"model": "/a", "threads": 4, "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            {"model": "/b", "threads": 2, "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            "threads 4 and 2; start both with --threads 2",
-        ),
-        (
-            {"model": "/a", "max_length": 8, "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            {"model": "/b", "max_length": 9, "model_config": {"act": "gelu"}, "tokens_sha256": "b"},
-            "max_length 8 and 9; start both with the same --max_length",
-        ),
-        (
-            {"model": "/a", "max_length": 8, "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            {"model": "/b", "max_length": 9, "model_config": {"act": "relu"}, "tokens_sha256": "b"},
-            "max_length 8 and 9, model /a and /b; start both with the same --max_length and --model",
-        ),
-        # Only their weights, which are not recorded, are left to explain it.
-        (
-            {"model": "/a", "model_config": {"act": "gelu"}, "tokens_sha256": "a", "git_commit": "a" * 40},
-            {"model": "/b", "model_config": {"act": "gelu"}, "tokens_sha256": "a", "git_commit": "b" * 40},
-            "model /a and /b; start both with the same --model",
-        ),
-        (
-            {"model": "/a", "threads": 4, "model_config": {"act": "gelu"}, "tokens_sha256": "a"},
-            {"model": "/b", "threads": 2},
-            "threads 4 and 2, model /a and /b; start both with --threads 2, with the same --model",
-        ),
-        # Another setting explains the other content.
-        (
-            {"dropout": 0.1, "model_config": {"dropout": 0.1}},
-            {"dropout": 0.2, "model_config": {"dropout": 0.2}},
-            "dropout 0.1 and 0.2; start both with the same --dropout",
-        ),
-        ({"a_new_setting": 1}, {"a_new_setting": 2}, "a_new_setting 1 and 2; start both with the same a_new_setting"),
+        ({"a_new_setting": 1}, {"a_new_setting": 2}, "a_new_setting 1 and 2"),
     ],
 )
 def test_a_recorded_difference_is_named_with_its_remedy(explained, a, b, text):
@@ -170,10 +120,6 @@ def test_a_recorded_difference_is_named_with_its_remedy(explained, a, b, text):
         ({"eval_steps": 5, "eval_batch_size": 8}, {"eval_steps": 6, "eval_batch_size": 9}),
         ({"threads": None, "git_commit": None}, {"threads": 2, "git_commit": "b" * 40}),
         ({}, {"model_config": {"hidden_act": "relu"}, "model_code_sha256": "a", "tokens_sha256": "a"}),
-        (
-            {"model_commit": "a" * 40, "model_config": {"hidden_act": "gelu"}},
-            {"model_commit": "a" * 40, "model_config": {"hidden_act": "relu"}},
-        ),
         ({}, {"versions": {"python": "3.11", "torch": "2.13.0"}, "kernels": {"cpu": "X"}}),
     ],
 )
@@ -256,7 +202,6 @@ def test_over_seeds_the_first_pair_that_differs_is_explained(pair):
     ("hashes", "shown"),
     [
         (("d" * 64, "d" * 64), f"{'d' * 64} (both)"),
-        ((None, None), "not recorded: an earlier version wrote these runs"),
         (("d" * 64, None), f"{'d' * 64} and not recorded (an earlier version wrote the run)"),
         (("d" * 64, "e" * 64), f"{'d' * 64} and {'e' * 64}"),
     ],
@@ -276,7 +221,7 @@ def test_evaluations_that_differ_explain_the_hashes_of_identical_training(pair):
     for run, digit in ((a, "d"), (b, "e")):
         edit_json(run.folder / "metrics.json", hash=digit * 64)
     markdown = as_markdown(compare_runs(*(read_run(run.folder) for run in (a, b)), baselines=False))
-    assert f"{'e' * 64}: the evaluations during training, which are part of the hash, differ" in markdown
+    assert f"{'e' * 64}: only the evaluations during training differ" in markdown
 
 
 def test_reports_warn_of_gpus_without_deterministic(pair):

@@ -18,7 +18,7 @@ from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.world import World
-from ...report.statistics import PairedSeeds, paired_seeds
+from ...report.statistics import Paired, paired
 from ...settings import Settings
 from ...training.build import ReviewData, build_data, build_model
 from ..harness import distribute
@@ -135,7 +135,7 @@ def measure_compression(settings: Settings, data: ReviewData, seeds: int, *, sec
 
 
 def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, refusal: str = "") -> Section:
-    effects = {hook: paired_seeds(result.accuracies, measured[PLAIN].accuracies) for hook, result in measured.items()}
+    effects = {hook: paired(result.accuracies, measured[PLAIN].accuracies) for hook, result in measured.items()}
     accuracies = {hook: result.accuracies for hook, result in measured.items()}
     seeds = len(measured[PLAIN].accuracies)
     parts: list[Part] = [result_table(measured, effects)]
@@ -163,7 +163,7 @@ def as_section(measured: Mapping[str, Measured], steps: int, world: World, *, re
     return Section("compression", "Compressed gradients", paragraphs, parts, {"steps": steps, "hooks": data})
 
 
-def result_table(measured: Mapping[str, Measured], effects: Mapping[str, PairedSeeds]) -> Table:
+def result_table(measured: Mapping[str, Measured], effects: Mapping[str, Paired]) -> Table:
     plain = measured[PLAIN]
     header = (
         "hook",

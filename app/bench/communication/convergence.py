@@ -20,7 +20,7 @@ from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.world import World
-from ...report.statistics import paired_seeds
+from ...report.statistics import paired
 from ...settings import Settings
 from ...training.build import ReviewData, build_data
 from ...training.step import default_learning_rate
@@ -88,7 +88,7 @@ def measure_convergence(settings: Settings, data: ReviewData, seeds: int, *, pre
 
 def as_section(variants: Mapping[str, Settings], trainings: Mapping[str, Sequence[Training]], *, draw: bool) -> Section:
     accuracies = {name: [training.accuracy for training in several] for name, several in trainings.items()}
-    effects = {name: paired_seeds(values, accuracies[EVERY_ONE]) for name, values in accuracies.items()}
+    effects = {name: paired(values, accuracies[EVERY_ONE]) for name, values in accuracies.items()}
     first = variants[EVERY_ONE]
     examples, seeds = first.train_batch_size * first.max_steps, len(accuracies[EVERY_ONE])
     curves = {

@@ -15,7 +15,7 @@ from ...common.charts import NEUTRAL, SERIES_COLORS, draw_ranges, name_rows, ren
 from ...ddp_loop import evaluate
 from ...distributed.collectives import all_gather_object
 from ...distributed.world import World
-from ...report.statistics import PairedSeeds
+from ...report.statistics import Paired
 from ...settings import Settings
 from ...training.build import ReviewData, build_model
 from ...training.step import default_learning_rate
@@ -41,19 +41,19 @@ def train(settings: Settings, data: ReviewData, world: World) -> Training:
     return Training(scores.accuracy, losses)
 
 
-def interval_of(effect: PairedSeeds) -> tuple[float, float] | None:
+def interval_of(effect: Paired) -> tuple[float, float] | None:
     """Return the limits of the confidence interval of a difference, if there is one."""
     return (effect.difference.low, effect.difference.high) if effect.difference else None
 
 
-def describe_difference(effect: PairedSeeds) -> str:
+def describe_difference(effect: Paired) -> str:
     """Return a difference in percentage points with its interval."""
     difference = f"{100 * (effect.mean_a - effect.mean_b):+z.2f}"
     limits = interval_of(effect)
     return f"{difference} [{100 * limits[0]:+z.2f}, {100 * limits[1]:+z.2f}]" if limits else difference
 
 
-def accuracy_chart(accuracies: Mapping[str, Sequence[float]], effects: Mapping[str, PairedSeeds]) -> Markup:
+def accuracy_chart(accuracies: Mapping[str, Sequence[float]], effects: Mapping[str, Paired]) -> Markup:
     """Plot the differences from the first accuracies over seeds, in percentage points, with their intervals."""
     baseline, *names = accuracies
 

@@ -22,7 +22,7 @@ from ...distributed.environment import check_environment
 from ...distributed.process_group import join
 from ...distributed.world import World
 from ...model.hub import resolve_commit
-from ...report.statistics import paired_seeds
+from ...report.statistics import paired
 from ...runs.folder import create_folder
 from ...runs.schema import RUNS
 from ...settings import Settings
@@ -159,7 +159,7 @@ def measure_effect(pairs: list[Pair], variant: Variant) -> dict[str, Any]:
     ]
     mean_gap, max_gap = float(np.mean([gap.mean() for gap in gaps])), float(np.max([gap.max() for gap in gaps]))
     same_rows = variant.split == BASELINE.split and variant == variant.training
-    statistics = paired_seeds(changed, [float(pair.baseline.correct.mean()) for pair in pairs])
+    statistics = paired(changed, [float(pair.baseline.correct.mean()) for pair in pairs])
     interval = statistics.difference
     changed_rows = [(pair.baseline.correct != pair.changed.correct).sum() for pair in pairs] if same_rows else None
     return {
