@@ -39,7 +39,7 @@ from ..settings import Settings
 from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
-from .harness import Bench, build_named, distribute, with_each_strategy
+from .steps import Bench, build_named, distribute, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
 

@@ -1,21 +1,19 @@
-"""Reports of the communication laboratory and of scaling: pictures, charts and tables, as a page and as Markdown.
-
-A section is plain data, which `as_html` renders for a browser and `as_markdown` for a terminal.
-"""
+"""Sections as plain data, for the programs that do not use `core.Page` yet."""
 
 from __future__ import annotations
 
-import textwrap
+import io
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 
-from ..common.charts import SERIES_COLORS
-from ..common.formats import markdown_cell, markdown_table, render_template
-
-WIDTH = 100  # of the text, in characters
+from ..common.formats import render_template
+from .core import Page
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,16 @@ class Figure:
 class Chunk:
     """One cell of a picture."""
 
-    text: str  # the value that the rank holds
-    ranks: Sequence[int]  # whose data is in it; the page colors the cell accordingly
+    text: str
+    ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What each rank holds before and after a collective."""
+    """What each rank holds before and after a collective: None where it has no memory for a chunk."""
 
     title: str
     note: str
-    # One row per rank, with one cell per chunk; None where the rank has no memory for the chunk.
     before: Sequence[Sequence[Chunk | None]]
     after: Sequence[Sequence[Chunk | None]]
 
@@ -70,67 +67,42 @@ class Section:
     data: Mapping[str, Any] = field(default_factory=dict)  # all numbers, for JSON
 
 
-# ---- a page ----------------------------------------------------------------------------------------------------------
+def show(section: Section, page: Page) -> None:
+    page.section(section.name, section.title, "\n".join(section.paragraphs))
+    page.numbers.update(section.data)
+    for part in section.parts:
+        if isinstance(part, Figure):
+            page.figure(part.svg)
+            continue
+        if isinstance(part, Picture):
+            sides = [
+                [[cell.text if cell else "·" for cell in row] for row in side] for side in (part.before, part.after)
+            ]
+            width = max(len(text) for side in sides for row in side for text in row)
+            shown = [[" ".join(text.rjust(width) for text in row) for row in side] for side in sides]
+            index = [f"rank {rank}" for rank in range(len(part.before))]
+            frame = pd.DataFrame({"before": shown[0], "after": shown[1]}, index)
+        else:
+            rows = [list(row[1:]) for row in part.rows]
+            frame = pd.DataFrame(rows, [row[0] for row in part.rows], list(part.header[1:]))
+        page.table(part.title, frame, part.note)
 
 
 def as_html(
     title: str, facts: Mapping[str, str], sections: Sequence[Section], *, json_name: str = "communication.json"
 ) -> str:
-    """Render a self-contained page, without scripts and without requests. All text is escaped.
-
-    Args:
-        facts: about the machine, by name.
-        json_name: the file that contains all numbers.
-    """
-    variables = {"title": title, "facts": facts, "sections": sections, "json_name": json_name}
-    return render_template("laboratory.html.j2", kind=_kind, background=_background, **variables)
-
-
-def _kind(part: Part) -> str:
-    return type(part).__name__.lower()
-
-
-def _background(chunk: Chunk) -> str:
-    """Return a CSS background with a stripe in the color of each rank whose data is in the chunk."""
-    n = max(1, len(chunk.ranks))
-    colors = [f"color-mix(in srgb, var(--s{rank % len(SERIES_COLORS)}) 45%, transparent)" for rank in chunk.ranks]
-    stripes = [f"{color} {100 * i / n:.4g}% {100 * (i + 1) / n:.4g}%" for i, color in enumerate(colors)]
-    return f"linear-gradient(90deg, {', '.join(stripes)})" if stripes else "none"
-
-
-# ---- Markdown --------------------------------------------------------------------------------------------------------
+    page = _page_of(sections)
+    name = json_name.removesuffix(".json")
+    return render_template("laboratory.html.j2", title=title, facts=facts, parts=page.parts, file=name)
 
 
 def as_markdown(section: Section) -> str:
-    """Render a section for a terminal and as Markdown, without control characters and without charts."""
-    lines = [f"## {_escape(section.title)}\n", *(f"{_escape(text)}\n" for text in section.paragraphs)]
-    for part in section.parts:
-        if isinstance(part, Figure):
-            continue
-        lines.append(f"### {_escape(part.title)}\n")
-        if part.note:
-            lines.append(f"{_escape(part.note)}\n")
-        lines.append(_picture_table(part) if isinstance(part, Picture) else _table(part.header, part.rows))
-    return "\n".join(lines)
+    return "\n".join(_page_of([section]).text[1:])
 
 
-def _picture_table(picture: Picture) -> str:
-    sides = [
-        [["·" if cell is None else cell.text for cell in row] for row in side]
-        for side in (picture.before, picture.after)
-    ]
-    width = max(len(text) for side in sides for row in side for text in row)
-    rows = [
-        [f"rank {rank}", *(" ".join(text.rjust(width) for text in row) for row in rows)]
-        for rank, rows in enumerate(zip(*sides, strict=True))
-    ]
-    return markdown_table(["", "before", "after"], rows, text_columns=3, aligned=True)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    header, *rows = ([markdown_cell(cell) for cell in row] for row in (header, *rows))
-    return markdown_table(header, rows, aligned=True)
-
-
-def _escape(text: str) -> str:
-    return textwrap.fill(markdown_cell(text, max_length=len(text)), WIDTH)
+def _page_of(sections: Sequence[Section]) -> Page:
+    with redirect_stdout(io.StringIO()):
+        page = Page("", {}, Path())
+        for section in sections:
+            show(section, page)
+    return page

@@ -35,7 +35,7 @@ from ..program import launch
 from ..settings import Settings
 from ..training.build import ReviewData, build_data, build_model
 from ..training.console import quiet_libraries
-from .harness import Bench, distribute, with_each_strategy
+from .steps import Bench, distribute, with_each_strategy
 
 
 def main(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.bench import memory, traffic
-from app.bench.harness import set_up, with_each_strategy
+from app.bench.steps import set_up, with_each_strategy
 from app.common.errors import AgreedError, RunError
 from app.plan.step import Plan
 from app.plan.traffic import Collective

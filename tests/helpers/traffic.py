@@ -18,7 +18,7 @@ from transformers import (
     RoFormerConfig,
 )
 
-from app.bench.harness import Bench
+from app.bench.steps import Bench
 from app.bench.traffic import Counts, as_counts, count_third_step
 from app.distributed.world import Topology, World
 from app.model.dropout import checkpoint_activations

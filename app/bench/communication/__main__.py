@@ -9,18 +9,15 @@ runs/communication/). docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from ...cli import parse_flags, program_name
 from ...common.errors import UserError, escape_control_characters
-from ...common.files import write_json, write_text
 from ...common.link import Link
 from ...distributed.collectives import raise_on_all_ranks
 from ...distributed.environment import default_threads, started_by_torchrun
@@ -41,12 +38,14 @@ from ...setting_groups import TINY_BERT
 from ...settings import Settings
 from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
-from ..harness import describe_job
+from ..core import Lab, Page, describe_job
+from ..ladder import ladder
 from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
-from ..page import Section, as_html, as_markdown
+from ..page import show
 from .sections import Options, check, measure
 
 TITLE = "Communication laboratory"
+PORTED = {"ladder": ladder}
 TRAININGS = {"compression", "convergence"}  # sections that train for a number of steps, and evaluate
 
 
@@ -86,15 +85,25 @@ def main(
         facts = describe_job(world)
         if link:
             facts["link"] = f"{link}: {os.environ[LINK_METHOD_VARIABLE]}"
-        world.print_main(headline(facts))
-        measured = []
+        page = Page(TITLE, facts, folder, settings.as_dict())
+        lab = Lab(
+            page=page,
+            settings=settings,
+            world=world,
+            data=data,
+            seconds=seconds_per_point,
+            largest=options.largest,
+            seeds=seeds,
+            over_link=options.over_link,
+        )
         for name in names:
-            section = measure(name, settings, data, options=options, world=world)
-            world.print_main(as_markdown(section))
-            measured.append(section)
-            with raise_on_all_ranks(world):  # after each section, so that a later failure does not lose it
-                if folder is not None:
-                    write(folder, facts, settings, measured=measured)
+            if section := PORTED.get(name):
+                page.section(name, *(inspect.getdoc(section) or "").split("\n\n"))
+                section(lab)
+            else:
+                show(measure(name, settings, data, options=options, world=world), page)
+            with raise_on_all_ranks(world):
+                page.write("communication")
         world.print_main(escape_control_characters(f"written to {folder}/: communication.html, .json, .md"))
 
 
@@ -102,24 +111,6 @@ def check_link(link: Link | None) -> None:
     """Raise `UserError` if the ranks are not those that `--link` starts."""
     if link and LINK_METHOD_VARIABLE not in os.environ:
         raise UserError(f"--link: starts its own two ranks: use python -m {program_name()}, without torchrun")
-
-
-def write(folder: Path, facts: Mapping[str, str], settings: Settings, *, measured: Sequence[Section]) -> None:
-    """Write, or replace, the three files."""
-    content: dict[str, Any] = {
-        "machine": facts,
-        "settings": settings.as_dict(),
-        "sections": {section.name: section.data for section in measured},
-    }
-    write_json(folder / "communication.json", content)
-    write_text(folder / "communication.md", "\n".join([headline(facts), *map(as_markdown, measured)]))
-    write_text(folder / "communication.html", as_html(TITLE, facts, measured))
-
-
-def headline(facts: Mapping[str, str]) -> str:
-    return (
-        escape_control_characters(f"# {TITLE}: {', '.join(f'{name} {value}' for name, value in facts.items())}") + "\n"
-    )
 
 
 def start() -> int:

@@ -23,7 +23,8 @@ from ...settings import Settings
 from ...training.build import ReviewData
 from ..charts import format_seconds
 from ..page import Figure, Section, Table
-from .step_variants import Variant, compare, plain_ddp
+from ..steps import plain_ddp
+from .step_variants import Variant, compare
 
 ROWS = (4, 8, 16, 32, 64, 128)  # of a micro-batch, on each rank
 TITLE = "Tokens per second over the size of the batch"

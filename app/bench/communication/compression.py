@@ -21,11 +21,11 @@ from ...distributed.world import World
 from ...report.statistics import Paired, paired
 from ...settings import Settings
 from ...training.build import ReviewData, build_data, build_model
-from ..harness import distribute
 from ..page import Figure, Part, Section, Table
 from ..rounds import ratios
+from ..steps import distribute, plain_ddp
 from ..traffic import STEPS, count_third_step, sent_bytes
-from .step_variants import Variant, compare, models, plain_ddp
+from .step_variants import Variant, compare, models
 from .trainings import accuracy_chart, describe_difference, interval_of, train
 
 HOOKS = ("no", "fp16", "bf16", "power_sgd")  # the values of --ddp_comm_hook

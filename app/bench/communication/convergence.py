@@ -25,7 +25,7 @@ from ...settings import Settings
 from ...training.build import ReviewData, build_data
 from ...training.step import default_learning_rate
 from ..page import Figure, Part, Section, Table
-from .step_variants import plain_ddp
+from ..steps import plain_ddp
 from .training_step import SYNC_EVERY
 from .trainings import Training, accuracy_chart, describe_difference, interval_of, train
 

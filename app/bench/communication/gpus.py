@@ -22,12 +22,12 @@ from ...model.precision import mixed_precision
 from ...settings import Settings
 from ...training.build import ReviewData
 from ..charts import format_seconds
-from ..harness import build_named, distribute
 from ..page import Section, Table
 from ..rounds import ratios, time_calls
+from ..steps import TOTAL_STEPS, build_named, distribute, endless, plain_ddp
 from .collectives import prepare
 from .collectives_section import ELEMENT, sizes_up_to
-from .step_variants import TOTAL_STEPS, endless, models, plain_ddp
+from .step_variants import models
 
 ON_BOTH = ("all-reduce", "broadcast")  # the collectives that gloo offers for tensors on GPUs
 DDP, DATA_PARALLEL = "DistributedDataParallel", "DataParallel"

@@ -28,10 +28,10 @@ from ...model.precision import mixed_precision
 from ...settings import Settings
 from ...training.build import ReviewData
 from ..charts import format_seconds
-from ..harness import Bench, build_named, distribute
 from ..page import Figure, Part, Section, Table
 from ..rounds import time_calls
-from .step_variants import models, plain_ddp
+from ..steps import Bench, build_named, distribute, plain_ddp
+from .step_variants import models
 
 PASSES, WARM_UP = 10, 2  # backward passes
 BUCKET = 25 * MIB

@@ -12,7 +12,7 @@ from ...flags import STEP_SECONDS
 from ...settings import Settings
 from ...training.build import ReviewData
 from ..page import Section
-from . import batch_size, convergence, gpus, granularity, ladder, messages, readiness, training_step
+from . import batch_size, convergence, gpus, granularity, messages, readiness, training_step
 from .collectives_section import check_largest, measure_collectives
 from .compression import measure_compression, settings_by_hook
 
@@ -53,15 +53,12 @@ def _check(name: str, settings: Settings, options: Options, *, n_train: int, wor
             check_largest(options.largest, 1)
         case "backends":
             gpus.check_gpus(name, world)
-        case "operations" | "granularity":
+        case "operations" | "granularity" | "ladder":
             pass
         case "compression":
             settings_by_hook(settings, options.seeds, n_train=n_train, ranks=world.size)
         case "convergence":
             convergence.variants_of(settings, n_train, world.size, pretrained=False)
-        case "ladder":
-            for variant in ladder.ladder_variants(settings).values():
-                plan_batches(variant.settings, n_train, world.size)
         case "readiness":
             plan_batches(settings, n_train, world.size)
         case "batch_size":
@@ -96,8 +93,6 @@ def measure(name: str, settings: Settings, data: ReviewData | None, *, options: 
         case "convergence":
             pretrained = options.pretrained
             return convergence.measure_convergence(settings, data, options.seeds, pretrained=pretrained, world=world)
-        case "ladder":
-            return ladder.measure_ladder(settings, data, seconds, world=world)
         case "readiness":
             return readiness.measure_readiness(settings, data, seconds=seconds, world=world)
         case "batch_size":

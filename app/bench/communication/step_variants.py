@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from ...data.sampler import BatchPlan
 from ...distributed.collectives import all_gather_object
@@ -20,13 +19,12 @@ from ...settings import Settings
 from ...strategies.base import Strategy
 from ...strategies.ddp import DDPStrategy
 from ...training.build import ReviewData, select_strategy
-from ..harness import build_named, distribute
 from ..rounds import Interval, ratios, time_calls
+from ..steps import TOTAL_STEPS, PlainDDP, build_named, distribute, endless
 
 MICRO_BATCHES = {TINY_BERT: 8}  # that a timed call trains on
 MICRO_BATCHES_OF_OTHERS = 2
 COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
-TOTAL_STEPS = 10**6  # the schedule never ends
 
 
 @dataclass(frozen=True)
@@ -56,22 +54,9 @@ class Comparison:
         return ratios(self.seconds[name], next(iter(self.seconds.values())))
 
 
-class PlainDDP(DDPStrategy):
-    """DDP without logical ranks: its own all-reduce at any number of processes."""
-
-    def fix_order(self) -> None:
-        """Keep DDP's all-reduce."""
-
-
 def models(name: str) -> list[str]:
     """Return the names of the models to measure: the one that `--model` names, or two sizes."""
     return [TINY_BERT, "BERT 4 x 312"] if name == TINY_BERT else [name]
-
-
-def plain_ddp(settings: Settings) -> Settings:
-    """Return the settings with `--strategy ddp` and gradients that are not compressed."""
-    fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
-    return replace(settings, strategy="ddp", cpu_offload=False, ddp_comm_hook="no", **fp32)  # type: ignore[arg-type]
 
 
 def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrategy:
@@ -143,9 +128,3 @@ def train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[to
     """Train, and add the losses of the steps to `kept` until it has `most`."""
     losses = train()
     kept += losses[: most - len(kept)]
-
-
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader

@@ -26,19 +26,10 @@ from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings
 from ...training.build import ReviewData
-from ..harness import Bench, build_named, distribute, timed
 from ..page import Figure, Part, Section, Table
+from ..steps import TOTAL_STEPS, Bench, build_named, distribute, endless, plain_ddp, timed
 from .comparison import comparison_section
-from .step_variants import (
-    TOTAL_STEPS,
-    Comparison,
-    Variant,
-    compare,
-    endless,
-    models,
-    plain_ddp,
-    reduction_variants,
-)
+from .step_variants import Comparison, Variant, compare, models, reduction_variants
 
 PROFILED_STEPS = 5
 LARGER = "BERT 4 x 512"  # the communication's share over a link depends on the size of the model

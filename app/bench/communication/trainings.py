@@ -19,7 +19,7 @@ from ...report.statistics import Paired
 from ...settings import Settings
 from ...training.build import ReviewData, build_model
 from ...training.step import default_learning_rate
-from ..harness import distribute
+from ..steps import distribute
 
 
 @dataclass(frozen=True)

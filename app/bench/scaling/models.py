@@ -11,7 +11,7 @@ from ...model.load import build_from_config, load_config, select_attention
 from ...model.tiny import VOCABULARY_SIZES, built_in_config
 from ...plan.step import device_of
 from ...settings import Settings
-from ..harness import bert_config
+from ..steps import bert_config
 
 
 def model_config(name: str, use_cpu: bool) -> PretrainedConfig:

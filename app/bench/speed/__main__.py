@@ -38,7 +38,7 @@ from ...setting_groups import TINY_BERT
 from ...settings import Settings
 from ...training.build import build_data, build_model, read_and_split
 from ...training.console import quiet_libraries
-from ..harness import describe_job
+from ..core import describe_job
 from ..page import Section, as_html, as_markdown
 from .measure import OWN, measure
 from .models import with_model

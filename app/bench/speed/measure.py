@@ -18,8 +18,8 @@ from ...flags import BF16
 from ...record.results import mfu
 from ...record.steps import Totals
 from ...settings import Settings
-from ..harness import timed
 from ..rounds import Interval, in_rounds, ratios
+from ..steps import timed
 from .others import OTHERS
 from .own import TRAININGS, build_own
 from .recipe import Count, Recipe, Task, precision_of

@@ -18,8 +18,8 @@ from app.bench.communication.compression import (
     settings_by_hook,
     training_steps,
 )
-from app.bench.harness import distribute
 from app.bench.page import Figure, Table, as_html, as_markdown
+from app.bench.steps import distribute
 from app.bench.traffic import CountCollectives, sent_bytes
 from app.common.errors import AgreedError
 from app.distributed.world import Topology

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from app.bench.alpha_beta import AlphaBeta
-from app.bench.harness import bert_config
 from app.bench.page import Table, as_markdown
 from app.bench.scaling import __main__ as scaling
 from app.bench.scaling import configuration, task_job
@@ -22,6 +21,7 @@ from app.bench.scaling.measure import ALL_REDUCE_SIZES, Measurement, Round
 from app.bench.scaling.predict import Cores, fit
 from app.bench.scaling.report import raw_data, sections
 from app.bench.scaling.strategies import plan_strategies, predict_strategy, seconds_of, updated_share
+from app.bench.steps import bert_config
 from app.common.errors import UserError
 from app.plan.step import Plan
 from app.plan.traffic import Collective

@@ -1,40 +1,43 @@
-"""Code that the benchmarks share: set up a model and its batches on all ranks, and train and time it.
+"""Training steps of a model, without a run folder, and variants of a step, timed on the same batches.
 
-They use `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
+All of them are `app.ddp_loop.train_step` itself, with all of its settings: precision, accumulation, clipping.
 """
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from ..cli import command_line
 from ..common.errors import AgreedError
-from ..common.machine import describe_machine
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, reduce_mean
 from ..distributed.world import World
-from ..flags import SIZES
+from ..flags import SIZES, STEP_SECONDS
 from ..model.inputs import to_device
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
+from ..setting_groups import TINY_BERT
 from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
+from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization
 from ..training.build import ReviewData, build_data, build_model, select_strategy
 from ..training.console import quiet_libraries
 from ..training.step import build_optimizer, build_scheduler
+from .core import Lab
 
 LEARNING_RATE = 1e-4
+TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
+COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
 
 
 def with_each_strategy(settings: Settings) -> list[Settings]:
@@ -164,14 +167,76 @@ def timed(work: Callable[[], object], world: World) -> float:
     return float(reduce_mean(seconds, world))
 
 
-def describe_job(world: World) -> dict[str, str]:
-    """Return facts about the machine and the job that every figure depends on, by name. Collective."""
-    # Two nodes on one machine have the same name.
-    nodes = max(len(set(all_gather_object(socket.gethostname(), world))), world.topology.nodes)
-    return {
-        "ranks": f"{world.size} on {nodes} node(s)",
-        "backend": dist.get_backend(),
-        "threads": f"{torch.get_num_threads()} per rank",
-        **describe_machine(world.device),
-        "command": command_line(),
-    }
+# ---- variants of a step ----------------------------------------------------------------------------------------------
+
+
+MakeStrategy = Callable[[Settings, BatchPlan, World], Strategy]
+Variant = tuple[Settings, MakeStrategy]  # of a step: it differs from others in its settings or its strategy
+
+
+class PlainDDP(DDPStrategy):
+    """DDP without logical ranks: its own all-reduce at any number of processes."""
+
+    def fix_order(self) -> None:
+        """Keep DDP's all-reduce."""
+
+
+def plain_ddp(settings: Settings, **changes: Any) -> Settings:
+    """Return the settings with `--strategy ddp` and gradients that are not compressed."""
+    plain: dict[str, Any] = {"param_dtype": "fp32", "reduce_dtype": "fp32", "cpu_offload": False, "ddp_comm_hook": "no"}
+    return replace(settings, strategy="ddp", **plain | changes)
+
+
+def models(settings: Settings) -> list[str]:
+    """Return the names of the models to measure: the one that `--model` names, or two sizes."""
+    return [TINY_BERT, "BERT 4 x 312"] if settings.model == TINY_BERT else [settings.model]
+
+
+class Steps(NamedTuple):
+    """Measurements of variants, each of which has a column."""
+
+    times: pd.DataFrame  # seconds per step, in each round, on the slowest rank
+    losses: pd.DataFrame  # this rank's, of the first micro-batches
+    tokens: pd.Series  # per step on all ranks, without padding
+
+
+def time_steps(lab: Lab, model: str, variants: Mapping[str, Variant], *, micro_batches: int | None = None) -> Steps:
+    """Time variants of a training step of a model, from the same weights. Collective.
+
+    Variants whose micro-batches have the same number of rows train on the same ones.
+
+    Args:
+        micro_batches: of each logical rank, that a timed call trains on.
+    """
+    n = micro_batches or (8 if model == TINY_BERT else 2)
+    calls: dict[str, Callable[[], object]] = {}
+    batches: dict[int, list[Any]] = {}  # by their number of rows
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
+    steps, tokens = pd.Series(dtype=int), pd.Series(dtype=float)
+    assert lab.data is not None
+    for name, (settings, make_strategy) in variants.items():
+        network = build_named(model, settings, lab.data, world=lab.world)
+        bench = distribute(settings, lab.data, network, world=lab.world, make_strategy=make_strategy)
+        plan = bench.data.plan
+        steps[name] = max(1, n // plan.accumulation_steps)
+        if plan.micro_size not in batches:
+            batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
+        masks = [batch.get("attention_mask", batch["input_ids"] >= 0) for batch in batches[plan.micro_size]]
+        tokens[name] = sum(int(mask.sum()) for mask in masks) / steps[name]
+        train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
+        calls[name] = partial(_train_and_keep_losses, train, losses[name], COMPARED_CALLS * steps[name])
+    times = lab.times(calls, multiple=STEP_SECONDS) / steps
+    lab.page.numbers[model] = {"seconds": times.to_dict("list")}
+    columns = {name: pd.Series(torch.cat(of_steps).tolist()) for name, of_steps in losses.items()}
+    return Steps(times, pd.DataFrame(columns), pd.concat(all_gather_object(tokens, lab.world), axis=1).sum(axis=1))
+
+
+def _train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor], most: int) -> None:
+    losses = train()
+    kept += losses[: most - len(kept)]
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, epoch after epoch."""
+    while True:
+        yield from loader
