@@ -9,40 +9,27 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from ..common.charts import (
-    INK,
-    MUTED,
-    NEUTRAL,
-    PAPER,
-    RUN_COLORS,
-    draw_ranges,
-    name_rows,
-    render_svg,
-    show_values,
-)
+from ..common.charts import INK, MUTED, NEUTRAL, PAPER, RUN_COLORS, render_svg, show_values
 from ..common.errors import shorten
 
 MAX_POINTS = 1_500
 MAX_NAME_LENGTH = 40
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # matplotlib would write powers of ten as mathtext
-DOT: dict[str, Any] = {"marker": "o", "markeredgecolor": PAPER, "markeredgewidth": 1.6}
+DASHES = ("-", (0, (5, 4)))  # the second run is dashed and drawn over the first
 
 
 def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Markup:
-    """Plot the loss of each step (faint) and its running mean; the second run is dashed and drawn over the first."""
+    """Plot the loss of each step (faint) and its running mean."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss (nats)")
-        for values, color, dashes in zip(losses, RUN_COLORS, ("-", (0, (5, 4))), strict=True):
+        for values, color, dashes, width in zip(losses, RUN_COLORS, DASHES, (3.2, 1.9), strict=True):
             axes.plot(*_thin_out(values, "mean"), color=color, alpha=0.22, linewidth=0.8)
             # The exponential moving average over about the last 3 % of all steps.
             smooth = pd.Series(values).ewm(alpha=1 / max(1.0, 0.03 * len(values))).mean()
-            width = 3.2 if color == RUN_COLORS[0] else 1.9
             axes.plot(*_thin_out(smooth, "mean"), color=color, linewidth=width, linestyle=dashes)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.01)
@@ -52,63 +39,42 @@ def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Mark
 
 
 def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
-    """Plot |loss A - loss B| at each common step on a logarithmic axis, and identical steps in a band below."""
+    """Plot |loss A - loss B| at each common step at which the losses differ, on a logarithmic axis."""
     a, b = (np.asarray(values, dtype=float)[: min(map(len, losses))] for values in losses)
     identical = a.view(np.uint64) == b.view(np.uint64)
-    difference = np.where(identical, 0.0, np.abs(a - b))
+    difference = np.abs(a - b)
 
     def draw(figure: Figure) -> None:
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
-        above.set_yscale("log")
-        if (difference > 0).any():
-            points = _thin_out(np.where(difference > 0, difference, np.nan), "max")
-            above.plot(*points, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
-        else:
-            above.set_ylim(1e-16, 1)
-            above.text(0.5, 0.5, "no step differs", transform=above.transAxes, ha="center", va="center", color=MUTED)
-        above.yaxis.set_major_locator(LogLocator(numticks=6))
-        show_values(above.yaxis, _power_of_ten)
-        above.yaxis.set_minor_formatter(NullFormatter())
-        above.set_ylabel("|difference in loss|")
-        above.tick_params(axis="x", which="both", length=0)
-        above.spines["bottom"].set_visible(False)
-        _draw_identical_band(below, identical)
+        axes = figure.add_subplot(xlabel="optimizer step", ylabel="|difference in loss|", yscale="log")
+        points = _thin_out(np.where(~identical & (difference > 0), difference, np.nan), "max")
+        axes.plot(*points, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
+        axes.set_title(f"bitwise identical: {identical.sum()} of {len(a)} steps", loc="left", fontsize=12.5)
+        axes.set_xlim(0.5, len(a) + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        show_values(axes.yaxis, "{:.0e}".format)  # matplotlib would write powers of ten as mathtext
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
     return render_svg(330, "Absolute difference in loss at each step", draw)
 
 
-def _draw_identical_band(axes: Axes, identical: NDArray[np.bool_]) -> None:
-    """Draw a band in both colors over the ranges of steps whose losses are bitwise identical."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], identical, [False]]).astype(np.int8)))
-    ranges = [(start + 0.5, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-    axes.broken_barh(ranges, (0.5, 0.5), facecolor=RUN_COLORS[0])
-    axes.broken_barh(ranges, (0, 0.5), facecolor=RUN_COLORS[1])
-    axes.set(xlabel="optimizer step", yticks=[], ylim=(-0.2, 1.1), xlim=(0.5, len(identical) + 0.5))
-    axes.grid(False)
-    count = f"all {len(identical)}" if identical.all() else f"{identical.sum()} of {len(identical)}"
-    axes.set_title(f"bitwise identical: {count} steps", loc="left", fontsize=12.5, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-
-
-def _power_of_ten(value: float) -> str:
-    return f"10{str(round(np.log10(value))).translate(SUPERSCRIPTS)}"
-
-
 def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
-    """Plot `estimate`, and if known `low` and `high`, of the accuracies of the two runs, and then of the baselines."""
-    colors = [*RUN_COLORS, *[NEUTRAL] * (len(rows) - 2)]
+    """Plot `estimate`, and if known `low` and `high`, of the accuracy of the two runs, and then of the baselines."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="test accuracy")
-        name_rows(axes, [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
-        for position, (row, color) in enumerate(zip(rows, colors, strict=True)):
-            estimate = row["estimate"]
-            limits = (estimate, row.get("low", estimate), row.get("high", estimate))
-            draw_ranges(axes, [position], [limits], horizontal=True, color=color, markersize=10, **DOT)
+        axes.set_yticks(range(len(rows)), [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.75)
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x")
+        for position, row in enumerate(rows):
+            color, x = [*RUN_COLORS, *[NEUTRAL] * len(rows)][position], row["estimate"]
+            limits = [[x - row.get("low", x)], [row.get("high", x) - x]]
+            dot: dict[str, Any] = {"markersize": 10, "markeredgecolor": PAPER, "markeredgewidth": 1.6}
+            axes.errorbar(x, position, xerr=limits, fmt="o", color=color, elinewidth=2.4, **dot)
             above: dict[str, Any] = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{estimate:.1%}", (estimate, position), fontweight="bold", **above)
+            axes.annotate(f"{x:.1%}", (x, position), fontweight="bold", **above)
             axes.get_yticklabels()[position].set_color(color if color in RUN_COLORS else MUTED)
-        axes.set_ylim(top=-0.75)
         axes.spines["bottom"].set_visible(False)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -121,12 +87,10 @@ def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="seed", ylabel="test accuracy")
-        values = np.array([[run["accuracy"] for run in pair["runs"]] for pair in pairs])
-        axes.vlines(range(len(pairs)), values.min(axis=1), values.max(axis=1), color=NEUTRAL, linewidth=1.4)
-        for side, (color, marker, size) in enumerate(zip(RUN_COLORS, ("o", "D"), (11, 5.5), strict=True)):
-            dashes = "-" if side == 0 else (0, (4, 3))
-            axes.axhline(values[:, side].mean(), color=color, linewidth=1.2, linestyle=dashes)
-            axes.plot(values[:, side], marker, color=color, markersize=size, markeredgecolor=PAPER, markeredgewidth=1)
+        for side, (color, dashes, size) in enumerate(zip(RUN_COLORS, DASHES, (11, 5.5), strict=True)):
+            values = [pair["runs"][side]["accuracy"] for pair in pairs]
+            axes.axhline(np.mean(values), color=color, linewidth=1.2, linestyle=dashes)
+            axes.plot(values, "oD"[side], color=color, markersize=size, markeredgecolor=PAPER)
         axes.set_xticks(range(len(pairs)), [_shorten(pair["seed"]) for pair in pairs])
         axes.set_xlim(-0.6, len(pairs) - 0.4)
         axes.margins(y=0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from ..common.errors import shorten
@@ -11,7 +10,6 @@ from ..common.formats import flatten
 from ..model import identity
 from ..runs.reader import Run
 from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, FORMER, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
-from ..settings import Settings
 
 # The keys of settings.json that do not describe the training.
 NO_SETTINGS = {"path", "launchers", *OUTPUT, *FORMER}
@@ -20,12 +18,9 @@ NEVER_A_CAUSE |= {f"model_config.{name}" for name in identity.WITHOUT_EFFECT}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU", "tokens_sha256": "tokens"}
 FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in which a reader asks about them
-LAST = ("model_config", "model_code_sha256", "tokens_sha256", "git_commit")  # what other causes may have changed, too
 LISTED = 8  # differences in one line
 IDENTICAL = "bitwise identical: every loss, gradient norm, prediction and weight"
-# None is a value of a setting, such as "no dropout of its own", and of the variables in `kernels`. Elsewhere it means
-# that the value is unknown, and a run always records its threads.
-MAY_BE_NONE = {f.name for f in fields(Settings)} - {"threads"}
+UNKNOWN_IF_NONE = ("git_commit", "model_commit", "threads")  # elsewhere None is a value, such as no dropout of its own
 
 Causes = dict[str, tuple[Any, Any]]  # the values of both runs, by their dotted key in settings.json
 
@@ -40,14 +35,7 @@ def explain(a: Run, b: Run, first_difference: str) -> str:
         listed = [_describe(key, values) for key, values in causes.items()]
         more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
         return f"trained differently: {', '.join(listed[:LISTED])}{more}{remedy}"
-    if gpus:
-        return gpus + remedy
-    hashes = {run.metrics.get("hash") for run in (a, b)}
-    if len(hashes) == 1 and None not in hashes:
-        return "both runs ended with the same hash, so a file of one of them was changed afterwards"
-    return (
-        "nothing that the runs recorded explains it: the settings that affect results, versions and machines are equal"
-    )
+    return gpus + remedy if gpus else "nothing that the runs recorded explains it"
 
 
 def conclude(difference: str | None, explanation: str | None) -> str:
@@ -63,17 +51,12 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> Causes:
     gradient norm differs, no setting of the evaluation explains it.
     """
     flat_a, flat_b = (_comparable(run.settings) for run in (a, b))
-    best_weights = flat_a.get("load_best_model_at_end") or flat_b.get("load_best_model_at_end")
-    early_stopping = flat_a.get("early_stopping_patience") or flat_b.get("early_stopping_patience")
-    rules = (
-        (True, NEVER_A_CAUSE),
-        (steps_differ, AFTER_THE_STEPS),
-        (not early_stopping and (steps_differ or not best_weights), BEST_WEIGHTS),
-        (not any(map(_used_gpus, (a, b))), ("deterministic", "cpu_offload")),
-        (not _depends_on_ranks(a, b) and flat_a["logical_ranks"] == flat_b["logical_ranks"], ("world_size",)),
-    )
-    without_effect = {key for applies, keys in rules if applies for key in keys}
-    keys = sorted(flat_a.keys() & flat_b.keys() - without_effect, key=_position)
+    without_effect = NEVER_A_CAUSE | {key for key in UNKNOWN_IF_NONE if None in (flat_a.get(key), flat_b.get(key))}
+    if steps_differ:
+        without_effect |= {*AFTER_THE_STEPS, *BEST_WEIGHTS}
+    if flat_a["logical_ranks"] == flat_b["logical_ranks"] and not _depends_on_ranks(a, b):
+        without_effect |= {"world_size"}
+    keys = [key for key in dict.fromkeys((*FIRST, *flat_a)) if key in flat_a.keys() & flat_b.keys() - without_effect]
     causes = {key: (flat_a[key], flat_b[key]) for key in keys if flat_a[key] != flat_b[key]}
     if len(causes) > 1:
         causes.pop("git_commit", None)  # another commit of this program is meant not to change results
@@ -82,11 +65,9 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> Causes:
 
 def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
     """Return the warning that GPUs were used without `--deterministic`, or None if that is not so."""
-    affected = [run for run in (a, b) if _used_gpus(run) and not run.settings.get("deterministic")]
-    if not affected:
+    if not any(_used_gpus(run) and not run.settings.get("deterministic") for run in (a, b)):
         return None
-    who = "these runs" if len(affected) == 2 else str(affected[0].folder)
-    return f"{who} used GPUs without --deterministic, which may give different results each time"
+    return "GPUs were used without --deterministic, which may give different results each time"
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,23 +77,10 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the known values of a settings.json; each kind of device once, because the ranks are an entry itself."""
-    flat = {
-        key: value
-        for key, value in flat_settings(settings).items()
-        if value is not None or key in MAY_BE_NONE or key.startswith("kernels.")
-    }
-    flat["logical_ranks"] = flat.get("logical_ranks") or settings["world_size"]
-    if devices := settings.get("devices"):
-        flat["devices"] = ", ".join(sorted(set(devices)))
-    return flat
-
-
-def _position(key: str) -> tuple[int, str]:
-    name = key.partition(".")[0]
-    if name in FIRST:
-        return FIRST.index(name), key
-    return len(FIRST) + (1 + LAST.index(name) if name in LAST else 0), key
+    """Return a settings.json, flat, with each kind of device once, because the number of ranks is an entry itself."""
+    kinds = ", ".join(sorted(set(settings.get("devices") or [])))
+    ranks = settings.get("logical_ranks") or settings["world_size"]
+    return flat_settings(settings) | {"logical_ranks": ranks, "devices": kinds}
 
 
 def _describe(key: str, values: tuple[Any, Any]) -> str:

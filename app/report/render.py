@@ -13,23 +13,23 @@ from ..common.formats import MIB, render_template
 from . import charts
 from .explanation import NO_SETTINGS, flat_settings
 
-# Name, key in comparison.json, format, unit.
+# Name, key in comparison.json, format, unit. A key may be None in older runs.
 SCORES = [
-    ("test accuracy", "accuracy", "{:.4f}", 1.0),
-    ("F1", "f1", "{:.4f}", 1.0),
-    ("precision", "precision", "{:.4f}", 1.0),
-    ("recall", "recall", "{:.4f}", 1.0),
-    ("test loss", "loss", "{:.4f}", 1.0),
+    ("test accuracy", "accuracy", ".4f", 1.0),
+    ("F1", "f1", ".4f", 1.0),
+    ("precision", "precision", ".4f", 1.0),
+    ("recall", "recall", ".4f", 1.0),
+    ("test loss", "loss", ".4f", 1.0),
 ]
 COSTS = [
-    ("ranks", "world_size", "{:.0f}", 1.0),
-    ("optimizer steps", "steps", "{:,.0f}", 1.0),
-    ("training time, s", "train_seconds", "{:,.1f}", 1.0),
-    ("reviews per second", "train_examples_per_second", "{:,.1f}", 1.0),
-    ("tokens per second", "train_tokens_per_second", "{:,.0f}", 1.0),
-    ("padding, %", "padding_fraction", "{:.1f}", 0.01),
-    ("model FLOPs utilization, %", "mfu", "{:.1f}", 0.01),
-    ("peak memory per rank, MiB", "peak_memory_bytes", "{:,.0f}", MIB),
+    ("ranks", "world_size", ".0f", 1.0),
+    ("optimizer steps", "steps", ",.0f", 1.0),
+    ("training time, s", "train_seconds", ",.1f", 1.0),
+    ("reviews per second", "train_examples_per_second", ",.1f", 1.0),
+    ("tokens per second", "train_tokens_per_second", ",.0f", 1.0),
+    ("padding, %", "padding_fraction", ".1f", 0.01),
+    ("model FLOPs utilization, %", "mfu", ".1f", 0.01),
+    ("peak memory per rank, MiB", "peak_memory_bytes", ",.0f", MIB),
 ]
 
 
@@ -54,9 +54,10 @@ def as_html(comparison: dict[str, Any]) -> str:
     names, losses = comparison["names"], comparison["losses"]
     svg = {
         "losses": charts.loss_curves(losses, names),
-        "difference": charts.loss_difference(losses),
         "accuracies": charts.accuracies(accuracy_rows(comparison)),
     }
+    if comparison["first_differing_step"] is not None:
+        svg["difference"] = charts.loss_difference(losses)
     if "seeds" in comparison:
         svg["over_seeds"] = charts.over_seeds(comparison["seeds"]["pairs"], names)
     return render_template("page.html.j2", plots=svg, **_context(comparison))
@@ -77,7 +78,7 @@ def _context(comparison: dict[str, Any]) -> dict[str, Any]:
         "scores": metric_rows(comparison, SCORES),
         "costs": metric_rows(comparison, COSTS),
         "settings": settings_rows(comparison),
-        "disagreements": sorted(comparison["disagreements"], key=largest_difference, reverse=True),
+        "disagreements": sorted(comparison["disagreements"], key=_difference_in_probability, reverse=True),
         "misclassified": comparison["misclassified_by_both"],
         "confusions": confusions(comparison),
     }
@@ -126,22 +127,21 @@ def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, st
     rows = []
     for name, key, form, unit in metrics:
         # The memory is a list with a number per rank.
-        values = [None if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
-        known = [value for value in values if value is not None]
-        largest = max(known, default=0.0)
+        values = [np.nan if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
+        difference, largest = values[0] - values[1], np.nanmax([0.0, *values])
         rows.append(
             {
                 "name": name,
-                "cells": ["–" if value is None else form.format(value) for value in values],
-                "shares": [value / largest if value and largest > 0 else 0.0 for value in values],
-                "difference": _signed(known[0] - known[1], form) if len(known) == 2 else "–",
+                "cells": [_format(value, form) for value in values],
+                "shares": [value / largest if value > 0 else 0.0 for value in values],
+                "difference": "=" if difference == 0 else _format(difference, "+" + form).replace("-", "−"),
             }
         )
     return rows
 
 
-def _signed(difference: float, form: str) -> str:
-    return "=" if difference == 0 else ("+" if difference > 0 else "−") + form.format(abs(difference))
+def _format(value: float, form: str) -> str:
+    return "–" if np.isnan(value) else format(value, form)
 
 
 def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,28 +160,22 @@ def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `name`, `values` and `differs` of every setting, those that differ first."""
     a, b = (flat_settings(settings) for settings in comparison["settings"])
     rows = []
-    for name in a | b:
+    for name in dict.fromkeys((*a, *b)):
         # The model's config has many keys, and other versions record others: those that differ are enough.
-        of_config = name.partition(".")[0] == "model_config"
-        if name in NO_SETTINGS or (of_config and (name not in a or name not in b or a[name] == b[name])):
-            continue
-        x, y = ("–" if settings.get(name) is None else settings[name] for settings in (a, b))
-        rows.append({"name": name, "values": [x, y], "differs": x != y})
+        is_omitted = name.startswith("model_config") and (name not in a or name not in b or a[name] == b[name])
+        if name not in NO_SETTINGS and not is_omitted:
+            x, y = ("–" if settings.get(name) is None else settings[name] for settings in (a, b))
+            rows.append({"name": name, "values": [x, y], "differs": x != y})
     return sorted(rows, key=lambda row: not row["differs"])
-
-
-def largest_difference(row: dict[str, Any]) -> float:
-    """Return the largest difference between the probabilities of both runs."""
-    return float(max(abs(x - y) for x, y in zip(*row["probabilities"], strict=True)))
 
 
 def confusions(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `label`, `predicted` and `counts` of each pair of classes that a run confused, most frequent first."""
-    classes, matrices = comparison["classes"], comparison["confusion_matrices"]
-    pairs = [
-        {"label": label, "predicted": predicted, "counts": [matrix[i][j] for matrix in matrices]}
-        for i, label in enumerate(classes)
-        for j, predicted in enumerate(classes)
-        if i != j
-    ]
-    return sorted((pair for pair in pairs if any(pair["counts"])), key=lambda pair: -sum(pair["counts"]))
+    classes, matrices = comparison["classes"], np.array(comparison["confusion_matrices"])
+    pairs = [(i, j) for i, j in np.argwhere(matrices.any(axis=0)).tolist() if i != j]
+    pairs.sort(key=lambda pair: -matrices[:, *pair].sum())
+    return [{"label": classes[i], "predicted": classes[j], "counts": matrices[:, i, j].tolist()} for i, j in pairs]
+
+
+def _difference_in_probability(row: dict[str, Any]) -> float:
+    return float(np.abs(np.subtract(*row["probabilities"])).max())

