@@ -20,7 +20,7 @@ from ..distributed.collectives import all_gather_object, broadcast_object, gathe
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
 from ..metrics.early_stopping import EarlyStopping
-from ..model.identity import ModelIdentity, differences_of_configs
+from ..model.identity import ModelIdentity, changed_keys
 from ..runs.parse import parse_object
 from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
@@ -274,7 +274,7 @@ def _differences_in_name(state: Mapping[str, Any], before: str, now: str, *, com
 
 def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
     differences = []
-    if keys := differences_of_configs(state["model_config"], model.config or {}):
+    if keys := changed_keys(state["model_config"], model.config or {}):
         differences.append(f"config.json of --model {name} has changed: {', '.join(keys)}")
     if state.get("model_code_sha256") != model.code:
         differences.append(f"the Python code of --model {name} has changed")

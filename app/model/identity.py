@@ -17,19 +17,12 @@ WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The content of a model's files, but not their paths, nor the weights, which a checkpoint holds.
+    """The content of a model's files, but not their paths, nor the weights, which a checkpoint holds."""
 
-    Attributes:
-        commit: the commit on the Hub; None for any other model.
-        config: the result of `describe_config`.
-        code: the result of `hash_code`.
-        tokens: the SHA-256 of the tokens of all reviews, from `hash_tokens`.
-    """
-
-    commit: str | None = None
-    config: Mapping[str, Any] | None = None
-    code: str | None = None
-    tokens: str | None = None
+    commit: str | None = None  # on the Hub; None for any other model
+    config: Mapping[str, Any] | None = None  # from `describe_config`
+    code: str | None = None  # from `hash_code`
+    tokens: str | None = None  # from `hash_tokens`
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content under the keys of settings.json and run_state.json."""
@@ -42,10 +35,7 @@ class ModelIdentity:
 
 
 def describe_config(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the content of a config in JSON types, with the library's version that has completed it.
-
-    Call it before a model is built from the config, which may fill in values.
-    """
+    """Return the content of a config in JSON types. Call it before a model is built, which may fill in values."""
     # A model's own config class may hold any objects. JSON has no infinity or NaN.
     content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
     return content
@@ -57,11 +47,6 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     if before.get("transformers_version") != now.get("transformers_version"):
         names &= before.keys() & now.keys()  # another version of the library may have added or removed defaults
     return [name for name in sorted(names) if before.get(name) != now.get(name)]
-
-
-def differences_of_configs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase such as `num_hidden_layers was 2 and is 1` for each key that affects the model and differs."""
-    return [f"{name} was {before.get(name)} and is {now.get(name)}" for name in changed_keys(before, now)]
 
 
 def hash_code(model: str, trust_remote_code: bool) -> str | None:

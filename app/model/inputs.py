@@ -1,9 +1,8 @@
 """The inputs of a model: their names, and batches on the device with an attention mask that the host need not read.
 
 A model of transformers asks whether there is any padding (`mask.all()`) before it chooses how to compute attention. On
-a GPU the host waits for the answer in each micro-batch, and it waits inside CUDA, where Python cannot raise if another
-rank has failed. Batches are formed on the CPU, where the answer is known without waiting. Models that do wait are made
-to wait where such a failure is noticed.
+a GPU the host waits for the answer in each micro-batch. Batches are formed on the CPU, where the answer is known
+without waiting.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distributed.collectives import wait_for_device
 from ..distributed.world import World
 
 
@@ -39,17 +36,6 @@ ENCODER_DECODERS = _modules("bart", "mbart")
 # Decoders that only build a causal mask of four dimensions from the mask, unless they get one. They compute the same
 # without padding, but without a mask they read from the GPU as well, so they keep a mask of tokens then.
 CAUSAL = _modules("gpt2", "llama", "qwen2")
-# Reads by the host: of values, and of the number of elements that a condition selects.
-READS = frozenset(
-    {
-        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
-        *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__contains__, torch.Tensor.cpu, torch.Tensor.numpy),
-        *(torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere),
-        *(torch.Tensor.masked_select, torch.masked_select, torch.bincount, torch.Tensor.bincount),
-        *(torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive),
-        *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
-    }
-)
 
 
 def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -94,60 +80,6 @@ def expand_mask(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict
     elif _module_of(model) not in BIDIRECTIONAL | ENCODER_DECODERS or getattr(config, "is_decoder", False):
         return inputs
     return inputs | {"attention_mask": expanded.contiguous()}
-
-
-class WaitBeforeReads(TorchFunctionMode):
-    """Call `wait_for_device` before an operation that makes the host wait for this rank's device.
-
-    Such an operation waits inside CUDA, where Python cannot raise if another rank has failed. A single wait before the
-    forward pass would not do: the host would wait there, and again for what was enqueued since then.
-    """
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
-        tensor: Any = None
-        if func in READS or (func is torch.where and len(args) == 1):
-            tensor = args[0] if args else (kwargs or {}).get("input")
-        elif func is torch.Tensor.__getitem__:
-            tensor = _condition(args[1])
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == self.world.device.type:
-            wait_for_device(self.world)
-        return func(*args, **(kwargs or {}))
-
-
-def _condition(index: Any) -> torch.Tensor | None:
-    """Return the part of an index that selects elements by a condition, if there is one."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return next((part for part in parts if isinstance(part, torch.Tensor) and part.dtype is torch.bool), None)
-
-
-def wait_before_reads(model: torch.nn.Module, world: World) -> None:
-    """Let a model that reads from the GPU wait for it where a failed rank is noticed, once for each read.
-
-    A decoder reads once per micro-batch without padding, because it asks whether there is any. Encoder-decoders do so
-    for the decoder, and read the positions of the end-of-sequence tokens at the end of the forward pass.
-    """
-    if world.device.type != "cuda":
-        return
-    reads = WaitBeforeReads(world)
-    active = []
-
-    def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        # Intercepting every operation takes time on the host, which a listed encoder with this input need not spend.
-        if _module_of(model) not in ENCODERS or (mask is not None and mask.ndim == 2):
-            reads.__enter__()
-            active.append(reads)
-
-    def leave(*_: Any) -> None:
-        while active:
-            active.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave, always_call=True)  # even if the forward pass raises
 
 
 def _module_of(model: torch.nn.Module) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,19 +45,21 @@ WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHT
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier and where its weights come from.
-
-    Attributes:
-        model: The classifier, in training precision.
-        pretrained: False if all weights were initialized from the seed.
-        origin: Description for the startup message.
-        config: The result of `describe_config`.
-    """
+    """A classifier to train, in training precision."""
 
     model: PreTrainedModel
-    pretrained: bool
-    origin: str
-    config: dict[str, Any]
+    pretrained: bool  # False if all weights were initialized from the seed
+    origin: str  # of the weights, for the startup message
+    config: dict[str, Any]  # from `describe_config`
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A classifier that has been trained, with its tokenizer and the names of its classes by id."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    class_names: tuple[str, ...]
 
 
 def load_tokenizer(
@@ -69,9 +70,6 @@ def load_tokenizer(
     Args:
         commit: The result of `resolve_commit`.
         cache_dir: Keeps what is learned, for later calls with the same rows.
-
-    Raises:
-        UserError: There is no such model, it has no usable tokenizer, or the Hub cannot be reached.
     """
     if settings.model in BUILT_IN:
         size = VOCABULARY_SIZES[settings.model]
@@ -87,15 +85,8 @@ def load_tokenizer(
 
 
 def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
-    """Load the model's config; None for a built-in model, whose config depends on its vocabulary.
-
-    Raises:
-        UserError: There is no such model, or the Hub cannot be reached.
-    """
-    if settings.model in BUILT_IN:
-        return None
-    config: PretrainedConfig = fetch(AutoConfig, settings, commit)
-    return config
+    """Load the model's config; None for a built-in model, whose config depends on its vocabulary."""
+    return None if settings.model in BUILT_IN else fetch(AutoConfig, settings, commit)
 
 
 def classifier_config(
@@ -106,13 +97,9 @@ def classifier_config(
     device: torch.device = CPU,
     commit: str | None = None,
 ) -> PretrainedConfig:
-    """Return the model's config, with a head for the classes of the data and the attention for the device.
-
-    Raises:
-        UserError: There is no such model, it does not match its tokenizer, or `max_length` exceeds what it can process.
-    """
-    built_in = partial(built_in_config, settings.model, len(tokenizer), tokenizer.pad_token_id)
-    config = load_config(settings, commit) or built_in()
+    """Return the model's config, with a head for the classes of the data and the attention for the device."""
+    config = load_config(settings, commit)
+    config = config or built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -121,18 +108,12 @@ def classifier_config(
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
-    limit = max_input_length(config, tokenizer)
-    if settings.max_length > limit:
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+    check_length(settings, config, tokenizer)
     return config
 
 
 def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a classifier with this config, which `align_with_trainer` has changed, can be trained.
-
-    Raises:
-        UserError: it cannot, and the message names what to change.
-    """
+    """Raise UserError if a classifier with this config, which `align_with_trainer` has changed, cannot be trained."""
     model, text_config = settings.model, config.get_text_config()
     size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
     if size is not None and token_id is not None and token_id >= size:
@@ -146,19 +127,12 @@ def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTra
             f"--model {model}: classifies by the end-of-sequence token, but its tokenizer does not append "
             "one: configure the tokenizer to append it"
         )
-    for name, value in config.to_dict().items():
-        if not ("layerdrop" in name and value):
-            continue
-        if settings.strategy in ("zero2", "zero3"):  # their ranks gather the parameters of each layer together
-            raise UserError(
-                f"--model {model}: its config sets {name} to {value}, so ranks skip different layers, which "
-                f"--strategy {settings.strategy} cannot: use ddp or zero1"
-            )
-        if not settings.ddp_find_unused_parameters:
-            raise UserError(
-                f"--model {model}: its config sets {name} to {value}, so training steps skip layers: add "
-                "--ddp_find_unused_parameters"
-            )
+    sharded = settings.strategy in ("zero2", "zero3")  # their ranks gather the parameters of each layer together
+    if sharded or not settings.ddp_find_unused_parameters:
+        remedy = "use --strategy ddp or zero1" if sharded else "add --ddp_find_unused_parameters"
+        for name, value in config.to_dict().items():
+            if "layerdrop" in name and value:
+                raise UserError(f"--model {model}: {name} is {value}, so ranks skip different layers: {remedy}")
 
 
 def end_of_sequence(config: PretrainedConfig) -> set[int]:
@@ -190,17 +164,19 @@ def load_classifier(
     config = classifier_config(settings, class_names, tokenizer, device=device, commit=commit)
     content = describe_config(config)
     pretrained = is_pretrained(settings.model)
-    if settings.model in BUILT_IN:
-        learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
-        origin = f"{settings.model} (built in), initialized from the seed{learned}"
-    else:
-        origin = settings.model if pretrained else f"{settings.model} (no weights; initialized from the seed)"
     set_seed(settings.seed)
     if pretrained:
+        origin = settings.model
         with _without_warnings():  # a line of the startup message replaces the one about the new head
-            options = {"config": config, "ignore_mismatched_sizes": True}
-            model = fetch(AutoModelForSequenceClassification, settings, commit, **options)
+            options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)
+        new = set(found["missing_keys"]) | {name for name, *_ in found["mismatched_keys"]}
+        if all(name in new for name, _ in model.named_parameters()):
+            raise UserError(f"--model {settings.model}: none of its weights has the name and shape that the model has")
     else:
+        learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
+        kind = "built in" if settings.model in BUILT_IN else "no weights"
+        origin = f"{settings.model} ({kind}), initialized from the seed{learned}"
         model = build_from_config(settings, config)
     if embeddings is not None:
         initialize(model, embeddings)
@@ -211,6 +187,26 @@ def load_classifier(
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
     return Classifier(model, pretrained, origin, content)
+
+
+def load_trained(settings: Settings, device: torch.device, commit: str | None) -> TrainedClassifier:
+    """Load a trained classifier on a device, in evaluation mode, to predict with it."""
+    name = settings.model
+    if name in BUILT_IN:
+        raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
+    tokenizer, config = load_tokenizer(settings, (), commit), load_config(settings, commit)
+    assert config is not None, "only a built-in model has none"
+    names = config.id2label or {}
+    if len(names) < 2 or config.problem_type not in (None, "single_label_classification"):
+        raise UserError(f"{name}: is not a classifier that predicts one of several classes")
+    check_length(settings, config, tokenizer)
+    select_attention(config, settings, device)
+    model, found = fetch(AutoModelForSequenceClassification, settings, commit, config=config, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}; train it first")
+    match_inputs(tokenizer, model)
+    class_names = tuple(str(names[class_id]) for class_id in sorted(names))  # type: ignore[index]
+    return TrainedClassifier(model.to(device, training_dtype(settings.precision)).eval(), tokenizer, class_names)
 
 
 def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
@@ -248,15 +244,13 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     Raises:
         UserError: the model cannot classify sequences, or the attention implementation cannot be used.
     """
+    options["trust_remote_code"] = settings.trust_remote_code
     try:
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
-            config, trust_remote_code=settings.trust_remote_code, **options
-        )
+        return AutoModelForSequenceClassification.from_config(config, **options)  # type: ignore[no-any-return]
     except Exception as problem:
         if not (isinstance(problem, ValueError | AttributeError | TypeError | ImportError) or raised_by_model(problem)):
             raise
         raise model_error(settings, problem, first_line(problem)) from None
-    return model
 
 
 def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -290,10 +284,12 @@ def _without_warnings() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def max_input_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the maximum number of tokens that the model can process."""
+def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the model cannot process texts of `--max_length` tokens."""
+    limit = int(tokenizer.model_max_length)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not positions or positions < 0:
-        return int(tokenizer.model_max_length)
-    offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
-    return int(min(positions - offset, tokenizer.model_max_length))
+    if positions and positions > 0:
+        offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
+        limit = min(positions - offset, limit)
+    if settings.max_length > limit:
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")

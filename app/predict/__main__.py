@@ -49,7 +49,7 @@ from ..distributed.world import World
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..metrics.score import load_metrics, score
 from ..model.hub import resolve_commit
-from ..model.trained import load_trained
+from ..model.load import load_trained
 from ..program import launch
 from ..record.predictions import write_lines, write_predictions
 from ..runs.hashes import hash_weights

@@ -19,8 +19,8 @@ from ..data.tokenize import TokenRows
 from ..distributed.collectives import broadcast_object, gather_rows, write_on_ranks
 from ..distributed.world import World
 from ..model.inputs import to_device
+from ..model.load import TrainedClassifier
 from ..model.precision import mixed_precision
-from ..model.trained import TrainedClassifier
 from ..settings import Settings
 from .partial import PartialLogits
 

@@ -38,7 +38,6 @@ from ..distributed.collectives import (
 from ..distributed.world import World
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
-from ..model.inputs import wait_before_reads
 from ..model.load import Classifier, load_classifier, load_tokenizer
 from ..model.tiny import embeddings_of
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
@@ -222,7 +221,6 @@ def build_model(settings: Settings, data: ReviewData, world: World, *, trim: boo
             trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
-    wait_before_reads(classifier.model, world)
     return classifier
 
 

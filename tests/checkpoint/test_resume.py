@@ -163,8 +163,8 @@ def test_only_the_content_of_a_model_folder_counts(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": {"layers": 3}}, r"config.json of --model \S+ has changed: layers was 2 and is 3$"),
-        ({"config": {"heads": 3}}, "heads was None and is 3$"),
+        ({"config": {"layers": 3}}, r"config.json of --model \S+ has changed: layers$"),
+        ({"config": {"heads": 3}}, "has changed: heads$"),
         ({"code": "b"}, r"the Python code of --model \S+ has changed$"),
         ({"tokens": "b"}, r"the tokenizer of --model \S+ returns other tokens for the same reviews"),
     ],
@@ -177,7 +177,7 @@ def test_changed_content_of_a_model_folder_is_named(folder, change, message):
 def test_defaults_of_another_version_of_transformers_are_no_change(folder):
     newer = {"transformers_version": "6.0", "heads": 3}
     check_content(folder, str(folder), newer)
-    with pytest.raises(UserError, match=r"layers was 2 and is 3$"):
+    with pytest.raises(UserError, match=r"has changed: layers$"):
         check_content(folder, str(folder), newer | {"layers": 3})
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.architectures import CONFIGS, PAIR, SMALL
 from helpers.worlds import batch_plan, fake_world, process_group_of
-from torch.overrides import _is_torch_function_mode_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AlbertConfig,
@@ -27,17 +26,13 @@ from transformers import (
 )
 
 from app.distributed import collectives
-from app.distributed.world import World
-from app.model import inputs
 from app.model.inputs import (
     BIDIRECTIONAL,
     CAUSAL,
     ENCODER_DECODERS,
     ENCODERS,
-    WaitBeforeReads,
     expand_mask,
     to_device,
-    wait_before_reads,
 )
 from app.settings import Settings
 from app.strategies.fsdp import FullyShardStrategy
@@ -185,80 +180,6 @@ def test_a_sharded_model_gets_the_same_mask():
         FullyShardStrategy(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
         assert type(model).__name__ == "FSDPBertForSequenceClassification"
         assert expand_mask(batch_of("bert", (LENGTH, 20)), model)["attention_mask"].ndim == 4
-
-
-def waits_of(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how often a model on a GPU, here on the CPU, waits where a failed rank is noticed."""
-    waits: list[World] = []
-    monkeypatch.setattr(inputs, "wait_for_device", waits.append)
-    monkeypatch.setattr(inputs, "WaitBeforeReads", lambda world: WaitBeforeReads(fake_world()))
-    model = classifier(name)
-    wait_before_reads(model, fake_world(device="cuda:0"))
-    model(**to_device(batch_of(name, lengths), model, fake_world()))
-    assert not _is_torch_function_mode_enabled()
-    return len(waits)
-
-
-@pytest.mark.parametrize(
-    ("name", "lengths", "expected"),
-    [
-        ("bert", (LENGTH, LENGTH), 0),
-        ("bert", (LENGTH, 20), 0),
-        ("gpt2", (LENGTH, LENGTH), 1),
-        ("gpt2", (LENGTH, 20), 0),
-        ("modernbert", (LENGTH, LENGTH), 0),
-        ("modernbert", (LENGTH, 20), 2),  # for two masks
-        ("bart", (LENGTH, 20), 3),  # for the mask of the decoder, and twice for the positions of the end of the text
-    ],
-)
-def test_a_model_that_reads_from_the_gpu_waits_where_a_failed_rank_is_noticed(name, lengths, expected, monkeypatch):
-    assert waits_of(name, lengths, monkeypatch) == expected
-
-
-def test_operations_are_intercepted_during_the_forward_pass_only_even_if_it_raises():
-    model = classifier("gpt2")
-    wait_before_reads(model, fake_world(device="cuda:0"))
-    during = []
-    model.transformer.wte.register_forward_hook(lambda *_: during.append(_is_torch_function_mode_enabled()))
-    batch = batch_of("gpt2", (LENGTH, LENGTH))
-    model(**batch)
-    batch["labels"] += 9
-    with pytest.raises(IndexError):
-        model(**batch)
-    assert during == [True, True]
-    assert not _is_torch_function_mode_enabled()
-
-
-READ = torch.tensor([2, 0, 1])
-
-
-@pytest.mark.parametrize(
-    ("read", "waits"),
-    [
-        (lambda: bool(READ.any()), 1),
-        (lambda: READ[0].item(), 1),
-        (lambda: READ.tolist(), 1),
-        (lambda: 1 in READ, 1),
-        (lambda: READ.nonzero(), 1),
-        (lambda: torch.where(READ > 0), 1),
-        (lambda: torch.unique(READ), 1),
-        (lambda: torch.unique_consecutive(READ), 1),
-        (lambda: torch.nonzero(input=READ), 1),
-        (lambda: READ[READ > 0], 1),
-        (lambda: READ[None][:, READ > 0], 1),
-        (lambda: READ[READ], 0),
-        (lambda: READ[1:] + READ.sum(), 0),
-        (lambda: torch.where(READ > 0, READ, 0), 0),
-    ],
-)
-def test_each_read_waits_once(read, waits, monkeypatch):
-    waited: list[World] = []
-    monkeypatch.setattr(inputs, "wait_for_device", waited.append)
-    for world, expected in ((fake_world(), waits), (fake_world(device="cuda:0"), 0)):  # READ is on the CPU
-        waited.clear()
-        with WaitBeforeReads(world):
-            read()
-        assert waited == [world] * expected
 
 
 def test_rows_are_gathered_only_after_the_device_is_done(monkeypatch):

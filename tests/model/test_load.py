@@ -14,7 +14,7 @@ import torch
 from helpers.architectures import write_hub_cache
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -31,9 +31,8 @@ from transformers.trainer_utils import align_special_tokens
 
 from app.common.errors import UserError
 from app.data.loaders import Collator
-from app.model import hub as hub_module
 from app.model.hub import resolve_commit
-from app.model.load import align_with_trainer, load_classifier, load_tokenizer, max_input_length, override_dropout
+from app.model.load import align_with_trainer, load_classifier, load_tokenizer, override_dropout
 from app.model.tokenizer import learn_tokenizer
 from app.settings import Settings
 
@@ -185,7 +184,7 @@ def test_layerdrop_requires_the_search_for_unused_parameters(folder):
     load_classifier(settings, ["0", "1"], load_tokenizer(settings, TEXTS))
     for strategy in ("zero2", "zero3"):
         settings = Settings(model=path, max_length=32, ddp_find_unused_parameters=True, strategy=strategy)
-        assert f"--strategy {strategy} cannot: use ddp or zero1" in error_message(settings)
+        assert "use --strategy ddp or zero1" in error_message(settings)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +222,7 @@ def hub_cache(tmp_path, monkeypatch):
     """Create a cache of `someone/model`, with commit aaa… on its main branch and bbb… on another branch."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     write_hub_cache(tmp_path / "hub", "someone/model", main="a" * 40, branch="b" * 40)
-    hub_module._hub_commit.cache_clear()
-    yield tmp_path / "hub"
-    hub_module._hub_commit.cache_clear()
+    return tmp_path / "hub"
 
 
 @pytest.fixture
@@ -271,7 +268,6 @@ def test_a_branch_that_moves_between_two_requests_has_no_effect(hub):
     settings = Settings(model="someone/model", max_length=32)
     commit = resolve_commit(settings)
     hub[None] = "b" * 40
-    hub_module._hub_commit.cache_clear()
     assert resolve_commit(settings) != commit
     assert commit_of_weights(settings, commit) == commit
 
@@ -295,10 +291,9 @@ def test_layerdrop_and_switches_are_not_overridden_as_dropout():
     assert (config.encoder_layerdrop, config.use_dropout_anywhere) == (0.2, True)
 
 
-def test_a_maximum_length_beyond_the_positions_is_rejected(folder, tokenizer):
-    assert max_input_length(CONFIGS["roberta"], tokenizer) == 64, "RoBERTa's positions start after the padding id"
-    aligned = "the tokenizer's padding id, 0, is one less than the config's"
-    assert "--max_length 66" in error_message(Settings(model=folder("roberta"), max_length=66)), aligned
+def test_a_maximum_length_beyond_the_positions_is_rejected(folder):
+    # RoBERTa's positions start after the padding id, which is the tokenizer's, 0, not the config's, 1.
+    assert "accepts at most 65" in error_message(Settings(model=folder("roberta"), max_length=66))
 
 
 def error_message(settings: Settings) -> str:
@@ -351,6 +346,14 @@ def test_damaged_weights_are_reported(tmp_path, folder):
     error_message(Settings(model=path, max_length=32))
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_weights_with_the_names_of_a_wrapper_are_rejected_instead_of_training_random_ones(folder, tmp_path, prefix):
+    path, file = folder("bert", weights=True), tmp_path / "bert" / "model.safetensors"
+    weights = {prefix + name: weight for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    assert "none of its weights has the name and shape" in error_message(Settings(model=path, max_length=32))
+
+
 DEEP = "[" * 100_000
 EMPTY_INDEX = '{"metadata": {}, "weight_map": {}}'
 ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.bin"}}'
@@ -366,16 +369,16 @@ ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.
             pickle.dumps(error_message),
             "pytorch_model.bin .* is damaged, or holds more than weights",
         ),
-        ("pytorch_model.bin.index.json", EMPTY_INDEX, "pytorch_model.bin.index.json names no weights"),
+        ("pytorch_model.bin.index.json", EMPTY_INDEX, "its model cannot be loaded"),
         ("pytorch_model.bin.index.json", ONE_SHARD, "pytorch_model.bin .* is damaged"),
-        ("model.safetensors.index.json", EMPTY_INDEX, "model.safetensors.index.json names no weights"),
-        ("model.safetensors.index.json", "[]", "model.safetensors.index.json must be a JSON object, not a list"),
+        ("model.safetensors.index.json", EMPTY_INDEX, "its model cannot be loaded"),
+        ("model.safetensors.index.json", "[]", "its model cannot be loaded"),
         ("model.safetensors", b"garbage", "its model cannot be loaded"),
         ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
         ("tokenizer.json", DEEP, "its tokenizer cannot be loaded"),
-        ("tokenizer_config.json", DEEP, "tokenizer_config.json is nested too deeply"),
-        ("config.json", "3", "config.json must be a JSON object, not a int"),
-        ("config.json", DEEP, "config.json is nested too deeply"),
+        ("tokenizer_config.json", DEEP, "its tokenizer cannot be loaded"),
+        ("config.json", "3", "cannot be loaded"),
+        ("config.json", DEEP, "cannot be loaded"),
         ("config.json", '{"model_type": "bert", "num_attention_heads": 0}', "by zero"),
         ("config.json", '{"model_type": "bert", "intermediate_size": -1}', "negative dimension"),
     ],

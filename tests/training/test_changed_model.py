@@ -36,10 +36,9 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
 
 
 CHANGES = {
-    "hidden_dropout_prob was 0.1 and is 0.5": edit_config(hidden_dropout_prob=0.5),
-    "hidden_act was gelu and is relu": edit_config(hidden_act="relu"),
-    "num_hidden_layers was 2 and is 1": edit_config(num_hidden_layers=1),
-    "num_hidden_layers was 2 and is 3": edit_config(num_hidden_layers=3),
+    "has changed: hidden_dropout_prob": edit_config(hidden_dropout_prob=0.5),
+    "has changed: hidden_act": edit_config(hidden_act="relu"),
+    "has changed: num_hidden_layers": edit_config(num_hidden_layers=1),
     "returns other tokens for the same reviews, or pads differently": permute_vocabulary,
     "or pads differently": lambda model: edit_json(model / "tokenizer_config.json", padding_side="left"),
 }
