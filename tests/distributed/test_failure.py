@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
