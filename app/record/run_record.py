@@ -38,7 +38,7 @@ from .best import Best, BestWeights, remove_unused_best
 from .results import metrics_content, mfu, stage_model, write_results
 from .run_folder import RunFolder, run_state_content
 from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
-from .tracking import Trackers
+from .trackers import Trackers
 
 
 class RunRecord:
@@ -65,7 +65,7 @@ class RunRecord:
             precision, comm_hook, self.world, rows_of_step=rows_of_step, totals=totals, step=resume.step
         )
         self.best = BestWeights(run_folder, self.checkpoints, Best(**resume.state.get("best", {})))
-        self.trackers = Trackers(run_folder, warn=self._print)
+        self.trackers = Trackers(folder, self.info, warn=self._print)
         self.early_stopping = EarlyStopping(self.settings)
         self.results_hash: str | None = None  # known on rank 0 once the run has finished
 
@@ -106,7 +106,6 @@ class RunRecord:
         self.early_stopping.add_all(self.resume.lines_of(EVALUATIONS.name, before=step if evaluate else None))
         self.run_folder.begin(wrapper_name(wrapped), step if evaluate else None)
         self.trackers.start()
-        self.run_folder.write_after_reset(self.trackers.allow_writes)
         self.steps.start_clock()
         return evaluate
 

@@ -8,7 +8,7 @@
     predictions.csv      one line per test row, in file order; see `prediction_columns`
     model/               the trained model, as `save_pretrained` writes it, with a model card
     profile/             with --profile: trace-rank<rank>.json.gz, summary.md and summary.json
-    trackers/            with --report_to: <tracker>.json, which identifies the tracker's run; TensorBoard's files
+    trackers/            with --report_to tensorboard: its files
     checkpoints/         checkpoint-<step>/ (see `checkpoint_files`) and best-<step>/ (weights only)
     .lock                locked as long as a job writes to the folder
 

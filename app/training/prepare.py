@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from ..model.identity import ModelIdentity, hash_code
 from ..model.vocabulary import trimmed_vocabulary
 from ..record.run_folder import RunInfo, open_run
 from ..record.run_record import RunRecord
-from ..record.tracking import check_trackers
+from ..record.trackers import check_trackers
 from ..runs.folder import reject_used
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -85,6 +86,8 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """
     requested = settings
     settings, resume = resolve_settings(path_name, settings, world)
+    # transformers imports an installed DeepSpeed, which otherwise looks for GPUs and reports what it finds.
+    os.environ["DS_ACCELERATOR"] = world.device.type
     data = build_data(settings, world)
     with raise_on_all_ranks(world):
         check_parts(settings, data)
@@ -182,7 +185,7 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
     check_settings(settings, world)
     with raise_on_all_ranks(world):
         if world.is_main_process:  # the others need no trackers
-            check_trackers(settings.report_to, settings.project)
+            check_trackers(settings.report_to)
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         # Only on rank 0: a lookup by others would make NFS cache that the folder is missing.

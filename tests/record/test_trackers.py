@@ -1,86 +1,101 @@
-"""What each tracker's library is given, with libraries that stand for the real ones."""
+"""Trackers: what their libraries get, and that one that fails is a warning."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
+from accelerate import tracking
+from helpers.run_records import add_steps, begin
 
-from app.record import trackers
+from app.common.errors import UserError
+from app.record.trackers import check_trackers
 
-
-@pytest.mark.parametrize("environment", [{}, {trackers.TENSORBOARD_LOGGING_DIR: ""}])  # as an unset shell variable
-def test_tensorboard_writes_to_the_folder_of_the_run(tmp_path, monkeypatch, environment):
-    monkeypatch.delenv(trackers.TENSORBOARD_LOGGING_DIR, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert trackers.tensorboard_folder(tmp_path, None, project="p", run_name="r") == ("tensorboard", tmp_path)
-    assert trackers.run_id_of("tensorboard", SimpleNamespace(tracker=None, logging_dir="x")) is None
+FLAGS = {"report_to": "wandb,trackio", "save_strategy": "no", "run_name": "first", "project": "reviews"}
+EVALUATION = {"n": 12, "accuracy": 1 / 3, "f1": 0.5, "loss": 0.7}
+Started = list[tuple[str, dict[str, Any]]]
 
 
-def test_each_run_has_a_folder_of_its_own_in_the_folder_that_the_user_names(tmp_path, monkeypatch):
-    monkeypatch.setenv(trackers.TENSORBOARD_LOGGING_DIR, str(tmp_path))
-    places = [trackers.tensorboard_folder(Path("run"), None, project="../a b", run_name="x/y") for _ in range(2)]
-    assert places[0] != places[1]
-    for name, folder in places:
-        assert folder == tmp_path / "___a_b"
-        assert name.startswith("x_y-")
-    name, folder = places[0]
-    run_id = trackers.run_id_of("tensorboard", SimpleNamespace(tracker=None, logging_dir=str(folder / name)))
-    monkeypatch.delenv(trackers.TENSORBOARD_LOGGING_DIR)
-    assert trackers.tensorboard_folder(Path("run"), run_id, project="other", run_name="other") == places[0]
+class FakeTracker:
+    """A tracker of accelerate that keeps what it is given, and fails in one of its methods if it is told so."""
+
+    fails_in, problem = "", RuntimeError("the service\n is gone")
+    started: ClassVar[Started] = []
+    logged: ClassVar[list[tuple[int, dict[str, Any]]]] = []
+
+    def __init__(self, project: str, **options: Any) -> None:
+        self.started.append((project, options))
+
+    def start(self) -> None:
+        self._fail("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert values["learning_rate"] == 1e-3
+        self._fail("config")
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._fail("log")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self._fail("finish")
+
+    def _fail(self, method: str) -> None:
+        if method == self.fails_in:
+            raise self.problem
 
 
 @pytest.fixture
-def mlflow(monkeypatch, tmp_path) -> ModuleType:
-    """An MLflow whose database is `x.db`."""
-    module = ModuleType("mlflow")
+def fake(monkeypatch) -> Callable[..., type[FakeTracker]]:
+    """Replace W&B by a tracker that works, and trackio by one that may fail."""
 
-    def client(tracking_uri: str) -> SimpleNamespace:
-        file = Path(tracking_uri.removeprefix("sqlite:///"))
+    def use(**attributes: Any) -> type[FakeTracker]:
+        works = type("Works", (FakeTracker,), {"started": [], "logged": []})
+        fails = type("Fails", (FakeTracker,), {"started": works.started, "logged": [], **attributes})
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", works)
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", fails)
+        return works
 
-        def search_experiments(max_results: int) -> None:
-            file.write_text("incomplete")
-            assert not (tmp_path / "x.db").exists()
-            module.before_it_is_complete()
-            file.write_text("complete")
-
-        return SimpleNamespace(search_experiments=search_experiments)
-
-    module.get_tracking_uri = lambda: f"sqlite:///{tmp_path / 'x.db'}"
-    module.MlflowClient = client
-    module.before_it_is_complete = lambda: None
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    return module
+    return use
 
 
-def test_a_new_database_of_mlflow_is_complete_or_absent(mlflow, tmp_path):
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    mlflow.before_it_is_complete = stop
-    with pytest.raises(KeyboardInterrupt):
-        trackers.create_mlflow_database()
-    assert not (tmp_path / "x.db").exists()
-    for file in tmp_path.iterdir():
-        file.unlink()
-    mlflow.before_it_is_complete = lambda: None
-    trackers.create_mlflow_database()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.db": "complete"}
-
-
-def test_a_database_that_another_process_creates_meanwhile_is_kept(mlflow, tmp_path):
-    mlflow.before_it_is_complete = lambda: (tmp_path / "x.db").write_text("of another process")
-    trackers.create_mlflow_database()
-    trackers.create_mlflow_database()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.db": "of another process"}
+def test_trackers_get_steps_and_evaluations_in_full_precision(new_record, fake):
+    works = fake()
+    record, plan = new_record(**FLAGS, learning_rate=1e-3)
+    begin(record, plan)
+    add_steps(record, 1, 2)
+    record.write_evaluation(2, "test", EVALUATION)
+    record.trackers.close()
+    (wandb, its_options), (trackio, other_options) = works.started
+    assert wandb == trackio == "reviews"
+    assert its_options["name"] == "first"
+    assert other_options["name"] == f"first-{its_options['id'][:6]}"
+    assert [step for step, _ in works.logged] == [1, 2, 2]
+    assert works.logged[0][1]["train/loss"] == 0.5
+    assert works.logged[2][1] == {f"eval/{name}": value for name, value in EVALUATION.items()} | {
+        "eval/epoch": 2 / plan.steps_per_epoch
+    }
 
 
-@pytest.mark.parametrize("uri", ["http://localhost:5000", "file:///tmp/mlruns", "databricks", "sqlite:///:memory:"])
-def test_other_stores_of_mlflow_are_not_created(mlflow, uri, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    mlflow.get_tracking_uri = lambda: uri
-    trackers.create_mlflow_database()
-    assert [*tmp_path.iterdir()] == []
+@pytest.mark.parametrize("method", ["start", "config", "log", "finish"])
+@pytest.mark.parametrize("problem", [RuntimeError("the service\n is gone"), SystemExit("the service is gone")])
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(new_record, fake, capsys, method, problem):
+    works = fake(fails_in=method, problem=problem)
+    record, plan = new_record(**FLAGS, learning_rate=1e-3)
+    begin(record, plan)
+    add_steps(record, 1, 2)
+    record.trackers.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert warnings == [
+        "warning: --report_to trackio: the service is gone; it gets no more values, the run is not affected"
+    ]
+    assert [step for step, _ in works.logged] == [1, 2]
+
+
+def test_a_tracker_that_is_not_installed_is_rejected(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()  # as W&B writes it
+    monkeypatch.syspath_prepend(tmp_path)
+    check_trackers("none")
+    with pytest.raises(UserError, match=r"^--report_to wandb: its package is not installed: run pip install"):
+        check_trackers("wandb")
