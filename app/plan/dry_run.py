@@ -12,8 +12,8 @@ from ..settings import Settings
 from ..training.check_rows import check_rows
 from ..training.console import describe_resume
 from ..training.prepare import complete_settings, resolve_settings
+from .report import describe_run_plan
 from .step import Sources, plan_sources, read_sources
-from .tables import describe_run_plan
 
 
 def print_plan(path_name: str, given: Settings, world: World) -> None:

@@ -17,7 +17,7 @@ from ...common.errors import UserError
 from ...common.formats import mib
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
 from ...distributed.world import World
-from ...plan.fits import largest_that_fits
+from ...plan.report import largest_that_fits
 from ...plan.step import build_plan
 from ...settings import Settings
 from ...training.build import ReviewData
