@@ -1,7 +1,7 @@
 """Divide the time of profiled training steps among data wait, computation and communication.
 
-The input is what torch.profiler has recorded on one rank. Every moment of a step belongs to exactly one of the parts
-that docs/communication.md#where-the-time-of-a-step-goes---profile defines.
+The input is what torch.profiler has recorded on one rank that trains on a CPU. Every moment of a step belongs to
+exactly one of the parts that docs/communication.md#where-the-time-of-a-step-goes---profile defines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from ..record.steps import START_CLOCK
@@ -29,36 +30,13 @@ NOT_OPERATORS = ("c10d", "autograd", "torch")  # namespaces of events that conta
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the profiler has recorded."""
+    """Something that the profiler has recorded on the host."""
 
     name: str
     start: int
     end: int
-    thread: int = 0  # an id of the thread on the host; it means nothing for a kernel
+    thread: int = 0  # an id
     is_annotation: bool = False  # whether it is a range of `record_function` and not an operator
-    launched: int | None = None  # for a kernel or a copy on a GPU, the time at which the host launched it
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The time of one training step on one rank, in milliseconds."""
-
-    parts: dict[str, float]  # the time of each of `CATEGORIES`
-    communication: float  # how long at least one collective of the step was in flight
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def hidden(self) -> float:
-        """The communication during which the rank computes."""
-        return self.communication - self.parts[EXPOSED]
-
-
-def mean(steps: Sequence[StepTimes]) -> StepTimes:
-    parts = {name: sum(step.parts[name] for step in steps) / len(steps) for name in CATEGORIES}
-    return StepTimes(parts, sum(step.communication for step in steps) / len(steps))
 
 
 class Timeline:
@@ -88,38 +66,35 @@ class Timeline:
         return float(self.durations[mask].sum()) / 1e6
 
 
-def divide_steps(events: Sequence[Event]) -> list[StepTimes]:
-    """Return the times of all steps between two calls of the profiler's `step()`, in order."""
-    on_gpu = any(event.launched is not None for event in events)
+def divide_steps(events: Sequence[Event]) -> pd.DataFrame:
+    """Return the times of the steps between two calls of the profiler's `step()`, in order.
+
+    Returns:
+        A row per step, in milliseconds: its parts, which are `CATEGORIES`; `step`, their sum; and `communication`, the
+        time in which at least one collective of the step was in flight, exposed or hidden behind computation.
+    """
     windows = [event for event in events if event.is_annotation and event.name.startswith("ProfilerStep")]
     main_thread = windows[0].thread
     collectives = in_flight(events)
     steps = []
     for window in sorted(windows, key=attrgetter("start")):
         near = [e for e in events if e.end >= window.start - SHORTEST_WAIT and e.start <= window.end + SHORTEST_WAIT]
-        on_main_thread = [event for event in near if event.thread == main_thread and event.launched is None]
+        on_main_thread = [event for event in near if event.thread == main_thread]
         annotations = [e for e in on_main_thread if e.is_annotation and window.start <= e.start < window.end]
         clock = [e.end for e in annotations if e.name == START_CLOCK]
         start = max(clock, default=window.start)  # a checkpoint or an evaluation is not part of the step
         timeline = Timeline(start, window.end, near)
         host = host_parts(annotations, timeline)
-        if on_gpu:
-            kernels = [event for event in near if event.launched is not None]
-            computing, communication = _kernels_by_part(kernels, host, timeline)
-        else:
-            operators = timeline.during(((e.start, e.end) for e in on_main_thread if _is_operator(e)), SHORTEST_WAIT)
-            computing = {name: operators & part for name, part in host.items()}
-            # Collectives that are started in other parts, such as the check for stop requests, are not the step's.
-            waited_for = host["forward"] | host["backward"] | host["optimizer"]
-            communication = timeline.during(call for call in collectives if timeline.contains(waited_for, call[0]))
-        all_computing = np.logical_or.reduce(list(computing.values()))
-        exposed = communication & ~all_computing
+        operators = timeline.during(((e.start, e.end) for e in on_main_thread if _is_operator(e)), SHORTEST_WAIT)
+        # Collectives that are started in other parts, such as the check for stop requests, are not the step's.
+        waited_for = host["forward"] | host["backward"] | host["optimizer"]
+        communication = timeline.during(call for call in collectives if timeline.contains(waited_for, call[0]))
+        exposed = communication & ~operators
         # While nothing is computed and no collective is in flight, the time belongs to what the host does.
-        idle = ~(all_computing | exposed)
-        parts = {name: computing[name] | host[name] & idle for name in host} | {EXPOSED: exposed}
-        milliseconds = {name: timeline.milliseconds(parts[name]) for name in CATEGORIES}
-        steps.append(StepTimes(milliseconds, timeline.milliseconds(communication)))
-    return steps
+        parts = {name: part & ~exposed for name, part in host.items()} | {EXPOSED: exposed}
+        times = {name: timeline.milliseconds(parts[name]) for name in CATEGORIES}
+        steps.append(times | {"step": sum(times.values()), "communication": timeline.milliseconds(communication)})
+    return pd.DataFrame(steps)
 
 
 def host_parts(annotations: Sequence[Event], timeline: Timeline) -> dict[str, Mask]:
@@ -163,24 +138,6 @@ def in_flight(events: Iterable[Event]) -> list[Interval]:
             run = next((run for run in waiting if run.start >= call.start), call)
             intervals.append((call.start, max(call.end, run.end)))
     return intervals
-
-
-def _kernels_by_part(
-    kernels: Sequence[Event], host: dict[str, Mask], timeline: Timeline
-) -> tuple[dict[str, Mask], Mask]:
-    """Return when the GPU computes for each part of a step, and when it communicates.
-
-    Where kernels of two parts overlap, the time belongs to the part that comes first in the step.
-    """
-    communication = timeline.during((k.start, k.end) for k in kernels if k.name.startswith("nccl"))
-    compute = [kernel for kernel in kernels if not kernel.name.startswith("nccl")]
-    computing: dict[str, Mask] = {}
-    remaining = np.ones_like(communication)
-    for name, part in host.items():
-        of_part = [k for k in compute if k.launched is not None and timeline.contains(part, k.launched)]
-        computing[name] = remaining & timeline.during((k.start, k.end) for k in of_part)
-        remaining &= ~computing[name]
-    return computing, communication
 
 
 def _is_operator(event: Event) -> bool:

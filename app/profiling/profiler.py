@@ -1,29 +1,28 @@
-"""Profile training steps with torch.profiler (`--profile`): a trace of each rank, and a summary of where time goes."""
+"""Profile training steps with torch.profiler (`--profile`): a trace of each rank, and a summary of where time goes.
+
+On GPUs, there are only the traces: the times of the host say little there. Perfetto shows them, and Holistic Trace
+Analysis (HTA) divides the steps of all ranks.
+"""
 
 from __future__ import annotations
 
-import errno
-import gzip
 import os
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
+import pandas as pd
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from ..common.files import commit, write_json, write_text
+from ..common.files import write_json, write_text
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
-from ..distributed.world import World
 from ..record.run_record import RunRecord
-from ..runs.schema import PROFILE, PROFILE_STAGING, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
-from .breakdown import CATEGORIES, Event, StepTimes, divide_steps, mean
+from ..runs.schema import PROFILE, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
+from .breakdown import CATEGORIES, EXPOSED, Event, divide_steps
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
 SKIPPED, WARM_UP = 3, 1  # steps; torch.profiler starts in the warm-up and keeps nothing of it
-LONGEST_END = 8192  # bytes, of a trace's last entry
 FIRST = SKIPPED + WARM_UP + 1  # the first step that is profiled
 
 
@@ -31,7 +30,7 @@ class StepProfiler:
     """Profile the steps from the fifth one on, and write the result to the run folder after the last of them.
 
     Use as a context manager around the training. If the training ends early inside it, because it fails or is
-    preempted, nothing is written. A profile of the run before a restart is replaced only by a complete one.
+    preempted, nothing is written.
     """
 
     def __init__(self, record: RunRecord, total_steps: int) -> None:
@@ -71,35 +70,27 @@ class StepProfiler:
         self.profile = None
 
     def _write(self, finished: profile) -> None:
-        """Write the traces of all ranks and the summary, or nothing at all. Collective.
+        """Write the traces of all ranks, and last the summary. Collective.
 
         Raises:
             RunError: they cannot be written, and `--on_save_failure` is `stop`.
         """
-        events = events_of(finished)
-        warn_without_kernels(events, self.world)
-        ranks = all_gather_object(divide_steps(events), self.world)
-        staging = self.folder.with_name(PROFILE_STAGING)
-
-        def create() -> None:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
+        trace = self.folder / TRACE.format(rank=self.world.rank)
+        on_gpus = self.world.device.type == "cuda"
+        ranks = [] if on_gpus else all_gather_object(divide_steps(events_of(finished)), self.world)
 
         def write_summary() -> None:
-            text = describe(ranks, self.first)
-            write_text(staging / PROFILE_TEXT, f"```\n{text}\n```\n")
-            write_json(staging / PROFILE_SUMMARY, summary_content(ranks, self.first))
-            commit(staging, self.folder)
-            tqdm.write(f"{text}\n{'traces':>21}  {self.folder}/")  # above the progress bar
+            if ranks:
+                text = describe(ranks, self.first)
+                write_text(self.folder / PROFILE_TEXT, f"```\n{text}\n```\n")
+                write_json(self.folder / PROFILE_SUMMARY, summary_content(ranks, self.first))
+                tqdm.write(text)  # above the progress bar
+            tqdm.write(f"{'traces':>21}  {self.folder}/")
 
-        def clean_up() -> None:
-            if self.world.is_main_process:
-                shutil.rmtree(staging, ignore_errors=True)
-
-        on_failure, trace = self.record.settings.on_save_failure, staging / TRACE.format(rank=self.world.rank)
-        with stop_or_warn(self.folder, on_failure=on_failure, warn=self.world.print_main, clean_up=clean_up):
-            write_on_ranks(create, self.folder, self.world, main_only=True)
-            write_on_ranks(lambda: write_trace(finished, trace), self.folder, self.world)
+        on_failure = self.record.settings.on_save_failure
+        with stop_or_warn(self.folder, on_failure=on_failure, warn=self.world.print_main):
+            write_on_ranks(lambda: self.folder.mkdir(exist_ok=True), self.folder, self.world, main_only=True)
+            write_on_ranks(lambda: finished.export_chrome_trace(str(trace)), self.folder, self.world)
             write_on_ranks(write_summary, self.folder, self.world, main_only=True)
 
 
@@ -122,65 +113,36 @@ def start_profiler(steps: int, device: torch.device) -> profile:
 
 
 def events_of(finished: profile) -> list[Event]:
+    """Return what the profiler has recorded on the host."""
     assert finished.profiler is not None
     assert finished.profiler.kineto_results is not None
     recorded = finished.profiler.kineto_results.events()
-    # A kernel is linked to the operator of the host that has launched it.
-    on_host = [e for e in recorded if e.device_type() == DeviceType.CPU and not e.linked_correlation_id()]
-    started = {e.correlation_id(): e.start_ns() for e in on_host}
-    events = [Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), e.is_user_annotation()) for e in on_host]
-    for e in recorded:
-        if e.device_type() == DeviceType.CUDA and not e.is_user_annotation():  # those repeat ranges of the host
-            launched = started.get(e.linked_correlation_id(), e.start_ns())
-            events.append(Event(e.name(), e.start_ns(), e.end_ns(), launched=launched))
-    return events
+    return [
+        Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), e.is_user_annotation())
+        for e in recorded
+        if e.device_type() == DeviceType.CPU
+    ]
 
 
-def warn_without_kernels(events: Sequence[Event], world: World) -> None:
-    """Warn if the GPU's activity is missing, such as in a container without the permission to read it."""
-    if world.device.type == "cuda" and not any(event.launched is not None for event in events):
-        world.print_main("warning: --profile: CUPTI has recorded no kernels, so the times are those of the host")
-
-
-def write_trace(finished: profile, path: Path) -> None:
-    """Write the trace for Perfetto, compressed. Raise `OSError` if it cannot be written completely."""
-    plain = path.with_suffix("")
-    finished.export_chrome_trace(str(plain))
-    with plain.open("rb") as file:
-        file.seek(max(0, plain.stat().st_size - LONGEST_END))
-        end = file.read().rstrip()
-        # kineto does not report it if the disk is full. Its last entry is `traceName`, the path of the file.
-        if not (b'"traceName"' in end and end.endswith(b"}")):
-            raise OSError(errno.ENOSPC, "the trace is incomplete: the disk may be full")
-    with plain.open("rb") as source, gzip.open(path, "wb") as target:
-        shutil.copyfileobj(source, target)
-    plain.unlink()
-
-
-def summary_content(ranks: Sequence[Sequence[StepTimes]], first_step: int) -> dict[str, object]:
+def summary_content(ranks: Sequence[pd.DataFrame], first_step: int) -> dict[str, object]:
     """Return the content of summary.json: the times of each rank's steps, counted from `first_step`."""
     return {
         "steps": list(range(first_step, first_step + len(ranks[0]))),
         "unit": "ms",
-        "ranks": [
-            [step.parts | {"step": step.total, "communication": step.communication} for step in steps]
-            for steps in ranks
-        ],
+        "ranks": [steps.to_dict("records") for steps in ranks],
     }
 
 
-def describe(ranks: Sequence[Sequence[StepTimes]], first_step: int) -> str:
+def describe(ranks: Sequence[pd.DataFrame], first_step: int) -> str:
     """Return a table of the mean times: one line per part of the step. Arguments as for `summary_content`."""
-    by_rank = [mean(steps) for steps in ranks]
-    overall = mean(by_rank)
+    by_rank = pd.DataFrame([steps.mean() for steps in ranks])
+    mean, lowest, highest = by_rank.mean(), by_rank.min(), by_rank.max()
     last_step = first_step + len(ranks[0]) - 1
     lines = [f"{'profile':>21}  steps {first_step} to {last_step}, mean of {len(ranks)} rank(s) (lowest to highest)"]
-    times = {name: [rank.parts[name] for rank in by_rank] for name in CATEGORIES}
-    for name, of_ranks in (times | {"step": [rank.total for rank in by_rank]}).items():
-        milliseconds = sum(of_ranks) / len(of_ranks)
-        share = milliseconds / overall.total
-        lines.append(f"{name:>21}  {milliseconds:8.2f} ms {share:6.1%}  ({min(of_ranks):.2f} to {max(of_ranks):.2f})")
-    if overall.communication:
-        hidden = overall.hidden / overall.communication
-        lines.append(f"{'communication':>21}  {overall.communication:8.2f} ms, {hidden:.0%} hidden behind computation")
+    for name in (*CATEGORIES, "step"):
+        share = mean[name] / mean["step"]
+        lines.append(f"{name:>21}  {mean[name]:8.2f} ms {share:6.1%}  ({lowest[name]:.2f} to {highest[name]:.2f})")
+    if communication := mean["communication"]:
+        hidden = 1 - mean[EXPOSED] / communication
+        lines.append(f"{'communication':>21}  {communication:8.2f} ms, {hidden:.0%} hidden behind computation")
     return "\n".join(lines)

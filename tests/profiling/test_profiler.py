@@ -5,21 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.worlds import fake_world
-from torch.autograd import DeviceType
 
 import app.ddp_loop
 from app.cli import parse_settings
 from app.common.errors import RunError
 from app.profiling import profiler
-from app.profiling.breakdown import CATEGORIES, EXPOSED, Event
+from app.profiling.breakdown import CATEGORIES, EXPOSED
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
+from app.settings import Settings
 
 FLAGS = ["--max_length=16", "--train_batch_size=8", "--eval_strategy=no", "--save_strategy=no", "--use_cpu"]
 
@@ -104,64 +105,26 @@ def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train,
     assert profiled_steps(train("copy", *saving, "--resume_from_checkpoint=auto")) == [8, 9]
 
 
-def test_a_profile_of_an_earlier_attempt_stays_until_there_is_a_new_one(train):
-    saving = ["--save_strategy=steps", "--save_steps=6", "--max_steps=8", "--profile=1"]
-    with fail_in_step(8), pytest.raises(RuntimeError, match="the step fails"):
-        train("run", *saving)
-    shutil.copytree("run", "copy")  # this process still holds the lock of the other folder
-    assert profiled_steps(train("copy", *saving, "--resume_from_checkpoint=auto")) == [5]
-
-
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
-    full = patch.object(profiler.gzip, "open", side_effect=OSError(28, "No space left on device"))
+    full = patch.object(profiler.profile, "export_chrome_trace", side_effect=OSError(28, "No space left on device"))
     with full:
         folder = train("continues", "--max_steps=6", "--profile=1")
     assert "No space left on device; training continues (--on_save_failure continue)" in capsys.readouterr().out
-    assert not [path for path in folder.iterdir() if "profile" in path.name]
+    assert not (folder / "profile" / "summary.json").exists()
     with full, pytest.raises(RunError, match="No space left on device"):
         train("stops", "--max_steps=6", "--profile=1", "--on_save_failure=stop")
 
 
-def test_a_kernel_is_launched_by_the_operator_that_it_is_linked_to():
-    class Recorded:
-        def __init__(self, name, start, device="CPU", correlation=0, linked=0, annotation=False):
-            values = {"name": name, "start_ns": start, "end_ns": start + 5, "start_thread_id": 1}
-            values |= {"device_type": getattr(DeviceType, device), "is_user_annotation": annotation}
-            values |= {"correlation_id": correlation, "linked_correlation_id": linked}
-            for method, value in values.items():
-                setattr(self, method, lambda value=value: value)
-
-    recorded = [
-        Recorded("ProfilerStep#4", 0, annotation=True),
-        Recorded("ProfilerStep#4", 3, "CUDA", annotation=True),
-        Recorded("aten::mm", 10, correlation=7),
-        Recorded("cudaLaunchKernel", 12, correlation=9, linked=7),
-        Recorded("aten::add", 20, correlation=9),
-        Recorded("gemm", 90, "CUDA", correlation=9, linked=7),
-    ]
-    results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: recorded)))
-    events = {event.name: (event.start, event.launched) for event in profiler.events_of(results)}
-    assert events == {"ProfilerStep#4": (0, None), "aten::mm": (10, None), "aten::add": (20, None), "gemm": (90, 10)}
-
-
-def test_a_gpu_without_kernels_is_reported(capsys):
-    operator, kernel = Event("aten::mm", 0, 5), Event("gemm", 0, 5, launched=0)
-    for events, device, expected in [
-        ([operator], "cuda", True),
-        ([operator, kernel], "cuda", False),
-        ([operator], "cpu", False),
-    ]:
-        profiler.warn_without_kernels(events, fake_world(device=device))
-        assert ("no kernels" in capsys.readouterr().out) == expected
-
-
-@pytest.mark.parametrize("content", ['{"traceEvents": [{"name": "aten::', '{"traceEvents": [{"name": "aten::mm"}'])
-def test_a_trace_that_is_cut_off_is_not_kept(content, tmp_path):
-    class CutOff:
-        def export_chrome_trace(self, path):
-            with open(path, "w") as file:
-                file.write(content)
-
-    with pytest.raises(OSError, match="the trace is incomplete: the disk may be full"):
-        profiler.write_trace(CutOff(), tmp_path / "trace-rank0.json.gz")
-    assert not (tmp_path / "trace-rank0.json.gz").exists()
+def test_on_gpus_there_are_only_traces(tmp_path, monkeypatch, capsys, world):
+    """The times of the host would say little about kernels. The trace itself needs a GPU."""
+    record = SimpleNamespace(
+        world=replace(world, device=torch.device("cuda")),
+        settings=Settings(profile=1),
+        folder=tmp_path,
+        resume=SimpleNamespace(step=0),
+    )
+    monkeypatch.setattr(profiler, "divide_steps", lambda *_: pytest.fail("there is nothing to divide"))
+    traces = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
+    profiler.StepProfiler(record, 9)._write(traces)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace-rank0.json.gz"]
+    assert f"traces  {tmp_path / 'profile'}/" in capsys.readouterr().out

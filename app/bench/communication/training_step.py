@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure as Canvas
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from ...common.terminal import hides_progress
 from ...data.sampler import plan_batches
 from ...distributed.collectives import all_gather_object, raise_on_all_ranks
 from ...distributed.world import Topology, World
-from ...profiling.breakdown import CATEGORIES, StepTimes, divide_steps, mean
+from ...profiling.breakdown import CATEGORIES, EXPOSED, divide_steps
 from ...profiling.profiler import FIRST, events_of, start_profiler
 from ...settings import Settings
 from ...training.build import ReviewData
@@ -132,13 +133,13 @@ def measure_no_sync(variants: Mapping[str, Variant], data: ReviewData, seconds: 
 
 
 def measure_breakdown(settings: Settings, data: ReviewData, world: World, *, names: Sequence[str]) -> Section:
-    by_model: dict[str, StepTimes] = {}
+    by_model: dict[str, pd.Series[float]] = {}
     unprofiled = {}
     hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
     for model in tqdm(names, "profiling", leave=False, disable=hide_bar):
         bench = distribute(settings, data, build_named(model, settings, data, world=world), world=world)
         train = partial(bench.train_steps, optimization=bench.optimization(TOTAL_STEPS))
-        by_model[model] = mean([mean(steps) for steps in profile_steps(train, bench)])
+        by_model[model] = pd.DataFrame([steps.mean() for steps in profile_steps(train, bench)]).mean()
         unprofiled[model] = time_unprofiled(train, bench)
     title = f"Where the time of a step goes: {settings.strategy}"
     parts: list[Part] = []
@@ -146,13 +147,17 @@ def measure_breakdown(settings: Settings, data: ReviewData, world: World, *, nam
         parts.append(Figure(title, breakdown_chart(by_model, title), "The mean of all ranks."))
     parts.append(breakdown_table(by_model, unprofiled))
     content = {
-        model: {"milliseconds": step.parts, "communication": step.communication, "unprofiled": 1000 * unprofiled[model]}
+        model: {
+            "milliseconds": step[list(CATEGORIES)].to_dict(),
+            "communication": step["communication"],
+            "unprofiled": 1000 * unprofiled[model],
+        }
         for model, step in by_model.items()
     }
     return Section("breakdown", title, [ABOUT_BREAKDOWN], parts, {"strategy": settings.strategy, "models": content})
 
 
-def profile_steps(train: Callable[..., object], bench: Bench) -> list[list[StepTimes]]:
+def profile_steps(train: Callable[..., object], bench: Bench) -> list[pd.DataFrame]:
     """Return the times of some training steps on each rank. `train(micro_batches, steps=n)` trains. Collective."""
     batches = endless(bench.loader)
     profiler = start_profiler(PROFILED_STEPS, bench.world.device)
@@ -175,33 +180,31 @@ def time_unprofiled(train: Callable[..., object], bench: Bench) -> float:
     return statistics.median(times) / PROFILED_STEPS
 
 
-def breakdown_chart(steps: Mapping[str, StepTimes], label: str) -> Markup:
+def breakdown_chart(steps: Mapping[str, pd.Series[float]], label: str) -> Markup:
     """Draw the step of each model as a bar, divided into its parts."""
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot(xlabel="share of the step, %", xlim=(0, 100))
-        parts = {name: [100 * step.parts[name] / step.total for step in steps.values()] for name in CATEGORIES}
+        parts = {name: [100 * step[name] / step["step"] for step in steps.values()] for name in CATEGORIES}
         draw_bars(axes, list(steps), parts)
         canvas.legend(loc="outside lower center", ncols=3)
 
     return render_svg(150 + 50 * len(steps), label, draw)
 
 
-def breakdown_table(by_model: Mapping[str, StepTimes], unprofiled: Mapping[str, float]) -> Table:
+def breakdown_table(by_model: Mapping[str, pd.Series[float]], unprofiled: Mapping[str, float]) -> Table:
     """Return a table with one line per part of the step and two columns per model."""
 
-    def line(name: str, value: Callable[[StepTimes], float]) -> list[str]:
-        cells = [name]
+    rows = []
+    for name in (*CATEGORIES, "step", "communication"):
+        rows.append([name])
         for step in by_model.values():
-            cells += [f"{value(step):.2f}", f"{value(step) / step.total:.1%}"]
-        return cells
-
-    rows = [line(name, lambda step, name=name: step.parts[name]) for name in CATEGORIES]  # type: ignore[misc]
-    rows.append(line("step", lambda step: step.total))
-    rows.append(line("communication", lambda step: step.communication))
+            rows[-1] += [f"{step[name]:.2f}", f"{step[name] / step['step']:.1%}"]
     hidden, plain = ["of which hidden"], ["step without the profiler"]
     for model, step in by_model.items():
-        hidden += [f"{step.hidden:.2f}", f"{step.hidden / step.communication:.0%}" if step.communication else "–"]
+        communication = step["communication"]
+        behind = communication - step[EXPOSED]
+        hidden += [f"{behind:.2f}", f"{behind / communication:.0%}" if communication else "–"]
         plain += [f"{1000 * unprofiled[model]:.2f}", ""]
     header = [""] + [cell for model in by_model for cell in (f"{model}, ms", "share")]
     return Table("Parts of a step", header, [*rows, hidden, plain])
