@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench.scaling.flags import add_scaling_flags
+from .bench.scaling_flags import add_scaling_flags
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import UserError, escape_unencodable_output
 from .common.paths import PACKAGE

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from app.bench.link.nodes import (
+from app.bench.two_nodes import (
     ADDRESSES,
+    INTERFACE,
     SYSTEM_PATH,
     NamespacesUnavailable,
-    connect,
+    configure,
     network_namespaces,
     run_command,
 )
@@ -36,6 +37,14 @@ def connected_nodes() -> Iterator[list[str]]:
         connect(names)
         yield names
     assert not set(names) & set(ip("netns", "list").stdout.split())
+
+
+def connect(names: list[str]) -> None:
+    """Connect two namespaces by a virtual cable (a veth pair), which needs no process that forwards packets."""
+    ip("-n", names[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", names[1])
+    configure(names)
+    # The kernel reports the link's state up to a second later, and a program may not use an interface that is down.
+    wait_until(lambda: all("state UP" in ip("-n", n, "link", "show", "dev", INTERFACE).stdout for n in names), 5)
 
 
 def ip(*arguments: str) -> subprocess.CompletedProcess[str]:

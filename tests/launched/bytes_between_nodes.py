@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from app.bench.link.nodes import INTERFACE
+from app.bench.two_nodes import INTERFACE
 from app.distributed.collectives import barrier
 from app.distributed.process_group import join
 from app.distributed.world import World

@@ -12,7 +12,7 @@ import pytest
 from helpers.jobs import PROJECT
 from helpers.two_nodes import ip, start, wait_for_all, wait_until
 
-from app.bench.link.nodes import ADDRESSES, inside
+from app.bench.two_nodes import ADDRESSES, inside
 
 pytestmark = pytest.mark.launched
 PORT = "29500"

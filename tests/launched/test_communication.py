@@ -143,5 +143,5 @@ def test_steps_are_timed_over_a_link(review_csv, tmp_path):
     assert status == 0, text
     content = json.loads((tmp_path / "out" / "communication.json").read_text())
     assert content["machine"]["ranks"] == "2 on 2 node(s)"
-    assert content["machine"]["link"].startswith("0.05 Gbit/s, 2 ms: ")
+    assert content["machine"]["link"] == "0.05 Gbit/s, 2 ms"
     assert list(content["sections"]) == ["breakdown", "buckets"]

@@ -14,7 +14,7 @@ import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV, read_steps
 from helpers.two_nodes import SCRIPT, ip, processes_on, start, wait_for_all, wait_until
 
-from app.bench.link.nodes import ADDRESSES, SYSTEM_PATH
+from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
 
 
 def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, **more: str) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from helpers.jobs import LIMIT, PROJECT, read_steps, unavailable, write_subset
 from helpers.two_nodes import wait_for_all, wait_until
 
-from app.bench.link.nodes import SYSTEM_PATH
+from app.bench.two_nodes import SYSTEM_PATH
 from app.runs.hashes import hash_results
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]

@@ -39,8 +39,8 @@ from ...settings import Settings
 from ...training.build import build_data, build_model
 from ...training.console import quiet_libraries
 from ..core import Lab, Page, describe_job
+from ..jobs import LINK_VARIABLE, run_job
 from ..ladder import ladder
-from ..link.jobs import LINK_METHOD_VARIABLE, run_on_link
 from ..page import show
 from .sections import Options, check, measure
 
@@ -84,7 +84,7 @@ def main(
                 folder = create_folder(settings.output_dir, RUNS / "communication")
         facts = describe_job(world)
         if link:
-            facts["link"] = f"{link}: {os.environ[LINK_METHOD_VARIABLE]}"
+            facts["link"] = os.environ[LINK_VARIABLE]
         page = Page(TITLE, facts, folder, settings.as_dict())
         lab = Lab(
             page=page,
@@ -109,7 +109,7 @@ def main(
 
 def check_link(link: Link | None) -> None:
     """Raise `UserError` if the ranks are not those that `--link` starts."""
-    if link and LINK_METHOD_VARIABLE not in os.environ:
+    if link and LINK_VARIABLE not in os.environ:
         raise UserError(f"--link: starts its own two ranks: use python -m {program_name()}, without torchrun")
 
 
@@ -122,7 +122,7 @@ def start() -> int:
             if flags["link"]:
                 threads = settings.threads or default_threads(2)
                 command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
-                return run_program(partial(run_on_link, "bench.communication", command, flags["link"]))
+                return run_program(partial(run_job, "bench.communication", command, ranks=2, link=flags["link"]))
     launch(main, __doc__, add_communication_flags, rejected=rejected)
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from ...cli import OneLineParser, count, positive
-from ...common.errors import shorten
-from ...flags import SIZES, link
-from ...settings import STRATEGIES
-from .configuration import LINK, NODE
+from ..cli import OneLineParser, count, positive
+from ..common.errors import shorten
+from ..flags import SIZES, link
+from ..settings import STRATEGIES
 
-DEFAULT_LINKS = ("1:0.1", "1:1", "1:5", "10:0.1", "10:1", "10:5")  # Gbit/s and milliseconds
+DEFAULT_LINKS = ("1:0.1", "1:5", "10:0.1")  # Gbit/s and milliseconds
+# Assumed where the flags say nothing: 100-Gigabit Ethernet or InfiniBand, and PCIe 4.0 with 16 lanes.
+ASSUMED = {"link": ("between the nodes", 100.0, 10.0), "node": ("between the ranks of a node", 256.0, 5.0)}
+MOST_PARAMETERS = 1e12
+# The flags that have an effect only if something is measured, and only if nothing is.
+MEASUREMENT_FLAGS = (
+    *("model", "ranks", "links", "train_batch_size", "length"),
+    *("threads", "steps", "rounds", "strategies", "use_cpu"),
+)
+CLUSTER_FLAGS = (
+    *("parameters", "straggler_percent", "ranks_per_node", "cluster_batch_size"),
+    *("link_gbit", "link_latency_us", "node_gbit", "node_latency_us"),
+)
 
 
 def add_scaling_flags(parser: OneLineParser) -> None:
@@ -28,21 +39,28 @@ def add_scaling_flags(parser: OneLineParser) -> None:
     add("--rows", type=count, default=8, metavar="N", help="rows of each rank in weak scaling (default: 8)")
     add("--length", type=count, default=64, metavar="N", help="tokens of a row (default: 64)")
     add("--threads", type=count, default=1, metavar="N", help="CPU threads per rank (default: 1)")
-    add("--steps", type=count, default=3, metavar="N", help="steps of a configuration in each round (default: 3)")
-    add("--rounds", type=count, default=5, metavar="N", help="rounds, of which the medians are used (default: 5)")
-    add("--ranks_per_node", type=count, default=8, metavar="N", help="of the predicted cluster (default: 8)")
+    add("--steps", type=count, default=10, metavar="N", help="timed steps of a run in each round (default: 10)")
+    add("--rounds", type=count, default=3, metavar="N", help="rounds, of which the medians are used (default: 3)")
+    add("--ranks_per_node", type=count, default=8, metavar="N", help="of the cluster (default: 8)")
     add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
     add("--profile", metavar="RUN", help="the same, from the folder of a run with --profile N")
-    add("--parameters", type=positive, metavar="N", help="of the model with --step_ms or --profile, such as 60e6")
+    add("--parameters", type=parameters, metavar="N", help="of the model with --step_ms or --profile, such as 60e6")
     straggler = "standard deviation of the ranks' computation in a step (default: that of the --profile, otherwise 0)"
     add("--straggler_percent", type=percentage, metavar="X", help=straggler)
     add("--cluster_batch_size", type=count, default=1024, metavar="N", help="its rows, strong scaling (default: 1024)")
-    assumed = " (default: measured; with --step_ms or --profile: {:g})"
-    for kind, where, default in (("link", "between its nodes", LINK), ("node", "between the ranks of a node", NODE)):
-        rate, latency = (assumed.format(number) for number in (8e-9 / default.beta, default.alpha * 1e6))
-        add(f"--{kind}_gbit", type=positive, metavar="X", help=f"Gbit/s {where}{rate}")
-        add(f"--{kind}_latency_us", type=positive, metavar="X", help=f"microseconds of a message {where}{latency}")
+    for kind, (where, gbit, microseconds) in ASSUMED.items():
+        about = f"Gbit/s {where} (default: {gbit:g})"
+        add(f"--{kind}_gbit", type=positive, default=gbit, metavar="X", help=about)
+        about = f"microseconds of a message {where} (default: {microseconds:g})"
+        add(f"--{kind}_latency_us", type=positive, default=microseconds, metavar="X", help=about)
     add("--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/scaling/)")
+
+
+def parameters(text: str) -> float:
+    value = positive(text)
+    if not 1 <= value <= MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from 1 to {MOST_PARAMETERS:g}")
+    return value
 
 
 def percentage(text: str) -> float:

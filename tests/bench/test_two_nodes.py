@@ -1,4 +1,4 @@
-"""What shapes a link: netem's arguments, and the process that forwards packets where there is no netem."""
+"""Two nodes on one machine: what they need, and the process that forwards packets between them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.bench.link import link_forwarder, nodes
-from app.bench.link.link_forwarder import Direction
-from app.bench.link.nodes import NamespacesUnavailable, netem_options, network_namespaces
+from app.bench import link_forwarder, two_nodes
+from app.bench.link_forwarder import Direction
+from app.bench.two_nodes import NamespacesUnavailable, network_namespaces
 from app.common.link import Link
 
 
-def test_netem_gets_the_rate_in_bits_and_the_delay_in_microseconds():
-    options = netem_options(Link(gbit=1, delay_ms=5))
-    assert options[:2] == ["netem", "limit"]
-    assert options[3:] == ["delay", "5000us", "rate", "1000000000bit"]
-
-
 def test_an_unshaped_link_has_no_rate():
-    assert "rate" not in netem_options(Link())
     assert Link().bytes_per_second == math.inf
     assert str(Link()) == "unshaped"
 
@@ -35,7 +28,7 @@ def test_a_link_is_described_by_rate_and_delay():
 
 
 def test_without_iproute2_it_says_so(monkeypatch):
-    monkeypatch.setattr(nodes, "SYSTEM_PATH", "/nowhere")
+    monkeypatch.setattr(two_nodes, "SYSTEM_PATH", "/nowhere")
     with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
         pass
 
@@ -48,13 +41,13 @@ def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
     def refuse(command):
         raise subprocess.CalledProcessError(1, command, stderr="RTNETLINK answers:\nnot permitted\n")
 
-    monkeypatch.setattr(nodes, "network_namespaces", two_namespaces)
-    monkeypatch.setattr(nodes, "run_command", refuse)
-    monkeypatch.setattr(nodes, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
+    monkeypatch.setattr(two_nodes, "network_namespaces", two_namespaces)
+    monkeypatch.setattr(two_nodes, "run_command", refuse)
+    monkeypatch.setattr(two_nodes, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
     problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
-    with pytest.raises(NamespacesUnavailable, match=problem), nodes.shaped_link():
+    with pytest.raises(NamespacesUnavailable, match=problem), two_nodes.two_nodes(Link()):
         pass
-    monkeypatch.setattr(nodes.shutil, "which", lambda *_, **__: "ip")
+    monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, **__: "ip")
     with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():
         pass
 
@@ -83,7 +76,7 @@ def link():
     target, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for one in (sender, source, target, receiver):
         one.setblocking(False)
-    yield sender, Direction(source.fileno(), target.fileno()), receiver
+    yield sender, Direction(source.fileno(), target.fileno(), bytes_per_second=1000.0, delay=5.0), receiver
     for one in (sender, source, target, receiver):
         one.close()
 
@@ -100,7 +93,7 @@ def received(receiver: socket.socket) -> list[bytes]:
 def test_a_packet_arrives_after_its_transmission_and_the_delay(clock, link):
     sender, direction, receiver = link
     sender.send(b"x" * 1000)
-    direction.receive(bytes_per_second=1000.0, delay=5.0)
+    direction.receive()
     assert direction.seconds_to_next() == pytest.approx(6.0)
     clock.now += 5.9
     direction.deliver()
@@ -115,7 +108,7 @@ def test_packets_are_transmitted_one_after_another_and_keep_their_order(clock, l
     sender, direction, receiver = link
     for content in (b"a", b"b", b"c"):
         sender.send(content * 1000)
-    direction.receive(bytes_per_second=1000.0, delay=5.0)
+    direction.receive()
     arrived = []
     for _ in range(9):
         clock.now += 1.0
@@ -127,9 +120,9 @@ def test_packets_are_transmitted_one_after_another_and_keep_their_order(clock, l
 def test_an_idle_link_does_not_make_up_for_lost_time(clock, link):
     sender, direction, _ = link
     sender.send(b"x" * 1000)
-    direction.receive(1000.0, 0.0)
+    direction.receive()
     clock.now += 50.0
     direction.deliver()
     sender.send(b"x" * 1000)
-    direction.receive(1000.0, 0.0)
-    assert direction.seconds_to_next() == pytest.approx(1.0)
+    direction.receive()
+    assert direction.seconds_to_next() == pytest.approx(6.0)

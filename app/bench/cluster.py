@@ -1,0 +1,227 @@
+"""Predict training steps on a cluster of up to 1,024 ranks from the time of one rank's step without exchanges.
+
+The backward pass makes buckets of gradients ready one after another, and each is exchanged while the next is computed
+(Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2). Sending
+a message of n bytes takes α + β n. docs/scaling.md#a-cluster explains the formulas and what they assume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import pandas as pd
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from ..common.errors import UserError
+from ..common.formats import format_bandwidth
+from ..distributed.world import powers_of_two
+from ..plan.memory import BUCKET_CAP
+from ..plan.traffic import FIRST_BUCKET_CAP
+from ..profiling.breakdown import CATEGORIES, EXPOSED
+from ..runs.schema import PROFILE, PROFILE_SUMMARY, SETTINGS
+from .core import Page, format_seconds
+
+LARGEST_CLUSTER = 1024  # ranks
+# The backward pass computes two matrix products for each one of the forward pass: Kaplan et al., "Scaling Laws for
+# Neural Language Models", 2020, section 2.1.
+FORWARD_SHARE = 1 / 3
+GRADIENT_BYTES = 4  # of a parameter's gradient: fp32, also in mixed precision
+
+
+class Hop(NamedTuple):
+    """A message between two ranks: its latency in seconds, and the seconds per byte."""
+
+    alpha: float
+    beta: float
+
+    def __str__(self) -> str:
+        return f"{format_seconds(self.alpha)} per message and {format_bandwidth(self.beta)}"
+
+
+def ring_all_gather(ranks: int, size: float, hop: Hop) -> float:
+    """Return the seconds of a ring all-gather, or of a ring reduce-scatter, which sends the same.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19,
+    2005, section 4.1. The time of the additions, γ there, is left out in all of these formulas.
+    """
+    return (ranks - 1) * (hop.alpha + size / ranks * hop.beta)
+
+
+def ring_all_reduce(ranks: int, size: float, hop: Hop) -> float:
+    """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69, 2009.
+    gloo's default, and NCCL's for large tensors.
+    """
+    return 2 * ring_all_gather(ranks, size, hop)
+
+
+def tree_all_reduce(ranks: int, size: float, hop: Hop) -> float:
+    """Return the seconds of an all-reduce along two binary trees: a pipelined reduction and a pipelined broadcast.
+
+    Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+    Computing 35, 2009, without the terms of lower order for filling the pipeline. NCCL's algorithm since 2.4 if the
+    latency of a ring is too long.
+    """
+    return 2 * math.ceil(math.log2(ranks)) * hop.alpha + 2 * size * hop.beta if ranks > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with the same number of ranks, each with a core or device of its own."""
+
+    ranks_per_node: int
+    within: Hop  # between two ranks of a node
+    between: Hop  # between two nodes; the ranks of a node share this link
+
+    def all_reduce(self, algorithm: str, ranks: int, size: float) -> float:
+        """Return the seconds of an all-reduce. More than `ranks_per_node` ranks fill complete nodes."""
+        inside, nodes = min(ranks, self.ranks_per_node), math.ceil(ranks / self.ranks_per_node)
+        slower = Hop(*map(max, self.within, self.between)) if nodes > 1 else self.within
+        if algorithm == "ring":
+            # One ring through all nodes. Its messages travel at the same time: the slower hop determines each round.
+            return ring_all_reduce(ranks, size, slower)
+        if algorithm == "tree":
+            # Two trees over the nodes, and two over the ranks of each. Latencies add up along the path.
+            latency = tree_all_reduce(inside, 0, self.within) + tree_all_reduce(nodes, 0, self.between)
+            return latency + tree_all_reduce(ranks, size, Hop(0, slower.beta))
+        # Hierarchical: between the nodes, each rank of a node has its part of the tensor and its share of the link.
+        return 2 * ring_all_gather(inside, size, self.within) + ring_all_reduce(nodes, size, self.between)
+
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+
+
+# ---- one rank's step -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The mean time of a rank's step without exchanges, in seconds."""
+
+    rows: float  # of the rank in the step
+    forward: float  # until the forward pass has ended; like `backward`, proportional to the rows
+    backward: float
+    update: float  # and all else that does not depend on the rows
+    variation: float  # coefficient of variation of the ranks' times in the same step
+    source: str  # the flag
+
+
+def from_step_time(milliseconds: float, rows: int) -> StepProfile:
+    """Divide the time of a step into a forward and a backward pass."""
+    forward = FORWARD_SHARE * milliseconds / 1000
+    return StepProfile(rows, forward, milliseconds / 1000 - forward, 0.0, 0.0, f"--step_ms {milliseconds:g}")
+
+
+def read_profile(run: Path) -> StepProfile:
+    """Read the times of a run that was started with `--profile N`. What they contain of communication is left out.
+
+    Raises:
+        UserError: the run has no profile, or its files cannot be read.
+    """
+    try:
+        settings = json.loads((run / SETTINGS.name).read_text(encoding="utf-8"))
+        ranks = [
+            [{name: float(step[name]) / 1000 for name in CATEGORIES} for step in steps]
+            for steps in json.loads((run / PROFILE / PROFILE_SUMMARY).read_text(encoding="utf-8"))["ranks"]
+        ]
+        mean = {name: fmean(step[name] for steps in ranks for step in steps) for name in CATEGORIES}
+        seconds = [[sum(step.values()) - step[EXPOSED] for step in steps] for steps in ranks]
+        return StepProfile(
+            rows=settings["train_batch_size"] // settings["world_size"],
+            forward=mean["data wait"] + mean["forward"],
+            backward=mean["backward"],
+            update=mean["optimizer"] + mean["other"],
+            variation=variation_among_ranks(seconds),
+            source=f"--profile {run}",
+        )
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
+        hint = "it has to be the folder of a run that was started with --profile N"
+        raise UserError(f"--profile {run}: {problem!r}: {hint}") from None
+
+
+def variation_among_ranks(seconds: Sequence[Sequence[float]]) -> float:
+    """Return the coefficient of variation of the times of the same step on several ranks; 0 for one rank.
+
+    Differences between steps, such as of the length of rows, are not counted: all ranks share them.
+
+    Args:
+        seconds: for each rank, its steps.
+    """
+    if len(seconds) == 1:
+        return 0.0
+    return math.sqrt(fmean(variance(step) / fmean(step) ** 2 for step in zip(*seconds, strict=True)))
+
+
+def bucket_sizes(parameters: float) -> list[int]:
+    """Return the bytes of DDP's buckets, if each of them is filled up to its limit."""
+    total = int(GRADIENT_BYTES * parameters)
+    ends = [0, *range(FIRST_BUCKET_CAP, total, BUCKET_CAP), total]
+    return [end - start for start, end in pairwise(ends)]
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Return the mean of the largest of several independent values from the standard normal distribution.
+
+    Source: Tippett, "On the extreme individuals and the range of samples taken from a normal population", Biometrika
+    17, 1925. About √(2 ln(count)) for large counts.
+    """
+    value, _ = quad(lambda x: x * count * norm.pdf(x) * norm.cdf(x) ** (count - 1), -10, 10)
+    return float(value)
+
+
+# ---- the section of the report ---------------------------------------------------------------------------------------
+
+
+def predict_step(
+    step: StepProfile, parameters: float, *, rows: float, cluster: Cluster, ranks: int
+) -> dict[str, float]:
+    """Return the seconds of a step with this number of rows on each rank, with each algorithm."""
+    slowdown = 1 + step.variation * expected_maximum(ranks)  # a step lasts as long as the slowest rank's
+    buckets, scale = bucket_sizes(parameters), slowdown * rows / step.rows
+    seconds = {}
+    for name in ALGORITHMS:
+        ready, end = scale * step.forward, 0.0
+        for size in buckets:  # they are ready at a constant rate over the backward pass
+            ready += scale * step.backward * size / sum(buckets)
+            end = max(ready, end) + cluster.all_reduce(name, ranks, size)  # one exchange after another
+        seconds[name] = end + slowdown * step.update
+    return seconds
+
+
+def show_cluster(page: Page, step: StepProfile, parameters: float, *, cluster: Cluster, batch: int) -> None:
+    """Predict strong and weak scaling. `batch`: the rows that all ranks divide among them in strong scaling."""
+    page.section(
+        "cluster",
+        "A cluster",
+        f"Predicted, not measured, from {step.source}: a step of {step.rows:g} rows takes "
+        f"{format_seconds(step.forward + step.backward + step.update)} without exchanges, of which the forward pass "
+        f"takes {format_seconds(step.forward)} and the backward pass {format_seconds(step.backward)}. Gradients of "
+        f"{parameters:,.0f} parameters are exchanged in {len(bucket_sizes(parameters))} bucket(s). Within a node of "
+        f"{cluster.ranks_per_node} ranks: {cluster.within}. Between nodes, whose ranks share one link: "
+        f"{cluster.between}. The ranks' computation varies by {step.variation:.1%} (--straggler_percent).",
+    )
+    sizes = powers_of_two(cluster.ranks_per_node, LARGEST_CLUSTER)
+    modes = {"strong": {n: batch / n for n in sizes if n <= batch}, "weak": dict.fromkeys(sizes, step.rows)}
+    for mode, rows in modes.items():
+        times = pd.DataFrame(
+            {n: predict_step(step, parameters, rows=of_rank, cluster=cluster, ranks=n) for n, of_rank in rows.items()}
+        ).T.rename_axis("ranks")
+        speedup = times.iloc[0] / times
+        efficiency = speedup.div(speedup.index.to_numpy(), axis=0) if mode == "strong" else speedup
+        shown = times.map(format_seconds).join(efficiency.map("{:.0%}".format).add_prefix("efficiency, "))
+        per = f"{batch} rows per step" if mode == "strong" else f"{step.rows:g} rows per rank"
+        page.table(f"{mode} scaling, {per}: time of a step", shown)
+        label = "speedup over one rank" if mode == "strong" else "efficiency"
+        page.chart(f"{mode} scaling on a cluster: {label}", speedup, label, log=True)
+        page.numbers[mode] = times.to_dict()

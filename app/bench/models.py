@@ -1,0 +1,41 @@
+"""Untrained BERTs of known sizes, as model folders that every program can train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import BertConfig, BertTokenizer
+
+from ..flags import SHORT_NAMES, SIZES
+
+VOCABULARY_SIZE = 21_128  # as BERT for Chinese has, in which each Chinese character is a token
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CHINESE = "".join(map(chr, range(0x4E00, 0x9FA6)))
+ASCII = "".join(map(chr, range(0x21, 0x7F)))
+PUNCTUATION = "，。！？、；：“”（）…《》—·～"
+
+
+def model_folder(name: str, folder: Path) -> str:
+    """Write a BERT of `SIZES`, such as `4x312`, into a folder; return the value of `--model` for it.
+
+    Other names are returned as they are.
+    """
+    name = SHORT_NAMES.get(name, name)
+    if name not in SIZES:
+        return name
+    folder.mkdir(parents=True)
+    layers, hidden, heads, intermediate = SIZES[name]
+    BertConfig(
+        vocab_size=VOCABULARY_SIZE,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=intermediate,
+        architectures=["BertForSequenceClassification"],
+    ).save_pretrained(folder)
+    tokens = [*SPECIAL_TOKENS, *ASCII.lower(), *(f"##{character}" for character in ASCII), *PUNCTUATION, *CHINESE]
+    tokens = list(dict.fromkeys(tokens))
+    tokens += [f"[unused{number}]" for number in range(VOCABULARY_SIZE - len(tokens))]
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return str(folder)

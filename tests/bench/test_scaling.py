@@ -1,0 +1,116 @@
+"""app.bench.scaling: its mistakes, and its tables from synthetic times of jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+
+import pandas as pd
+import pytest
+
+from app.bench import scaling
+from app.bench.two_nodes import NamespacesUnavailable
+from app.program import run_program
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--ranks", "0"], "--ranks: 0: must be a whole number, 1 or more"),
+        (["--ranks", "3"], "--train_batch_size 32 cannot be divided among 3 ranks"),
+        (["--links", "fast"], "--links: fast: must be Gbit/s:milliseconds, such as 1:5"),
+        (["--links", "1:-1"], "--links: 1:-1: must be Gbit/s:milliseconds, such as 1:5"),
+        (["--links", "0:1"], "--links: 0:1: must be Gbit/s:milliseconds, such as 1:5"),
+        (["--steps", "many"], "--steps: many: must be a whole number, 1 or more"),
+        (["--link_gbit", "10"], "--link_gbit: give --step_ms or --profile, too"),
+        (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
+        (["--step_ms", "250"], "--step_ms: add --parameters"),
+        (["--step_ms", "250", "--parameters", "0.5"], "--parameters: 0.5: must be from 1 to 1e+12"),
+        (["--step_ms", "250", "--profile", "runs"], "--step_ms and --profile exclude each other"),
+        (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
+        (["--profile", "nowhere", "--parameters", "6e7"], "--profile nowhere: FileNotFoundError"),
+        (["--straggler_percent", "60"], "--straggler_percent/--straggler-percent: 60: must be from 0 to 50"),
+        (["--speed", "1"], "unknown argument --speed 1"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, problem, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scaling", *flags])
+    assert run_program(scaling.main) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert problem in err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """What jobs are started. Each step takes 1 s per row of a rank, and 2 s more for an exchange."""
+    started = []
+
+    def time_steps(program, flags, *, steps, ranks, threads, link):
+        batch = int(flags[flags.index("--train_batch_size") + 1])
+        started.append((flags[flags.index("--strategy") + 1], ranks, str(link), batch, steps))
+        assert program == "train"
+        return pd.Series({"seconds": steps * (batch / ranks + 2.0 * (ranks > 1) + (link.delay if link else 0))})
+
+    @contextmanager
+    def two_nodes(link):
+        if link.gbit == 13:
+            raise NamespacesUnavailable("not root")
+        yield ["a", "b"]
+
+    monkeypatch.setattr(scaling, "time_steps", time_steps)
+    monkeypatch.setattr(scaling, "two_nodes", two_nodes)
+    return started
+
+
+def run(monkeypatch, folder, *flags):
+    flags = [
+        "--ranks",
+        "1",
+        "2",
+        "4",
+        "--use_cpu",
+        "--rounds",
+        "2",
+        "--steps",
+        "3",
+        "--output_dir",
+        str(folder),
+        *flags,
+    ]
+    monkeypatch.setattr(sys, "argv", ["scaling", "--model", "tiny", *flags])
+    assert run_program(scaling.main) == 0
+    return json.loads((folder / "scaling.json").read_text())["sections"]["measured"]
+
+
+def test_strong_and_weak_scaling_of_known_times(jobs, monkeypatch, tmp_path, capsys):
+    measured = run(monkeypatch, tmp_path / "out", "--links", "1:500", "--strategies", "zero3")
+    # 32 rows on one rank; 16 and an exchange on two; 8 and an exchange on four.
+    assert measured["strong"]["ddp, 1 rank(s), 32 rows"] == [32.0, 32.0]
+    assert measured["strong"]["ddp, 2 rank(s), 32 rows"] == [18.0, 18.0]
+    assert measured["weak"]["zero3, 4 rank(s), 32 rows"] == [10.0, 10.0]
+    assert measured["weak"]["ddp, 2 ranks, 1 Gbit/s, 500 ms, 16 rows"] == [10.5, 10.5]
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ddp, 4")]
+    strong, weak = ([cell.strip() for cell in row] for row in rows)
+    assert strong == ["ddp, 4 rank(s)", "8", "10 s", "10 s to 10 s", "3.2", "3.20", "80%"]
+    assert weak == ["ddp, 4 rank(s)", "8", "10 s", "10 s to 10 s", "3.2", "0.80", "80%"]
+    assert (tmp_path / "out" / "scaling.html").read_text().count("<svg") == 2
+
+
+def test_a_run_of_both_kinds_of_scaling_is_timed_once_per_round(jobs, monkeypatch, tmp_path):
+    run(monkeypatch, tmp_path / "out", "--links")
+    first, *timed = jobs
+    assert first == ("ddp", 1, "None", 8, 1), "fills the cache"
+    assert len(timed) == 2 * 5
+    assert timed[:5] == timed[:4:-1], "every second round in the opposite order"
+    assert timed.count(("ddp", 4, "None", 32, 3)) == 2
+
+
+def test_without_root_two_nodes_are_left_out_with_a_line(jobs, monkeypatch, tmp_path, capsys):
+    measured = run(monkeypatch, tmp_path / "out", "--links", "13:1")
+    assert "not measured: two nodes: not root\n" in capsys.readouterr().out
+    assert len(measured["weak"]) == 3
