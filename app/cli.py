@@ -3,58 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
 from .common.errors import UserError, shorten
 from .common.paths import PACKAGE, with_package_name
-from .setting_groups import GROUPS
-from .settings import Settings
+from .settings import GROUPS, TYPES, Settings, help_of
 
-BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 # The flags that programs reject, and do not list in their help: all but the training paths.
 FLAGS_OF_ONE_RUN = {
     "dry_run": f"only {PACKAGE}.ddp_loop and {PACKAGE}.trainer_run have it; {PACKAGE}.plan plans all strategies"
 }
+BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
 
-class ConfigLoader(yaml.BaseLoader):
-    """Load YAML without its conversions, which would turn `no` into False, and reject duplicate keys."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Print a docstring as it is, and defaults that are not mentioned in the help of a flag."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value).replace("-", "_") for key, _ in node.value]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise yaml.YAMLError(f"{duplicates[0]} is set more than once")
-        return super().construct_mapping(node, deep)
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_no_default = action.default in (None, False, argparse.SUPPRESS) or "default: " in (action.help or "")
+        return action.help if has_no_default else f"{action.help or ''} (default: %(default)s)"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """The parser of every program: its help, and a one-line `UserError` instead of the usage and an exit."""
+    """The parser of every program. A mistake is a one-line `UserError` instead of the usage and an exit."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        if options.get("description"):  # a docstring
-            options["description"] = with_package_name(options["description"])
+    def __init__(self, **options: Any) -> None:
+        options["description"] = with_package_name(options.get("description") or "")
         look: dict[str, Any] = {"prog": f"python -m {program_name()}", "usage": "%(prog)s [--flag VALUE …]"}
         look |= {"formatter_class": HelpFormatter, "allow_abbrev": False}
-        super().__init__(*arguments, **look | options)
+        super().__init__(**look | options)
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add a flag `--some_name`, which may also be written as `--some-name`."""
-        with_hyphens = (name.replace("_", "-") for name in names if name.startswith("--"))
-        return super().add_argument(*dict.fromkeys((*names, *with_hyphens)), **options)
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **options: Any) -> Any:
+        """Parse flags, which may also be written with hyphens: `--some-name`."""
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)  # what follows is no flag
+        return super().parse_known_args([*map(underscored, given[:end]), *given[end:]], namespace, **options)
 
     def error(self, message: str) -> NoReturn:
         message = shorten(message.replace("unrecognized arguments:", "unknown argument"), 300)
         raise UserError(f"{message} (--help lists all flags)")
+
+
+def underscored(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
 
 
 def count(text: str) -> int:
@@ -75,169 +76,106 @@ def positive(text: str) -> float:
     return value
 
 
-def boolean(text: str) -> bool:
-    """Parse a switch's value, as the `type` of a flag."""
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{shorten(text)}: must be true or false")
-
-
-class SettingsParser(OneLineParser):
-    """A parser of all settings, and of the flags that a program adds.
-
-    Its flags are those of transformers' `HfArgumentParser`, whose import would take a second: `--some_name` or
-    `--some-name`, and switches as `--name`, `--name=true` or `--name false`.
-
-    Attributes:
-        rejected: the settings that the program rejects, and why. They are not listed.
-    """
-
-    def __init__(self, rejected: Mapping[str, str], **options: Any) -> None:
-        super().__init__(**options)
-        self.rejected = rejected
-        for settings in GROUPS:
-            group, types = self.add_argument_group(settings._argument_group_name), get_type_hints(settings)
-            for field in fields(settings):
-                names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-                group.add_argument(
-                    *names, default=field.default, help=field.metadata["help"], **options_of(types[field.name])
-                )
-                if field.name == "precision":
-                    group.add_argument("--bf16", nargs="?", const=True, type=boolean, help="same as --precision bf16")
-
-    def values(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the value of every flag: from the command line, otherwise from `--config`, otherwise its default.
-
-        Raises:
-            UserError: An unknown or rejected flag, a value of the wrong type, or a config file that cannot be used.
-        """
-        config = self.parse(arguments)["config"]
-        if config is not None:
-            self.set_defaults(**self.parse_yaml(Path(config)))
-        return {name: value for name, value in self.parse(arguments).items() if name != "config"}
-
-    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Parse arguments without the config file."""
-        # argparse does not apply its defaults to attributes that exist: these stay None unless they are given.
-        namespace = argparse.Namespace(**dict.fromkeys((*BATCH_SIZES, "precision", *self.rejected)))
-        namespace, unknown = self.parse_known_intermixed_args(list(arguments), namespace)
-        if unknown:
-            # Only flags that --help lists: a suggestion must not be rejected in turn.
-            listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
-            flags = {name[2:] for name in listed if name.startswith("--") and "-" not in name[2:]}
-            from .common.flag_hints import hint_for  # here, because only a mistake needs it
-
-            hint = hint_for(unknown[0], flags)
-            self.error(f"unknown argument {unknown[0]}" + (f": {hint}" if hint else ""))
-        for name, reason in self.rejected.items():
-            if getattr(namespace, name) not in (None, False):  # even if it is the default: the user expects an effect
-                raise UserError(f"--{name}: {reason}")
-            setattr(namespace, name, self.get_default(name))
-        given = [name for name in BATCH_SIZES if getattr(namespace, name) is not None]
-        if len(given) == 2:
-            self.error("--train_batch_size and --per_device_train_batch_size exclude each other: give only one of them")
-        if not given:
-            vars(namespace).update({name: self.get_default(name) for name in BATCH_SIZES})
-        elif given == ["per_device_train_batch_size"]:
-            namespace.train_batch_size = Settings.train_batch_size  # resolve_train_batch_size replaces it
-        namespace.precision = self.precision_of(namespace.precision, namespace.bf16)
-        del namespace.bf16
-        return vars(namespace)
-
-    def precision_of(self, precision: str | None, bf16: bool | None) -> str:
-        """Return the precision that `--precision` and its alias `--bf16` select.
-
-        Args:
-            precision, bf16: None if the flag is not given.
-        """
-        if bf16 and precision not in (None, "bf16"):
-            raise UserError(f"--bf16 contradicts --precision {precision}")
-        default = str(self.get_default("precision"))
-        if bf16 is False and default == "bf16":  # `--bf16=false` overrides the config file
-            default = "fp32"
-        return precision or ("bf16" if bf16 else default)
-
-    def parse_yaml(self, path: Path) -> dict[str, Any]:
-        """Return the settings in a YAML mapping, validated like command-line flags."""
-        try:
-            content = yaml.load(path.read_text(encoding="utf-8"), ConfigLoader) or {}
-        except OSError as problem:
-            raise UserError(f"--config {path}: {problem.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as problem:
-            raise UserError(f"--config {path}: not valid YAML: {' '.join(str(problem).split())}") from None
-        except RecursionError:
-            raise UserError(f"--config {path}: is nested too deeply; must be a mapping of settings") from None
-        if not isinstance(content, dict):
-            raise UserError(f"--config {path}: must be a mapping of settings, with one `name: value` per line")
-        content = {str(name).replace("-", "_"): value for name, value in content.items()}
-        known = {action.dest for action in self._actions}
-        arguments: list[str] = []
-        for name, value in content.items():
-            if isinstance(value, dict | list):
-                raise UserError(f"--config {path}: {name} must be a single value")
-            if name == "config":
-                raise UserError(f"--config {path}: config cannot be set in a config file")
-            if name not in known or value not in ("", "null", "~"):  # parse() reports unknown names
-                arguments.append(f"--{name}={value}")
-        for action in self._actions:
-            action.required = False  # the command line has them
-        try:
-            parsed = self.parse(arguments)
-        except UserError as problem:
-            raise UserError(f"--config {path}: {problem}") from None
-        names = ["precision" if name == "bf16" else name for name in content]
-        return {name: parsed[name] for name in names}
-
-
-def options_of(annotation: Any) -> dict[str, Any]:
-    """Return the options of `add_argument` for the type of a setting: `bool`, a `Literal`, or a type that converts."""
-    if get_origin(annotation) in (Union, UnionType):  # of a type and None, which is no value of a flag
-        (annotation,) = (part for part in get_args(annotation) if part is not NoneType)
-    if annotation is bool:
-        return {"nargs": "?", "const": True, "type": boolean}
-    return {"choices": get_args(annotation)} if get_origin(annotation) is Literal else {"type": annotation}
-
-
-def program_name() -> str:
-    """Return the module that this process was started with, such as `app.bench.memory`."""
-    if sys.argv[0] == "-m":  # Python has not found the module yet: it is importing this package first
-        return sys.orig_argv[-len(sys.argv)].removeprefix("-m").removesuffix(".__main__")
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
-    if spec:
-        return str(spec.name).removesuffix(".__main__")
-    file = Path(sys.argv[0])
-    return f"{PACKAGE}.{file.parent.name if file.stem == '__main__' else file.stem}"
-
-
-def command_line() -> str:
-    """Return the command that started this process, without torchrun."""
-    return shlex.join(["python", "-m", program_name(), *sys.argv[1:]])
-
-
-def settings_parser(
+def parse_given(
     description: str | None,
+    arguments: Sequence[str],
     add_arguments: Callable[[OneLineParser], None] | None = None,
+    *,
     rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
-) -> SettingsParser:
-    """Create a parser with the program's own flags, which `--help` lists first, every training flag and `--config`.
+) -> dict[str, Any]:
+    """Return the settings that are given, most of them as texts, and the values of all flags of the program itself.
+
+    The command line overrides `--config`, which overrides the program's own defaults.
 
     Args:
         description: The docstring of the entry point, which `--help` prints first.
-        add_arguments: Adds the program's own flags to a parser, whose names must differ from those of all settings.
+        add_arguments: Adds the program's own flags to a parser, and sets its own defaults of settings.
         rejected: The settings that the program rejects, and why.
+
+    Raises:
+        UserError: An unknown flag, or an unreadable config file.
     """
-    own = OneLineParser(add_help=False)
+    parser = OneLineParser(description=description)
     if add_arguments is not None:
-        add_arguments(own)
-    own.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
-    parser = SettingsParser(rejected, description=description, parents=[own])  # the parents' flags are listed first
-    parser.set_defaults(**own._defaults)  # the program's own defaults of settings
-    for action in parser._actions:
-        if action.dest in rejected:
-            action.help = argparse.SUPPRESS
-    return parser
+        add_arguments(parser)
+    defaults = dict(parser._defaults)
+    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
+    for group in GROUPS:
+        section = parser.add_argument_group(str(group.__doc__))
+        for field in fields(group):
+            if field.name not in rejected:
+                help_text = help_of(field.name).replace("%", "%%")
+                default = defaults.get(field.name, field.default)
+                section.add_argument(f"--{field.name}", help=help_text, default=default, **options_of(field.name))
+            if field.name == "precision" and not {"precision", "bf16"} & rejected.keys():
+                section.add_argument("--bf16", nargs="?", const="true", metavar="true", help="same as --precision bf16")
+    # argparse sets no default where a value exists: a setting stays None unless it is given.
+    namespace, unknown = parser.parse_known_intermixed_args(
+        list(arguments), argparse.Namespace(**dict.fromkeys((*TYPES, "bf16")))
+    )
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}{hint_for(unknown[0], parser, rejected)}")
+    given = {name: value for name, value in vars(namespace).items() if value is not None or name not in TYPES}
+    config = read_config(given.pop("config"), rejected)
+    for values in (given, config):
+        resolve_alternatives(values)
+    if given.keys() & BATCH_SIZES:
+        config = {name: value for name, value in config.items() if name not in BATCH_SIZES}
+    return defaults | config | given
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Return the options of `add_argument` for a setting. `Settings` converts and checks its value."""
+
+    def placeholder(kind: Any) -> str:
+        if get_origin(kind) is Literal:
+            return "{" + ",".join(get_args(kind)) + "}"
+        return {int: "N", float: "X", str: "TEXT"}.get(kind) or placeholder(get_args(kind)[0])
+
+    if get_args(TYPES[name])[0] is bool:
+        return {"nargs": "?", "const": "true", "metavar": "true"}
+    return {"metavar": placeholder(TYPES[name])}
+
+
+def hint_for(argument: str, parser: OneLineParser, rejected: Mapping[str, str] | None = None) -> str:
+    """Return a reason or a suggestion for an unknown argument, to be appended to its name."""
+    name = underscored(argument).partition("=")[0].lstrip("-")
+    if rejected and name in rejected:
+        return f": {rejected[name]}"
+    flags = [flag.removeprefix("--") for flag in parser._option_string_actions]
+    similar = difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
+    return f": did you mean --{similar[0]}?" if similar else ""
+
+
+def read_config(path: str | None, rejected: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False."""
+    if path is None:
+        return {}
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        config = {str(name).replace("-", "_"): value for name, value in content.items()}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, RecursionError) as problem:
+        reason = getattr(problem, "strerror", None) or "must be a YAML file with one `name: value` per line"
+        raise UserError(f"--config {path}: {reason}") from None
+    for name in config:
+        if name in rejected or name not in (*TYPES, "bf16"):
+            raise UserError(f"--config {path}: unknown setting {name}: {rejected.get(name, 'see --help')}")
+    return {name: value for name, value in config.items() if value not in ("", "null", "~")}
+
+
+def resolve_alternatives(values: dict[str, Any]) -> None:
+    """Replace the alias `bf16` by the precision that it stands for.
+
+    Raises:
+        UserError: Alternatives contradict each other.
+    """
+    if values.keys() >= {*BATCH_SIZES}:
+        raise UserError("--train_batch_size and --per_device_train_batch_size exclude each other: give only one")
+    bf16 = values.pop("bf16", None)
+    if bf16 not in (None, "true", "false"):
+        raise UserError(f"--bf16 {shorten(str(bf16))}: must be true or false")
+    if bf16 == "true" and values.setdefault("precision", "bf16") != "bf16":
+        raise UserError(f"--bf16 contradicts --precision {values['precision']}")
 
 
 def parse_flags(
@@ -247,14 +185,14 @@ def parse_flags(
     *,
     rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
 ) -> tuple[Settings, dict[str, Any]]:
-    """Parse a command line with `settings_parser`. Return the settings, and the values of the program's own flags.
+    """Return the settings of a command line, and the values of the program's own flags. As `parse_given`.
 
     Raises:
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    values = settings_parser(description, add_arguments, rejected).values(arguments)
-    own_flags = {name: values.pop(name) for name in values.keys() - {field.name for field in fields(Settings)}}
-    return Settings(**values), own_flags
+    given = parse_given(description, arguments, add_arguments, rejected=rejected)
+    settings = {name: given.pop(name) for name in given.keys() & TYPES.keys()}
+    return Settings(**settings), given
 
 
 def parse_settings(arguments: Sequence[str]) -> Settings:
@@ -271,26 +209,17 @@ def as_flags(settings: Settings) -> list[str]:
     return [f"--{name}={value}" for name, value in changed.items()]
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Print the description unchanged, then each flag once, with its default if it has one."""
+def program_name() -> str:
+    """Return the module that this process was started with, such as `app.bench.memory`."""
+    if sys.argv[0] == "-m":  # Python has not found the module yet: it is importing this package first
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m").removesuffix(".__main__")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
+    if spec:
+        return str(spec.name).removesuffix(".__main__")
+    file = Path(sys.argv[0])
+    return f"{PACKAGE}.{file.parent.name if file.stem == '__main__' else file.stem}"
 
-    PLACEHOLDERS: ClassVar[dict[Any, str]] = {int: "N", float: "X"}
 
-    def __init__(self, prog: str) -> None:
-        # get_terminal_size ignores a COLUMNS variable that is not a positive number; argparse's default does not.
-        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size((100, 24)).columns))
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or "default: " in (action.help or ""):
-            return action.help
-        return super()._get_help_string(action)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Format as `--flag VALUE`, without the alternative spelling with hyphens."""
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        if action.nargs in (0, "?"):  # a switch
-            return action.option_strings[0]
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
-        value = choices or action.metavar or self.PLACEHOLDERS.get(action.type, "TEXT")
-        return f"{action.option_strings[0]} {value}"
+def command_line() -> str:
+    """Return the command that started this process, without torchrun."""
+    return shlex.join(["python", "-m", program_name(), *sys.argv[1:]])

@@ -36,7 +36,6 @@ from pathlib import Path
 from .cli import parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
-from .common.valid import LARGEST_COUNT
 from .distributed.environment import requested_threads
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from .flags import FLAGS_OF_RUNS, add_compare_flags, reject_unused
@@ -47,6 +46,7 @@ from .report.explanation import IDENTICAL, conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
+from .setting_groups import LARGEST_COUNT
 from .settings import Settings
 
 

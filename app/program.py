@@ -111,8 +111,8 @@ def launch(
         main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
             process group itself.
         description: The docstring of the entry point, for `--help`.
-        add_arguments: As for `settings_parser`.
-        rejected: As for `settings_parser`.
+        add_arguments: As for `parse_given`.
+        rejected: As for `parse_given`.
     """
     # Here, because `early` needs none of torch.
     from .distributed.failure import exit_without_handlers, report_failure_to_connect

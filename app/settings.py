@@ -7,14 +7,22 @@ valid values, are in `app.setting_groups`; the rules between fields are here.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from .common.errors import UserError, shorten
 from .common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from .setting_groups import (
+    RECIPE,
+    RECIPE_OF_TINY,
+    TINY,
+    TRACKERS,
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
@@ -22,9 +30,9 @@ from .setting_groups import (
     OutputSettings,
     ProcessSettings,
     TrainingSettings,
-    recipe_of,
 )
 
+LARGEST_RATIO = 1e30  # of two class weights
 WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
 SHARDED = ("zero2", "zero3")  # those that use FSDP2, and so have --param_dtype and --reduce_dtype
 STRATEGIES = (*WRAPPED_IN_DDP, *SHARDED)  # the values of --strategy
@@ -40,32 +48,51 @@ class Settings(
     ModelSettings,
     DataSettings,
 ):  # dataclasses collect fields from the last base class to the first, so settings.json starts with the data
-    """The validated settings of a run.
+    """The validated settings of a run. Values may be given as texts, which are converted.
 
     Raises:
         UserError: One or more values are invalid. The message names every such flag and the values that are allowed.
     """
 
     def __post_init__(self) -> None:
-        for name, default in recipe_of(self.model).items():
+        for name, default in (RECIPE_OF_TINY if self.model == TINY else RECIPE).items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        problems = [*self._invalid_values(), *self._contradictions()]
-        if problems:
+        problems = [*self._malformed_texts()]
+        try:
+            vars(self).update(vars(VALUES.model_validate(vars(self))))
+        except ValidationError as problem:
+            problems += map(describe, problem.errors())
+        if problems := problems or [*self._contradictions()]:
             raise UserError("; ".join(problems))
 
-    def _invalid_values(self) -> Iterator[str]:
-        for setting in dataclasses.fields(self):
-            value, valid = getattr(self, setting.name), setting.metadata["valid"]
-            if value is not None and valid is not None and (problem := valid(value)):
-                yield f"--{setting.name}{problem}"
+    def _malformed_texts(self) -> Iterator[str]:
+        """Yield the problems of texts that consist of several values."""
+        if self.label_names is not None:
+            names = split_label_names(self.label_names)
+            if not names or "" in {*names, *names.values()} or len(names) <= self.label_names.count(","):
+                yield f"--label_names {shorten(self.label_names)}: must name each label once, such as 0=bad,1=good"
+        if self.class_weights not in (None, "balanced"):
+            try:
+                weights = split_class_weights(str(self.class_weights))
+            except ValueError:
+                weights = [0.0]
+            given = f"--class_weights {shorten(str(self.class_weights))}"
+            if not all(0 < weight <= sys.float_info.max for weight in weights):
+                yield f"{given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
+            elif max(weights) / LARGEST_RATIO > min(weights):
+                # In fp32, the loss of a batch without the largest weight would not be finite.
+                yield f"{given}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
+        if not {*split_names(self.report_to)} <= {"none", *TRACKERS}:
+            yield f"--report_to {shorten(self.report_to)}: must be one or more of none, {', '.join(TRACKERS)}"
 
     def _contradictions(self) -> Iterator[str]:
         """Yield the rules between settings that are broken."""
         hook = self.ddp_comm_hook
-        if self.pad_to_multiple_of > 0 and self.max_length % self.pad_to_multiple_of:
-            multiple, length = (shorten(str(number)) for number in (self.pad_to_multiple_of, self.max_length))
-            yield f"--pad_to_multiple_of {multiple}: must divide --max_length {length}"
+        if self.max_steps == 0:
+            yield "--max_steps 0: must be 1 or more, or -1 (not set)"
+        if self.max_length % self.pad_to_multiple_of:
+            yield f"--pad_to_multiple_of {self.pad_to_multiple_of}: must divide --max_length {self.max_length}"
         if self.tf32 and self.use_cpu:
             yield "--tf32 needs GPUs: remove it, or --use_cpu"
         if self.cpu_offload and self.strategy != "zero3":
@@ -128,3 +155,39 @@ class Settings(
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""
         return dataclasses.asdict(self)
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in a text such as `tensorboard,wandb`."""
+    return [name.strip() for name in text.split(",")]
+
+
+def split_label_names(text: str) -> dict[str, str]:
+    """Return the names in a text such as `0=negative,1=positive`, by label."""
+    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    return {label.strip(): name.strip() for label, _, name in pairs}
+
+
+def split_class_weights(text: str) -> list[float]:
+    """Return the numbers in a text such as `1,2.5`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    return [float(weight) for weight in text.split(",")]
+
+
+GROUPS = Settings.__bases__[::-1]  # in the order of `--help`, which prints their docstrings as titles
+TYPES = get_type_hints(Settings, include_extras=True)  # of each setting: `Annotated`, with its help
+VALUES = create_model("VALUES", **TYPES)
+
+
+def help_of(name: str) -> str:
+    """Return the help of a setting."""
+    return next(fact for fact in get_args(TYPES[name])[1:] if isinstance(fact, str))
+
+
+def describe(error: ErrorDetails) -> str:
+    """Describe an invalid value in one line."""
+    given = shorten(str(error["input"])) or "''"
+    return f"--{error['loc'][0]} {given}: {error['msg'].removeprefix('Value error, ').replace('Input should', 'must')}"

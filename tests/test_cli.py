@@ -14,12 +14,10 @@ from helpers.worlds import fake_world
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, command_line, parse_flags, parse_settings
+from app.cli import FLAGS_OF_ONE_RUN, OneLineParser, as_flags, command_line, options_of, parse_flags, parse_settings
 from app.common.errors import UserError
-from app.common.flag_hints import hints
 from app.data.sampler import plan_batches, resolve_train_batch_size
-from app.setting_groups import GROUPS
-from app.settings import Settings
+from app.settings import GROUPS, TYPES, Settings, help_of
 from app.strategies.ddp import DDPStrategy
 from app.training.step import build_optimizer, build_scheduler
 
@@ -35,7 +33,7 @@ def error_message(arguments: list[str]) -> str:
 def test_every_setting_is_in_one_group_and_has_help():
     names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(Settings))
-    assert all(field.metadata.get("help") for field in dataclasses.fields(Settings))
+    assert all(help_of(name) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,7 @@ def test_every_setting_is_in_one_group_and_has_help():
         *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
         *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
         *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
-        *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.0", "--logical_ranks=many"),
+        *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.5", "--logical_ranks=many"),
         *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
         *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
         *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
@@ -81,22 +79,30 @@ def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults
     ("content", "mentions"),
     [
         ("lerning_rate: 1", "lerning_rate"),
-        ("learning_rate: [1, 2]", "learning_rate"),
-        ("- 1\n- 2", "mapping"),
-        ("a: b: c", "YAML"),
-        ("seed: 1\nmax-steps: 2\nmax_steps: 3", "max_steps is set more than once"),
-        ("test_size: much", "test_size"),
-        ("precision: fp8", "precision"),
-        ("bf16: true\nprecision: fp16", "--bf16 contradicts --precision fp16"),
+        ("config: other.yaml", "config"),
+        ("- 1\n- 2", "must be a YAML file"),
+        ("a: b: c", "must be a YAML file"),
+        ("\xff", "must be a YAML file"),
+        ("[" * 3_000, "must be a YAML file"),
+        ("{a: " * 1_500, "must be a YAML file"),
     ],
 )
 def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, content, mentions):
     file = tmp_path / "settings.yaml"
-    file.write_text(content)
+    file.write_text(content, encoding="latin-1")
     message = error_message(["--config", str(file)])
-    assert str(file) in message
+    assert message.startswith(f"--config {file}: ")
     assert mentions in message
-    assert str(tmp_path / "none.yaml") in error_message(["--config", str(tmp_path / "none.yaml")])
+    assert error_message(["--config", str(tmp_path)]) == f"--config {tmp_path}: Is a directory"
+
+
+@pytest.mark.parametrize(
+    "content", ["learning_rate: [1, 2]", "test_size: much", "precision: fp8", "seed: {a: b}", "bf16: perhaps"]
+)
+def test_a_value_in_a_config_file_is_checked_like_a_flag(tmp_path, content):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    assert f"--{content.partition(':')[0]} " in error_message(["--config", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +125,11 @@ def test_bf16_contradicts_other_precisions(arguments):
     assert error_message(arguments) == "--bf16 contradicts --precision fp64"
 
 
+def test_bf16_contradicts_other_precisions_in_a_config_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("bf16: true\nprecision: fp64")
+    assert error_message(["--config", str(tmp_path / "c.yaml")]) == "--bf16 contradicts --precision fp64"
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "precision"),
     [
@@ -128,7 +139,6 @@ def test_bf16_contradicts_other_precisions(arguments):
         ("bf16: false\nprecision: fp64", [], "fp64"),
         ("bf16: true\nprecision: bf16", [], "bf16"),
         ("bf16: true", ["--precision=fp64"], "fp64"),
-        ("bf16: true", ["--bf16=false"], "fp32"),
         ("precision: fp64", ["--bf16"], "bf16"),
         ("precision: fp64", ["--bf16=false"], "fp64"),
     ],
@@ -165,34 +175,6 @@ def test_a_program_may_have_its_own_default_of_a_setting(capsys):
     assert "(default: tiny-bert)" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ("--per_device_eval_batch_size=8", "--eval_batch_size"),
-        ("--logging_first_step", "steps.jsonl"),
-        ("--with_tracking", "--report_to"),
-        ("--fsdp_config=fsdp.json", "--strategy zero3"),
-        ("--do_eval", "--eval_strategy"),
-        ("--train_file=a.csv", "--csv"),
-        ("--model_name_or_path=bert-base-chinese", "--model"),
-        ("--lr=1e-3", "--learning_rate"),
-        ("-lr", "--learning_rate"),
-        ("--local-rank=0", "torchrun"),
-        ("--local_rank=0", "torchrun"),
-        ("--comm_hook=fp16", "--ddp_comm_hook"),
-        ("--evaluation_strategy=epoch", "--eval_strategy"),
-        ("--fp16", "--precision fp16"),
-        ("--overwrite_output_dir", "--output_dir"),
-        ("--nproc_per_node=2", "torchrun --nproc_per_node=2 -m"),
-    ],
-)
-def test_a_flag_of_other_training_scripts_gets_a_hint_instead_of_a_similar_name(argument, hint):
-    message = error_message([argument])
-    assert f"unknown argument {argument}: " in message
-    assert hint in message
-    assert "did you mean" not in message
-
-
 def test_no_hint_is_given_for_a_flag_that_resembles_nothing():
     assert error_message(["--color=red"]) == "unknown argument --color=red (--help lists all flags)"
 
@@ -204,18 +186,6 @@ def test_a_flag_that_the_program_rejects_is_not_suggested(flag):
     with pytest.raises(UserError) as caught:
         parse_flags(None, [misspelled], rejected=FLAGS_OF_ONE_RUN)
     assert f"--{flag}?" not in str(caught.value)
-
-
-def test_a_hint_names_a_flag_that_most_programs_reject_only_with_the_program_that_has_it():
-    for hint in hints().values():
-        assert not set(re.findall(r"--(\w+)", hint)) & set(FLAGS_OF_ONE_RUN) or "app.trainer_run" in hint, hint
-
-
-def test_no_hint_hides_an_existing_flag_and_every_flag_in_a_hint_exists():
-    flags = {field.name for field in dataclasses.fields(Settings)} | {"nproc_per_node"}
-    assert not set(hints()) & (flags - {"nproc_per_node"})
-    for hint in hints().values():
-        assert set(re.findall(r"--(\w+)", hint)) <= flags, hint
 
 
 def test_per_device_batch_size_scales_with_ranks_and_accumulation_steps():
@@ -265,7 +235,7 @@ def test_help_prints_the_description_and_every_flag(capsys):
     assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
 
 
-NUMBERS = [field.name for field in dataclasses.fields(Settings) if {"int", "float"} & set(str(field.type).split())]
+NUMBERS = [name for name in TYPES if options_of(name)["metavar"] in ("N", "X")]
 EXTREMES = ("", "0", "-0.0", "-1", "1e308", "-1e308", "1.7976931348623157e308", "5e-324", "nan", "inf", "-inf", "1_0")
 EXTREMES += ("2147483647", "2147483648", "9223372036854775808", "9" * 30, "9" * 400, "9" * 5000, "1e400")
 
@@ -326,15 +296,9 @@ def test_a_dash_without_a_name_resembles_no_flag(argument):
     assert error_message([argument]) == f"unknown argument {argument} (--help lists all flags)"
 
 
-def test_a_config_file_that_names_another_one_is_rejected(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text("config: other.yaml\n", encoding="utf-8")
-    assert "config cannot be set in a config file" in error_message(["--config", str(file)])
-
-
 def test_an_unknown_setting_without_a_value_in_a_config_file_is_an_error(tmp_path):
     (tmp_path / "c.yaml").write_text("lerning_rate:\nmax_steps:\n")
-    with pytest.raises(UserError, match=r"c\.yaml: unknown argument --lerning_rate=: did you mean --learning_rate\?"):
+    with pytest.raises(UserError, match=r"c\.yaml: unknown setting lerning_rate"):
         parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])
 
 
@@ -373,12 +337,5 @@ def test_the_help_lists_the_flags_of_the_program(capsys):
     with pytest.raises(SystemExit):
         parse_flags("The description.", ["--help"], add_sizes)
     text = capsys.readouterr().out
-    assert re.search(r"--sizes N +how large", text)
+    assert re.search(r"--sizes N \[N \.\.\.\] +how large", text)
     assert "--learning_rate" in text
-
-
-@pytest.mark.parametrize("text", ["[" * 3_000, "{a: " * 1_500])
-def test_a_deeply_nested_config_file_is_one_line(tmp_path, text):
-    (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"c\.yaml: is nested too deeply"):
-        parse_settings(arguments=["--config", str(tmp_path / "c.yaml")])

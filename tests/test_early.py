@@ -64,8 +64,8 @@ def test_an_unknown_flag_imports_nothing_heavy(tmp_path, program):
 @pytest.mark.parametrize(
     ("arguments", "mentions"),
     [
-        (["--learning_rate=0"], "--learning_rate 0.0: must be a number above 0"),
-        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["--learning_rate=0"], "--learning_rate 0: must be greater than 0"),
+        (["--max_steps", "many"], "--max_steps many: must be a valid integer"),
         (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
         (["--csv", "."], ".: is a folder; give the path of a CSV file"),

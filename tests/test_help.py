@@ -8,15 +8,13 @@ import runpy
 import sys
 import warnings
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
 from app import early
 from app.cli import FLAGS_OF_ONE_RUN, OneLineParser
-from app.common.errors import UserError
 from app.flags import BENCHMARKS
-from app.setting_groups import GROUPS
+from app.settings import GROUPS
 
 WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/fault_injection")
 PATHS = {"ddp_loop": {}, "trainer_run": {}}
@@ -54,39 +52,6 @@ def parser(program, monkeypatch) -> OneLineParser:
     return found[-1]
 
 
-def example(action: argparse.Action, folder: Path) -> list[str]:
-    """A flag with a value that is not its default."""
-    flag = action.option_strings[0]
-    if action.nargs in (0, "?"):
-        return [flag]
-    if action.choices:
-        return [flag, str(next(choice for choice in action.choices if choice != action.default))]
-    if action.dest == "config":
-        (folder / "empty.yaml").touch()
-        return [flag, str(folder / "empty.yaml")]
-    return [flag, "1:1" if action.metavar == "RATE:DELAY" else "1"]
-
-
-def test_a_flag_is_listed_unless_it_is_rejected(parser, program, tmp_path):
-    listed = set(re.findall(r"^  (--\w+)", parser.format_help(), re.MULTILINE))
-    actions = {action.option_strings[0]: action for action in parser._actions if action.option_strings}
-    parse = parser.parse_args if program in WITHOUT_SETTINGS else parser.values
-    rejected, messages = set(), []
-    for flag, action in actions.items():
-        if action.dest == "help":
-            continue
-        try:
-            parse(example(action, tmp_path))
-        except UserError as problem:
-            rejected.add(flag)
-            messages.append(str(problem))
-    assert listed == set(actions) - rejected - {"-h"}
-    expected = {} if program in WITHOUT_SETTINGS else REJECTED.get(program, FLAGS_OF_ONE_RUN)
-    reasons = (": only app.", ": has no effect on this benchmark", ": each recipe has its own")
-    assert all(any(reason in message for reason in reasons) for message in messages), messages
-    assert rejected == {f"--{name}" for name in expected}
-
-
 def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
     text = parser.format_help()
     assert text.startswith(f"usage: python -m app.{program.replace('/', '.')} [--flag VALUE …]\n\n{parser.description}")
@@ -94,9 +59,7 @@ def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
     titles = re.findall(r"^([a-z].*):$", text.partition(str(parser.description))[2], re.MULTILINE)
     groups = () if program in WITHOUT_SETTINGS else GROUPS
     rejected = REJECTED.get(program, FLAGS_OF_ONE_RUN)
-    of_settings = [
-        group._argument_group_name for group in groups if {field.name for field in fields(group)} - set(rejected)
-    ]
+    of_settings = [group.__doc__ for group in groups if {field.name for field in fields(group)} - set(rejected)]
     assert titles == [*(["positional arguments"] if program == "compare" else []), "options", *of_settings]
     # A default is printed once.
     assert not re.search(r"default: [^\n]*\(default: ", text)

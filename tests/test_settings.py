@@ -12,7 +12,7 @@ from app.settings import Settings
 
 @pytest.mark.parametrize("name", ["csv", "cache_dir", "model", "resume_from_checkpoint"])
 def test_an_empty_path_is_rejected(name):
-    with pytest.raises(UserError, match=f"^--{name} is empty: must name a"):
+    with pytest.raises(UserError, match=f"^--{name} '': must not be empty"):
         Settings(**{name: ""})
 
 
@@ -110,9 +110,9 @@ def test_class_weights_that_are_valid(weights):
             {"early_stopping_patience": 2, "validation_size": 0.1, "eval_strategy": "no"},
             "add --validation_size 0.1 and an --eval_strategy",
         ),
-        ({"early_stopping_patience": 0, "validation_size": 0.1}, "--early_stopping_patience 0: must be 1"),
+        ({"early_stopping_patience": 0, "validation_size": 0.1}, "--early_stopping_patience 0: must be greater"),
         ({"early_stopping_threshold": 0.1}, "--early_stopping_threshold needs --early_stopping_patience"),
-        ({"label_smoothing_factor": 1}, "--label_smoothing_factor 1: must be 0 or more and below 1"),
+        ({"label_smoothing_factor": 1}, "--label_smoothing_factor 1: must be less than 1"),
     ],
 )
 def test_early_stopping_and_smoothing_that_cannot_work_are_rejected(settings, message):

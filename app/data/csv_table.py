@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..common.cache import is_intact, write_intact
 from ..common.errors import UserError
-from ..common.valid import split_label_names
+from ..settings import split_label_names
 from .classes import find_classes, form_classes
 from .csv_checks import list_names, quote_name
 from .sources import CsvSource, Files, Source, combine_hashes, open_sources

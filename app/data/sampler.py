@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import UserError
-from ..common.valid import LARGEST_COUNT
+from ..setting_groups import LARGEST_COUNT
 from ..settings import Settings
 
 

@@ -32,12 +32,11 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from ..cli import OneLineParser, as_flags, count, settings_parser
+from ..cli import OneLineParser, as_flags, count, parse_flags
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
-from ..common.valid import LARGEST_COUNT
 from ..data.csv_checks import check_exists
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus, count_gpus
@@ -46,6 +45,7 @@ from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.hashes import DIGITS, hash_run
 from ..runs.schema import CHECKPOINTS, RUNS
+from ..setting_groups import LARGEST_COUNT
 from ..settings import STRATEGIES, Settings
 
 INTERRUPTIONS = ("uninterrupted", "killed")
@@ -128,15 +128,13 @@ def add_arguments(parser: OneLineParser) -> None:
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help=help_text)
     parser.add_argument("--vary", nargs="+", choices=VARIED, default=[], help="settings with several values, see above")
+    parser.set_defaults(**DEFAULTS)
 
 
 def parse() -> tuple[Any, Settings]:
-    parser = settings_parser(__doc__, add_arguments)
-    parser.set_defaults(**DEFAULTS)
-    values = parser.values(sys.argv[1:])
-    names = ("ranks", "paths", "strategies", "interruptions", "vary")
-    options = argparse.Namespace(**{name: list(dict.fromkeys(values.pop(name))) for name in names})
-    settings = Settings(**values | {"strategy": options.strategies[0]})  # each cell has its own
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    options = argparse.Namespace(**{name: list(dict.fromkeys(values)) for name, values in own_flags.items()})
+    settings = replace(settings, strategy=options.strategies[0])  # each cell has its own
     check_exists(settings.csv_path)
     if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)

@@ -13,10 +13,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..cli import parse_settings, settings_parser
+from ..cli import parse_given, parse_settings
 from ..common.errors import UserError
 from ..common.terminal import has_piped_input
-from ..common.valid import is_utf8, split_label_names
 from ..data.csv_table import Indices, ReviewTable, original_names, read_reviews, rename_classes
 from ..data.sources import files_of, open_source
 from ..data.split import split_reviews
@@ -25,7 +24,7 @@ from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..program import select_precision
 from ..runs.reader import read_object
 from ..runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
-from ..settings import Settings
+from ..settings import Settings, split_label_names
 
 # Settings of a run that determine its predictions, or the split of its rows.
 OF_THE_RUN = (
@@ -81,17 +80,13 @@ def combine_settings(name: str, run: Path | None, part: Part | None) -> tuple[Se
     Raises:
         UserError: the run has not finished, or a flag is invalid or contradicts another one or the run.
     """
-    parser = settings_parser(None, add_predict_flags, REJECTED_BY_PREDICT)
-    if run is not None:
-        parser.set_defaults(**settings_of_run(run).as_dict())
-    defaults = {flag: parser.get_default(flag) for flag in ("label_column", "label_names")}
-    parser.set_defaults(**dict.fromkeys(defaults))  # None cannot be given, so it shows whether a flag is given
-    given = parser.values(sys.argv[1:])
-    if given["label_names"] is not None and defaults["label_names"] is not None:
+    given = parse_given(None, sys.argv[1:], add_predict_flags, rejected=REJECTED_BY_PREDICT)
+    defaults = (Settings() if run is None else settings_of_run(run)).as_dict()
+    if "label_names" in given and defaults["label_names"] is not None:
         raise UserError(f"--label_names: the run in {run} was trained with --label_names: remove the flag")
-    names_labels = given["label_column"] is not None
-    given |= {flag: default for flag, default in defaults.items() if given[flag] is None}
-    values = {flag: given[flag] for flag in Settings().as_dict()} | {"model": str(run / MODEL_FOLDER) if run else name}
+    names_labels = "label_column" in given
+    values = defaults | {flag: value for flag, value in given.items() if flag in defaults}
+    values["model"] = str(run / MODEL_FOLDER) if run else name
     moved = {flag: values.pop(flag) for flag in MAY_HAVE_MOVED if values[flag] is not None}
     settings = select_precision(Settings(**values))
     if moved and part is None:
@@ -119,7 +114,7 @@ def find_texts(arguments: list[str], *, reads_a_file: bool) -> list[str] | None:
     if rank_and_sizes()[1] > 1:
         raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
     texts = arguments or read_lines()
-    if any(map(is_utf8, texts)):
+    if any(text != text.encode("utf-8", "ignore").decode() for text in texts):
         raise UserError("a text is not valid UTF-8")
     if not all(text.strip() for text in texts):
         raise UserError("a text is empty: leave it out")

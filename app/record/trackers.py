@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError, escape_control_characters, shorten
-from ..common.valid import split_names
 from ..runs.schema import EVALUATIONS, LOCK, METRICS, STEPS, TRACKERS
+from ..settings import split_names
 from .run_folder import RunInfo, settings_content
 
 TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from ..common.errors import UserError
-from ..common.valid import split_class_weights
 from ..data.sampler import BatchPlan, FullBatchSampler
-from ..settings import Settings
+from ..settings import Settings, split_class_weights
 from ..strategies.optimization import Loss, mean_loss
 from .build import ReviewData
 
