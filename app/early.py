@@ -15,8 +15,8 @@ from typing import Any
 from .bench.scaling_flags import add_scaling_flags
 from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import UserError, escape_unencodable_output
+from .common.files import check_exists
 from .common.paths import PACKAGE
-from .data.csv_checks import check_exists
 from .distributed.environment import (
     check_accelerate_environment,
     check_environment,

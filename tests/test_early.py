@@ -12,7 +12,6 @@ from helpers.jobs import LIMIT, PROJECT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app import early
-from app.common.errors import UserError
 from app.distributed.environment import LOWEST, SINGLE_PROCESS
 
 LIGHT = (
@@ -191,14 +190,3 @@ def test_a_program_without_ranks_ignores_the_variables_of_ranks(start, capsys):
         assert capsys.readouterr().err == "error: unknown argument --colour=red (--help lists all flags)\n"
         assert start(program, "--help", RANK="1") == 0
         assert capsys.readouterr().out
-
-
-def test_a_file_that_cannot_be_looked_up_is_left_to_the_program(monkeypatch, tmp_path):
-    def fail(path):
-        raise PermissionError(13, "Permission denied")
-
-    settings = early.Settings(csv=str(tmp_path / "none.csv"))
-    with pytest.raises(UserError, match="no such file"):
-        early.check_csv(settings, {})
-    monkeypatch.setattr("app.data.csv_checks.check_file", fail)
-    early.check_csv(settings, {})

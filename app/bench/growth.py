@@ -33,7 +33,7 @@ from ..common.files import write_json, write_text
 from ..common.formats import MIB
 from ..common.machine import describe_machine
 from ..common.paths import PACKAGE
-from ..data.csv_table import ReviewTable, read_reviews
+from ..data.reviews import ReviewTable, read_reviews
 from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..flags import add_growth_flags
@@ -51,7 +51,7 @@ FLAGS = (
     *("--eval_strategy", "no", "--save_strategy", "no"),
 )
 # The file of the cache whose last byte ends a phase of a cold start.
-PHASES = {"read": "rows-*.arrow", "split, vocabulary": "vocabulary-*.json", "tokenize": "tokens-*.arrow"}
+PHASES = {"read": "datasets/**/*.arrow", "split, vocabulary": "vocabulary-*.json", "tokenize": "tokens-*.arrow"}
 NOTE = (
     "Seconds from the start of torchrun to the end of each phase, which is when its file is in the cache. Memory: the "
     "peak of each rank's private memory in MiB. It does not include mapped files, which the ranks share and whose "

@@ -6,6 +6,7 @@ import io
 import sys
 import traceback
 import unicodedata
+from collections.abc import Sequence
 
 HANDLERS_OF_OPERATIONS = ("__torch_function__", "__torch_dispatch__")
 
@@ -32,6 +33,12 @@ def shorten(text: object, max_length: int = 60) -> str:
     """Truncate text to `max_length` characters, the last of which is … then."""
     text = str(text)
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """List the first 20 column or class names, which are untrusted and may be long, for an error message."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(repr(shorten(name, 40)) for name in names[:20]) + more
 
 
 def raised_by_model(problem: BaseException) -> bool:

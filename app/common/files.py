@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, in UTF-8."""
@@ -101,3 +103,16 @@ def _remove_stale_staging(parent: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink()
+
+
+def check_exists(path: Path) -> None:
+    """Check that there is a regular file, without reading it.
+
+    Raises:
+        UserError: There is none.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"{path}: no such file")
+    if not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "not a regular file"
+        raise UserError(f"{path}: is {kind}; give the path of a CSV file")

@@ -1,126 +1,64 @@
-"""Where reviews come from: a CSV, which `app.data.csv_checks` parses, or a format that the library `datasets` reads."""
+"""Load reviews with the library `datasets`: a CSV, JSON Lines or Parquet file, a folder of them, or a Hub data set.
+
+`datasets` converts what it reads once, piece by piece, into an Arrow file in the cache, which all processes of a node
+map: the reviews may be larger than the memory.
+"""
 
 from __future__ import annotations
 
-import csv
+import glob
 import hashlib
-import io
-from collections.abc import Iterator, Mapping
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..common.errors import UserError
-from .csv_checks import (
-    check_columns,
-    check_file,
-    hash_file,
-    hash_json,
-    list_names,
-    quote_name,
-    read_columns,
-    read_header,
-    readable,
-)
-from .hf_datasets import HubDataset, find_json_problem, load_file, load_splits
+import datasets
+import numpy as np
+import pandas as pd
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+from ..common.errors import UserError, list_names, shorten
+from ..common.files import check_exists
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-UNSUPPORTED = (".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro")
-CHUNK = 1_000  # rows that are in memory at once
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # everything else is a CSV
+# Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
+ENCODINGS = ("utf-8-sig", "gb18030")
+MOST_BRACKETS = 500  # open at once in a line of JSON: at some more, Arrow's parser crashes the process
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 
 
 @dataclass(frozen=True)
-class CsvSource:
-    """One or more CSV files, which are read in order. Messages about all of them name `path`."""
+class HubDataset:
+    """A data set on the Hugging Face Hub: `NAME` or `NAME/CONFIG`, or a folder of one."""
 
-    path: Path
-    files: tuple[Path, ...]
-
-    def names(self) -> list[str]:
-        return read_header(self.files[0])
-
-    def sha256(self, text_column: str, label_column: str | None) -> str:
-        """Return the hash of the file's bytes; of several files, the hash of their hashes."""
-        hashes = [hash_file(file) for file in self.files]
-        return hashes[0] if len(hashes) == 1 else hash_json(hashes)
-
-    def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
-        """Yield text and label of each data row; without a label column, all labels are empty."""
-        for file in self.files:
-            yield from read_columns(file, text_column=text_column, label_column=label_column)
+    name: str
 
 
-@dataclass(frozen=True)
-class DatasetSource:
-    """A table of the library `datasets`, with the file's path for messages."""
-
-    path: Path
-    table: Dataset
-
-    def names(self) -> list[str]:
-        return list(self.table.column_names)
-
-    def sha256(self, text_column: str, label_column: str | None) -> str:
-        """Return the hash of the CSV that `Dataset.to_csv` would write from these columns, in the order of the table.
-
-        So the same rows have the same hash, and the same split fingerprint, in every format.
-        """
-        columns = [name for name in self.names() if name in (text_column, label_column)]
-        digest, buffer = hashlib.sha256(), io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(columns)
-        for text, label in self.rows(text_column, label_column):
-            writer.writerow([text if name == text_column else label for name in columns])
-            if buffer.tell() > 1 << 20:
-                digest.update(buffer.getvalue().encode())
-                buffer.seek(0)
-                buffer.truncate()
-        digest.update(buffer.getvalue().encode())
-        return digest.hexdigest()
-
-    def rows(self, text_column: str, label_column: str | None) -> Iterator[tuple[str, str]]:
-        """Yield text and label of each row; a missing value, or a missing label column, is an empty text.
-
-        Raises:
-            UserError: a column is missing, there are no rows, or a value is neither a text nor a number.
-        """
-        check_columns(self.path, self.names(), text_column=text_column, label_column=label_column)
-        if not len(self.table):
-            raise UserError(f"{self.path}: has columns ({list_names(self.names())}) but no rows")
-        columns = [text_column] if label_column is None else [text_column, label_column]
-        row = 0
-        for batch in self._batches(columns):
-            for values in zip(*(batch[name] for name in columns), strict=True):
-                texts = [self._to_text(value, row, name) for value, name in zip(values, columns, strict=True)]
-                yield texts[0], texts[1] if label_column is not None else ""
-                row += 1
-
-    def _batches(self, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
-        try:
-            yield from self.table.select_columns(columns).iter(CHUNK)
-        except UnicodeDecodeError:  # Arrow does not check the encoding when it reads a file
-            problem = find_json_problem(self.path) if BUILDERS.get(self.path.suffix.lower()) == "json" else None
-            raise UserError(f"{self.path}: {problem or 'contains text that is not valid UTF-8'}") from None
-
-    def _to_text(self, value: Any, row: int, column: str) -> str:
-        if value is None or value != value:  # NaN, which writers other than pandas leave for a missing value
-            return ""
-        if not isinstance(value, str | int | float):
-            kind = type(value).__name__
-            raise UserError(
-                f"{self.path}: row {row}, column {quote_name(column)}: is of type {kind}, not a text or number"
-            )
-        return str(value)
-
-
-Source = CsvSource | DatasetSource
-
-
-# One file or data set; or the files of published parts, by part: "train" and "validation", "test", or both.
+# One file; the files of published parts, by part: "train" and "validation", "test", or both; or a data set.
 Files = Mapping[str, Path] | HubDataset
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one part.
+
+    Attributes:
+        path: The file or data set, for messages.
+        sha256: Hash of the bytes of a CSV file; None for anything else.
+    """
+
+    path: Path
+    table: datasets.Dataset
+    sha256: str | None = None
 
 
 def files_of(settings: Mapping[str, Any]) -> Files:
@@ -136,56 +74,172 @@ def files_of(settings: Mapping[str, Any]) -> Files:
 
 
 def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Source]:
-    """Open the files of all parts, in the order training, validation and test rows.
-
-    Raises:
-        UserError: As for `open_source`; or the data set does not exist, cannot be loaded or has no training rows.
-    """
-    if not isinstance(files, HubDataset):
-        return {part: open_source(path, cache_dir) for part, path in files.items()}
-    sources: dict[str, Source] = {}
-    splits = load_splits(files.name, cache_dir)
-    for part in ("train", "validation", "test"):
-        if (split := splits.get(part)) is None:
-            continue
-        path = Path(files.name if part == "train" else f"{files.name} ({part})")
-        if isinstance(split, tuple):
-            sources[part] = CsvSource(split[0] if len(split) == 1 else path, split)
-        else:
-            sources[part] = DatasetSource(path, split)
-    return sources
-
-
-def combine_hashes(hashes: Mapping[str, str], sources: Mapping[str, Source]) -> str:
-    """Return the hash of all parts, which is that of the file if there is only one.
-
-    Raises:
-        UserError: Two parts have the same content.
-    """
-    part_of: dict[str, str] = {}
-    for part, sha256 in hashes.items():
-        if (other := part_of.setdefault(sha256, part)) != part:
-            raise UserError(
-                f"{sources[part].path}: has the same rows as {sources[other].path}: give each part a file of its own"
-            )
-    return hashes["train"] if len(hashes) == 1 else hash_json(hashes)
-
-
-def open_source(path: Path, cache_dir: Path | None = None) -> Source:
-    """Open a file: .jsonl, .json and .parquet by the library `datasets`, everything else as a CSV.
+    """Load the rows of all parts, in the order training, validation and test rows.
 
     Args:
-        cache_dir: keeps what `datasets` has read, so that the processes of a node share it. By default, it is in
-            memory.
+        cache_dir: keeps what `datasets` has read. By default, it is in memory.
 
     Raises:
-        UserError: There is no such file, it cannot be read, or it is in a format that is not supported.
+        UserError: There is no such file or data set, it cannot be read, or it has no rows or no training rows.
     """
-    suffix = path.suffix.lower()
-    with readable(path):
-        check_file(path)
-    if suffix in UNSUPPORTED:
-        raise UserError(f"{path}: {suffix} files cannot be read; give a .csv, .jsonl, .json or .parquet file")
-    if suffix not in BUILDERS:
-        return CsvSource(path, (path,))
-    return DatasetSource(path, load_file(path, BUILDERS[suffix], cache_dir))
+    if not isinstance(files, HubDataset):
+        return {part: open_file(path, cache_dir) for part, path in files.items()}
+    with _one_line_errors(f"--dataset_name {files.name}"):
+        splits = _load_data_set(files.name, cache_dir)
+    if "train" not in splits:
+        raise UserError(f"--dataset_name {files.name}: has no split train, but {list_names(list(splits))}")
+    return {
+        part: Source(Path(files.name if part == "train" else f"{files.name} ({part})"), splits[part])
+        for part in ("train", "validation", "test")
+        if part in splits
+    }
+
+
+def open_file(path: Path, cache_dir: Path | None = None) -> Source:
+    """Load a file. All columns of a CSV are texts."""
+    check_exists(path)
+    builder = BUILDERS.get(path.suffix.lower(), "csv")
+    with _one_line_errors(str(path)):
+        sha256, splits = _load_local(builder, cache_dir, data_files=glob.escape(str(path.absolute())))
+    return Source(path, splits["train"], sha256 if builder == "csv" else None)
+
+
+# --- datasets --------------------------------------------------------------------------------------------------------
+
+
+def _load_data_set(name: str, cache_dir: Path | None) -> datasets.DatasetDict:
+    """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`."""
+    base, _, config = name.rstrip("/").rpartition("/")
+    for folder, of_folder in ((name, None), (base, config)):
+        if os.path.isdir(folder):
+            # `datasets` names a data set after its folder, and `.` has no name.
+            return _load_local(os.path.abspath(folder), cache_dir, name=of_folder)[1]
+    if name.startswith((".", "~", "/")):
+        raise ValueError("there is no such folder (~ is not expanded here)")
+    # A name on the Hub is mostly owner/name, but it may be name/config as well.
+    candidates = [(name, None)] if name.count("/") < 2 else []
+    problems = []
+    for path, of_path in [*candidates, *([(base, config)] if base else [])]:
+        try:
+            return _load_from_hub(path, of_path, cache_dir)
+        except Exception as problem:  # the errors of `datasets` have no common class
+            problems.append(problem)
+    raise problems[0]
+
+
+def _load_from_hub(path: str, config: str | None, cache_dir: Path | None) -> datasets.DatasetDict:
+    folder = None if cache_dir is None else cache_dir / "datasets"
+    splits = _load(path, folder, name=config)
+    table = next(iter(splits.values()))
+    if table.info.builder_name == "csv":
+        splits = _load(path, folder, name=config, **_as_texts(table.column_names))
+    return splits
+
+
+def _load_local(path: str, cache_dir: Path | None, **options: Any) -> tuple[str, datasets.DatasetDict]:
+    """Load a folder, or files with a builder of `datasets`. Return the SHA-256 of the files, and all splits."""
+    with tempfile.TemporaryDirectory() as temporary:
+        builder = datasets.load_dataset_builder(path, cache_dir=temporary, **options)
+    found: Mapping[Any, list[str]] = builder.config.data_files or {}
+    files = [Path(file) for of_split in found.values() for file in of_split]
+    sha256 = _hash_files(files)
+    # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
+    folder = None if cache_dir is None else cache_dir / "datasets" / sha256[:32]
+    load = partial(_load, path, folder, **options)
+    try:
+        if builder.name == "json":
+            for file in files:
+                _check_nesting(file)
+        splits = _load_csv(load, files[0], builder.config.pd_read_csv_kwargs) if builder.name == "csv" else load()
+    except Exception as error:
+        problem = error.__cause__ or error
+        if folder is not None and isinstance(problem, OSError):  # the files themselves have been read before
+            raise UserError(f"--cache_dir {cache_dir}: cannot be written: {problem.strerror or problem}") from error
+        raise
+    if _hash_files(files) != sha256:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError("has changed while it was read; start again")
+    return sha256, splits
+
+
+def _load_csv(load: Callable[..., Any], first: Path, arguments: Mapping[str, Any]) -> datasets.DatasetDict:
+    """Load CSV files in one of the encodings.
+
+    Args:
+        first: the file whose header has the names of all columns.
+        arguments: of `pandas.read_csv`, such as the separator of a .tsv file.
+    """
+    for encoding in ENCODINGS:
+        header = {**arguments, "encoding": encoding, "index_col": False, "nrows": 0, "chunksize": None}
+        try:
+            splits: datasets.DatasetDict = load(encoding=encoding, **_as_texts(pd.read_csv(first, **header).columns))
+            return splits
+        except Exception as error:
+            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                raise
+    raise ValueError("is neither UTF-8 nor GB18030; save it as UTF-8")
+
+
+def _as_texts(names: Iterable[str]) -> dict[str, Any]:
+    """Return options for CSV columns as they are in the file: pandas would read 007 as 7, and NA as missing."""
+    features = datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))
+    # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
+    return {"features": features, "na_filter": False, "index_col": False}
+
+
+def _load(path: str, folder: Path | None, **options: Any) -> datasets.DatasetDict:
+    with tempfile.TemporaryDirectory() as temporary:
+        return datasets.load_dataset(path, cache_dir=str(folder or temporary), keep_in_memory=folder is None, **options)
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    """Turn whatever is raised inside the block, where `datasets` is quiet, into a `UserError` of one line."""
+    disabled, hides_bars = logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    logging.disable(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # pandas has dropped fields that are too many
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
+        lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()]
+        text = shorten(lines[0] if lines else type(error).__name__, 200)
+        raise UserError(f"{name}: {'has no rows' if 'corresponds to no data' in text else text}") from error
+    finally:
+        logging.disable(disabled)
+        if not hides_bars:
+            datasets.enable_progress_bars()
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _hash_files(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of a file, or of the hashes of several files."""
+    hashes = []
+    for path in files:
+        if not path.stat().st_size:
+            raise UserError(f"{path}: is empty; it needs rows")
+        with path.open("rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashes[0] if len(hashes) == 1 else hash_json(hashes)
+
+
+def hash_json(content: object) -> str:
+    """Return the SHA-256 of the JSON of a value."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _check_nesting(path: Path) -> None:
+    """Reject JSON that is nested so deeply that Arrow's parser would crash the process."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.count(b"[") + line.count(b"{") > MOST_BRACKETS:
+                brackets = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+                steps = np.isin(brackets, list(b"[{")).astype(int) - np.isin(brackets, list(b"]}"))
+                if steps.cumsum().max(initial=0) > MOST_BRACKETS:
+                    raise UserError(f"{path}: line {number}: is nested too deeply")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
 from ..common.errors import UserError
-from .csv_table import CLEANING_RULES, Indices, ReviewTable
+from .reviews import CLEANING_RULES, Indices, ReviewTable
 
 CHUNK = 10_000  # reviews that are hashed at once
 

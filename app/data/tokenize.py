@@ -22,7 +22,7 @@ from ..common.errors import UserError, escape_control_characters
 from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
-from .csv_table import CLEANING_RULES, ReviewTable
+from .reviews import CLEANING_RULES, ReviewTable
 
 FILE_VERSION = 2  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import OneLineParser, count
+from ..common.files import check_exists
 from ..common.paths import PACKAGE
-from ..data.csv_checks import check_exists
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..jobs import PATHS
 from ..program import run_program
@@ -99,7 +99,7 @@ class Subject:
 
 def build_subjects(model_names: Sequence[str], settings: Settings, ranks: int, *, folder: Path) -> list[Subject]:
     """Return every path with every architecture. The token cache and the models are written into `folder`."""
-    from ..data.csv_table import read_reviews  # here, like the others that import torch: --help needs none of it
+    from ..data.reviews import read_reviews  # here, like the others that import torch: --help needs none of it
 
     texts = read_reviews(settings.csv_path, settings.text_column, settings.label_column).texts
     models = {name: write_untrained(name, texts, folder / name) for name in dict.fromkeys(model_names)}

@@ -34,10 +34,9 @@ from typing import Any
 
 from ..cli import OneLineParser, as_flags, count, parse_flags
 from ..common.errors import RunError, UserError
-from ..common.files import write_text
+from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
-from ..data.csv_checks import check_exists
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..distributed.processes import check_gpus, count_gpus
 from ..jobs import PATHS

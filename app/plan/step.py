@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.formats import MIB
-from ..data.csv_table import ReviewTable
+from ..data.reviews import ReviewTable
 from ..data.sampler import BatchPlan
 from ..data.split import Split
 from ..data.tokenize import occurring_tokens, tokenize_in_memory

@@ -36,8 +36,8 @@ from ..common.errors import RunError, UserError, escape_control_characters
 from ..common.formats import labeled
 from ..common.machine import arithmetic
 from ..common.terminal import prints_to_terminal
-from ..data.csv_table import Indices, ReviewTable, describe_dropped
 from ..data.loaders import form_eval_batches
+from ..data.reviews import Indices, ReviewTable, describe_dropped
 from ..data.tokenize import TokenRows, hash_tokens, lengths_of, occurring_tokens, tokenize, tokenize_in_memory
 from ..distributed.collectives import (
     broadcast_object,

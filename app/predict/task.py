@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
+from datasets import Dataset
 
 from ..cli import parse_given, parse_settings
 from ..common.errors import UserError
 from ..common.terminal import has_piped_input
-from ..data.csv_table import Indices, ReviewTable, original_names, read_reviews, rename_classes
-from ..data.sources import files_of, open_source
+from ..data.reviews import Indices, ReviewTable, clean, read_reviews
+from ..data.sources import Source, files_of, open_file
 from ..data.split import split_reviews
 from ..distributed.environment import rank_and_sizes
 from ..flags import REJECTED_BY_PREDICT, add_predict_flags
 from ..program import select_precision
 from ..runs.reader import read_object
 from ..runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
-from ..settings import Settings, split_label_names
+from ..settings import Settings
 
 # Settings of a run that determine its predictions, or the split of its rows.
 OF_THE_RUN = (
@@ -213,14 +212,13 @@ def read_table(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, boo
     """
     settings = task.settings
     if task.texts is not None:
-        n = len(task.texts)
-        texts = pd.Series(pd.arrays.ArrowExtensionArray(pa.array(task.texts, pa.large_string())))
-        names = split_label_names(settings.label_names or "")
-        classes = tuple(original_names(class_names, names))
-        table = ReviewTable(Path("-"), "", n, {}, classes, np.arange(n), texts, np.full(n, -1))
-        return rename_classes(table, names, origin="the model"), False
+        texts = {"train": Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts}))}
+        columns = (settings.text_column, None)
+        return clean(texts, columns, class_names=class_names, label_names=settings.label_names), False
     cache_dir = Path(settings.cache_dir)
-    has_labels = task.requires_labels or settings.label_column in open_source(settings.csv_path, cache_dir).names()
+    has_labels = (
+        task.requires_labels or settings.label_column in open_file(settings.csv_path, cache_dir).table.column_names
+    )
     table = read_reviews(
         settings.csv_path if task.part is None else files_of(settings.as_dict()),
         settings.text_column,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..common.files import commit
-from ..data.csv_table import Indices, ReviewTable
+from ..data.reviews import Indices, ReviewTable
 from ..runs.csv_escape import escape
 from ..runs.schema import prediction_columns
 

@@ -20,7 +20,7 @@ from ..checkpoint.resume import Resume
 from ..common.errors import AgreedError, UserError
 from ..common.files import commit, write_json, write_text
 from ..common.machine import Arithmetic, device_name, git_commit, kernels, peak_flops
-from ..data.csv_table import ReviewTable
+from ..data.reviews import ReviewTable
 from ..data.split import Split
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World

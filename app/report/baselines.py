@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score
 from sklearn.pipeline import make_pipeline
 
 from ..common.errors import UserError
-from ..data.csv_table import ReviewTable, read_reviews, sample_rows
+from ..data.reviews import ReviewTable, read_reviews, sample_rows
 from ..data.sources import files_of
 from ..data.split import Split, split_reviews
 from ..runs.reader import Run

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.csv_table import Indices, ReviewTable, read_reviews
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
+from ..data.reviews import Indices, ReviewTable, read_reviews
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews

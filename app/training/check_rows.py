@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from ..common.errors import UserError
-from ..data.csv_table import ReviewTable, list_rows
+from ..data.reviews import ReviewTable, list_rows
 from ..data.tokenize import count_of_tokens
 from ..model.load import end_of_sequence
 from ..settings import Settings

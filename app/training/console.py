@@ -17,7 +17,7 @@ from ..checkpoint.resume import Resume
 from ..common.formats import labeled
 from ..common.machine import Arithmetic, automatic_precision, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
-from ..data.csv_table import describe_dropped, sample_rows
+from ..data.reviews import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World

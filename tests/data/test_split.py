@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.common.errors import UserError
 from app.data import split as split_module
-from app.data.csv_table import ReviewTable, read_reviews
+from app.data.reviews import ReviewTable, read_reviews
 from app.data.split import Split, count_duplicates, describe_duplicates, split_reviews
 
 

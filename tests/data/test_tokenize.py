@@ -11,7 +11,7 @@ import pytest
 from app.common.cache import read_intact
 from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.data.tokenize import TokenRows, count_truncated, lengths_of, tokenize
 from app.model.tokenizer import learn_tokenizer
 

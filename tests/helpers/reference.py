@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer

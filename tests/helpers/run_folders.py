@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.runs.csv_escape import escape
 from app.runs.schema import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.common.errors import UserError
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.model.load import load_classifier, load_tokenizer
 from app.model.tiny import OFFSETS, embeddings_of
 from app.settings import Settings

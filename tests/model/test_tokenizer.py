@@ -6,7 +6,7 @@ import pytest
 
 from app.common.cache import read_intact
 from app.common.errors import UserError
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.model import tokenizer as module
 from app.model.load import load_tokenizer

@@ -279,7 +279,7 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["x" * 300, "a"], "no such folder"),
         ([f"{'x' * 300}/model", "a"], "no such folder"),
         (["run", "--csv=wrong.csv", "--label_column="], "--label_column '': must not be empty"),
-        (["run", f"--csv={'x' * 300}.csv"], "name too long"),
+        (["run", f"--csv={'x' * 300}.csv"], "no such file"),
         (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),
         (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "its folder does not exist"),
         (["./no", "a"], "./no: no such folder"),

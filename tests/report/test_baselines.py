@@ -11,7 +11,7 @@ from helpers.run_folders import edit_json, write_run
 
 from app import compare
 from app.common.errors import UserError
-from app.data import csv_table
+from app.data import reviews
 from app.program import run_program
 from app.report import baselines
 from app.report.baselines import measure_baselines, reread_rows
@@ -55,7 +55,7 @@ def test_f1_of_more_than_two_classes_is_the_macro_average(review_csv, tmp_path):
 
 
 def test_many_rows_are_sampled_and_the_name_says_so(run, monkeypatch):
-    monkeypatch.setattr(csv_table, "MAX_SAMPLE", 30)
+    monkeypatch.setattr(reviews, "MAX_SAMPLE", 30)
     _, sampled = measure_baselines(run)
     assert sampled["name"] == "TF-IDF + logistic regression, 23 of 45 rows"
     assert sampled["accuracy"] == 1.0

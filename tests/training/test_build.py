@@ -10,7 +10,7 @@ from helpers.architectures import write_model
 from transformers import BertConfig
 
 from app.common.errors import AgreedError
-from app.data import csv_table
+from app.data import reviews
 from app.distributed.world import World
 from app.record.run_folder import split_content
 from app.settings import Settings
@@ -64,7 +64,7 @@ def test_a_vocabulary_that_is_learned_from_a_sample_is_announced(world, review_c
     lines: list[str] = []
     monkeypatch.setattr(World, "print_main", lambda world, line: lines.append(line))
     for at_most in (54, 20):
-        monkeypatch.setattr(csv_table, "MAX_SAMPLE", at_most)
+        monkeypatch.setattr(reviews, "MAX_SAMPLE", at_most)
         settings = Settings(csv=str(review_csv(60)), max_length=16, use_cpu=True, train_batch_size=4)
         prepare("ddp_loop", settings, world).record.run_folder.unlock()
         assert ("tokenizer  learned from 18 of 54 training rows" in "\n".join(lines)) == (at_most == 20)

@@ -10,7 +10,7 @@ from tokenizers import normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
-from app.data.csv_table import read_reviews
+from app.data.reviews import read_reviews
 from app.data.tokenize import count_of_tokens, lengths_of, tokenize_in_memory
 from app.distributed.world import World
 from app.plan.dry_run import print_plan

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from ...data.csv_table import Indices, ReviewTable
+from ...data.reviews import Indices, ReviewTable
 from ...data.sampler import plan_batches
 from ...data.split import Split, split_reviews
 from ...distributed.world import World

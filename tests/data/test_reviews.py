@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import dataclasses
 import hashlib
@@ -18,16 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.data.csv_table import describe_dropped, read_reviews
+from app.data.reviews import describe_dropped, read_reviews
 from app.settings import Settings
 
 GOOD = "label,review\n1,很好\n0,很差\n"
 
 
-@pytest.fixture(params=[1 << 20, 3], ids=["at once", "in chunks"])
-def csv_file(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.data.csv_checks.CHUNK", request.param)
-
+@pytest.fixture
+def csv_file(tmp_path):
     def write(content: str | bytes, encoding: str = "utf-8") -> Path:
         path = tmp_path / "reviews.csv"
         path.write_bytes(content if isinstance(content, bytes) else content.encode(encoding))
@@ -157,17 +154,9 @@ def test_row_numbers_match_the_pandas_index_despite_blank_lines_and_multiline_re
     assert plain["review"].loc[reviews.rows].tolist() == reviews.texts.tolist()
 
 
-def test_a_review_longer_than_the_csv_field_limit_is_read(csv_file):
-    limit = csv.field_size_limit()
-    long = "很" * (limit + 1)
+def test_a_review_longer_than_128_kib_is_read(csv_file):
+    long = "很" * (csv.field_size_limit() + 1)
     assert read_reviews(csv_file(f'label,review\n1,"{long}"\n0,差\n')).texts[0] == long
-    assert csv.field_size_limit() == limit
-
-
-def test_a_plain_file_with_a_compressed_suffix_is_read(tmp_path):
-    path = tmp_path / "reviews.csv.gz"
-    path.write_text(GOOD, encoding="utf-8")
-    assert len(read_reviews(path)) == 2
 
 
 # --- labels ---
@@ -263,16 +252,10 @@ def test_any_accepted_file_has_the_row_numbers_and_texts_of_pandas(tmp_path, bod
 # --- rejected files ---
 
 
-def test_a_missing_file_is_reported(tmp_path):
-    assert one_line_error(tmp_path / "none.csv") == "no such file"
-
-
-def test_a_folder_is_rejected(tmp_path):
-    assert "is a folder" in one_line_error(tmp_path)
-
-
-def test_a_named_pipe_is_rejected(tmp_path):
+def test_what_is_no_file_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
+    assert one_line_error(tmp_path / "none.csv") == "no such file"
+    assert "is a folder" in one_line_error(tmp_path)
     assert "is not a regular file" in one_line_error(tmp_path / "pipe")
 
 
@@ -285,18 +268,40 @@ def test_an_unreadable_file_is_reported(csv_file, monkeypatch):
             raise PermissionError(13, "Permission denied", str(self))
 
         monkeypatch.setattr(Path, "open", refuse)
-    assert one_line_error(path) == "cannot be read: Permission denied"
+    assert "Permission denied" in one_line_error(path)
     path.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
 
-@pytest.mark.parametrize("content", ["", "\ufeff", "\n\n", " \r\n"])
-def test_an_empty_file_is_rejected(csv_file, content):
-    assert "is empty" in one_line_error(csv_file(content))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty; it needs rows"),
+        ("\n\n", "No columns to parse from file"),
+        ("label,review", "has no rows"),
+        ("label,review\r\n\r\n \n", "has no rows"),
+        ('label,"a\nb"\n1,x\n', r"no column 'review'; the file has 'label', 'a\nb'"),
+        ('label,review\n1,a\n0,"b\n1,c\n', "EOF inside string starting at row 2"),
+        ("label,review\n1,a\n0,b,c\n", "Expected 2 fields in line 3, saw 3"),
+        ("label,review\n1,a,b\n0,b,c\n", "Length of header or names does not match length of data"),
+        ("label,review\n1,a,\n0,b,\n", "Length of header or names does not match length of data"),
+        ('label,review\n1,"a\nb"\n\n0,b,c\n', "Expected 2 fields in line 4, saw 3"),
+        ("label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "Expected 2 fields in line 20002, saw 3"),
+        (b"label,review\n1,a\n0,b\0c\n", "contains NUL bytes"),
+        (GOOD.encode("utf-16"), "is neither UTF-8 nor GB18030; save it as UTF-8"),
+        ("label,review\n1,好\n".encode() + b"0,\xff\n", "is neither UTF-8 nor GB18030; save it as UTF-8"),
+        (GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is neither UTF-8 nor GB18030; save it as UTF-8"),
+    ],
+)
+def test_a_malformed_file_is_one_line(csv_file, tmp_path, content, message):
+    path = csv_file(content)
+    assert message in one_line_error(path)
+    assert message in one_line_error(path, cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("content", ["label,review", "label,review\n", "label,review\r\n\r\n \n"])
-def test_a_file_with_only_a_header_is_rejected(csv_file, content):
-    assert one_line_error(csv_file(content)) == "has a header ('label', 'review') but no rows"
+def test_rows_with_too_few_fields_count_as_missing_and_are_reported(csv_file):
+    reviews = read_reviews(csv_file('label,review,note\n1,a,x\n0\n0,b\n1,a\n"  "\n""\n'))
+    assert reviews.dropped == {"no review": [1, 4, 5]}
+    assert reviews.texts.tolist() == ["a", "b", "a"]
 
 
 def test_a_file_without_usable_rows_is_rejected(csv_file):
@@ -313,15 +318,6 @@ def test_a_missing_column_error_lists_the_existing_columns(csv_file):
     assert "no column 'x'" in one_line_error(path, text_column="text", label_column="x")
 
 
-def test_line_breaks_in_column_names_are_escaped(csv_file):
-    assert r"'a\nb'" in one_line_error(csv_file('label,"a\nb"\n1,x\n'))
-
-
-@pytest.mark.parametrize(("header", "column"), [("label,review,review", "review"), ("label,review,label", "label")])
-def test_a_duplicated_column_name_is_rejected(csv_file, header, column):
-    assert f"column {column!r} appears 2 times" in one_line_error(csv_file(f"{header}\n1,a,b\n0,c,d\n"))
-
-
 def test_one_column_for_both_text_and_label_is_rejected(csv_file):
     message = one_line_error(csv_file(GOOD), text_column="label", label_column="label")
     assert "--text_column and --label_column both name 'label'" in message
@@ -330,105 +326,6 @@ def test_one_column_for_both_text_and_label_is_rejected(csv_file):
 def test_a_single_class_is_rejected(csv_file):
     assert "has only one class, '1'" in one_line_error(csv_file("label,review\n1,a\n1.0,b\n"))
     assert "has only one class, '1'" in one_line_error(csv_file("label,review\n1,a\n0,\n"))
-
-
-@pytest.mark.parametrize("content", [b"label,review\n1,a\n0,b\0c\n", b"label,review\n1,\xff\n0,\0"])
-def test_a_binary_file_is_rejected_with_the_position_of_its_nul_byte(csv_file, content):
-    position = f"line 3, byte offset {content.index(0)}"
-    assert one_line_error(csv_file(content)) == f"is a binary file, not a CSV (NUL byte at {position})"
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_utf_16_and_utf_32_are_rejected(csv_file, encoding):
-    assert "is UTF-16 or UTF-32" in one_line_error(csv_file(GOOD, encoding))
-
-
-def test_utf_16_without_a_bom_is_reported_as_binary(csv_file):
-    assert "is a binary file" in one_line_error(csv_file(GOOD, "utf-16-le"))
-
-
-def test_an_undecodable_file_names_the_position_in_each_encoding(csv_file):
-    content = "label,review\n1,好\n".encode() + b"0,\xff\n"
-    position = f"line 3, byte offset {content.index(0xFF)}"
-    # GB18030 fails earlier: the three bytes of 好 and the line end are not two GB18030 characters.
-    gb18030 = f"line 2, byte offset {content.index('好'.encode()) + 2}"
-    assert f"neither UTF-8 ({position}) nor GB18030 ({gb18030})" in one_line_error(csv_file(content))
-
-
-def test_a_file_that_ends_within_a_character_names_its_first_byte(csv_file):
-    content = GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1]
-    assert f"nor GB18030 (line 4, byte offset {len(content) - 1})" in one_line_error(csv_file(content))
-
-
-def test_a_corrupt_file_with_a_utf_8_bom_is_not_read_as_gb18030(csv_file):
-    content = codecs.BOM_UTF8 + "label,review\n1,好\n0,".encode() + "差".encode("gb18030")
-    assert "starts with a UTF-8 BOM but is not valid UTF-8 at line 3" in one_line_error(csv_file(content))
-
-
-def test_latin_1_that_decodes_as_gb18030_is_rejected(csv_file):
-    content = "label,review\n1,très bonne soirée passée ici\n0,même pas fâchés\n".encode("latin-1")
-    content.decode("gb18030")  # no error: without the check it would be read as hanzi
-    assert "looks like Latin-1" in one_line_error(csv_file(content))
-
-
-# --- broken quotes and rows ---
-
-
-@pytest.mark.parametrize(
-    ("rows", "position", "problem"),
-    [
-        ('1,a\n0,"b\n1,c\n', "line 3, column 'review'", "has no closing quote"),
-        ('1,a\n0,"b""c\n1,d', "line 3, column 'review'", "has no closing quote"),
-        ('"1\n",a\n"0,b\n', "line 4, column 'label'", "has no closing quote"),
-        (
-            '"1\n2","a\nb\n',
-            "line 3, column 'review'",
-            "has no closing quote",
-        ),  # the line of the quote, not of its record
-        ('1,a\n0,"b"c\n', "line 3, column 'review'", "text follows the closing quote (on line 3)"),
-        ('1,"a\n0,"b"\n', "line 2, column 'review'", "text follows the closing quote (on line 3)"),
-        ('1,"a\r\n0,"b"\r\n', "line 2, column 'review'", "text follows the closing quote (on line 3)"),
-        ('1,"a" \n', "line 2, column 'review'", "text follows the closing quote (on line 2)"),
-        ('1,a\n\n0,b"c"\n', "line 4, column 'review'", "an unquoted field contains a quote"),
-        ('1"2,"a"\n', "line 2, column 'label'", "an unquoted field contains a quote"),
-        ('1, "a, b"\n', "line 2, column 'review'", "an unquoted field contains a quote"),
-        ('1,a,"b\n', "line 2, field 3", "has no closing quote"),
-    ],
-)
-def test_a_broken_quote_error_names_line_and_column(csv_file, rows, position, problem):
-    message = one_line_error(csv_file("label,review\n" + rows))
-    assert message.startswith(f"{position}: ")
-    assert problem in message
-
-
-def test_a_broken_quote_in_the_header_is_rejected(csv_file):
-    assert one_line_error(csv_file('label,"review\n1,a\n')).startswith(
-        "line 1, field 2: the quoted field that starts here has no closing quote"
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("1,a\n0\n", "line 3: 1 field, but the header has 2 ('label', 'review')"),
-        ("1,a\n0,b,c\n", "line 3: 3 fields, but the header has 2"),
-        ("1,a,b\n0,b,c\n", "line 2: 3 fields"),  # pandas would use the first column as the index
-        ("1,a,\n0,b,\n", "line 2: 3 fields"),
-        ('1,"a\nb"\n\n0,b,c\n', "line 5: 3 fields"),
-        ('1,a\n""\n0,b\n', "line 3: 1 field"),
-        ('1,a\n"  "\n0,b\n', "line 3: 1 field"),
-        ("1,a\n\u3000\n0,b\n", "line 3: 1 field"),
-    ],
-)
-def test_rows_with_too_many_or_too_few_fields_are_rejected(csv_file, rows, message):
-    assert one_line_error(csv_file("label,review\n" + rows)).startswith(message)
-
-
-@pytest.mark.parametrize(("rows", "line"), [("1,a\n0,b\r1,c\n", 3), ("1,a\n\r,b\n", 3), ("1,a\r0,b\r", 2)])
-def test_a_bare_carriage_return_is_rejected(csv_file, rows, line):
-    assert one_line_error(csv_file("label,review\n" + rows)).startswith(
-        f"line {line}: ends with a bare carriage return"
-    )
 
 
 # --- dropped rows ---
