@@ -36,7 +36,6 @@ from pathlib import Path
 from .cli import parse_flags
 from .common.errors import RunError, UserError, escape_control_characters, shorten
 from .common.paths import PACKAGE
-from .distributed.environment import requested_threads
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from .flags import FLAGS_OF_RUNS, add_compare_flags, reject_unused
 from .jobs import PATHS, run_job
@@ -122,8 +121,6 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if options.ablate and options.nproc_per_node == "auto":
         options.nproc_per_node = str(CPU_PROCESSES)  # simulated in one process, whatever GPUs there are
     if not options.runs:  # finished runs need no processes
-        if not settings.threads:
-            requested_threads()  # a mistake in it is reported before anything is written
         of_ranks = replace(settings, use_cpu=settings.use_cpu or options.ablate)
         options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, of_ranks)
     if options.ablate and options.nproc_per_node & (options.nproc_per_node - 1):

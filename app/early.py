@@ -18,10 +18,8 @@ from .common.errors import UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.paths import PACKAGE
 from .distributed.environment import (
-    check_accelerate_environment,
     check_environment,
     rank_and_sizes,
-    requested_threads,
     split_off_local_rank,
 )
 from .flags import (
@@ -99,13 +97,8 @@ def check_flags(name: str, description: str | None) -> None:
     """
     arguments = sys.argv[1:]
     if name not in WITHOUT_RANKS:
-        arguments, _ = split_off_local_rank(arguments)  # `launch` checks it: only some ranks may have a wrong one
+        arguments, _ = split_off_local_rank(arguments)
     settings, own_flags = parse(name, arguments, description)
-    if name in REJECTED and name not in WITHOUT_RANKS:
-        if settings.precision != "auto":  # which only torch can resolve
-            check_accelerate_environment(settings.precision, settings.use_cpu)
-        if not settings.threads:
-            requested_threads()
     if name not in ("bench.scaling", "check"):  # which read no reviews
         check_csv(settings, own_flags)
 

@@ -17,12 +17,9 @@ from .cli import FLAGS_OF_ONE_RUN, OneLineParser, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.terminal import as_interrupt, raise_on_interrupt
 from .distributed.environment import (
-    check_accelerate_environment,
     check_environment,
-    check_local_rank,
+    drop_accelerate_variables,
     rank_and_sizes,
-    report_to_torchrun,
-    requested_threads,
     split_off_local_rank,
     started_by_torchrun,
 )
@@ -90,7 +87,6 @@ def print_mistake(problem: UserError, rank: int) -> int:
     """
     if rank != 0:
         time.sleep(SECONDS_OF_RANK_0)
-    report_to_torchrun(f"error: {problem}")
     print(f"error: {problem}", file=sys.stderr, flush=True)
     return 2
 
@@ -129,14 +125,13 @@ def launch(
     rank = rank_and_sizes()[0]
     if rank != 0 and {"-h", "--help"} & set(sys.argv[1:]):
         sys.exit(0)  # rank 0 prints the help
+    _remove_local_rank()
+    if (names := drop_accelerate_variables()) and rank == 0:
+        print(f"warning: the settings count, not {', '.join(names)} of accelerate launch", file=sys.stderr, flush=True)
     try:
         try:
-            _remove_local_rank()
             settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, rejected=rejected)
             settings = select_precision(settings)
-            check_accelerate_environment(settings.precision, settings.use_cpu)
-            if not settings.threads:
-                requested_threads()
         except UserError as problem:
             with join(Settings(use_cpu=True, threads=1), str(problem)):
                 raise AssertionError("join raises the problem on all ranks") from problem
@@ -151,13 +146,8 @@ def launch(
 
 
 def _remove_local_rank() -> None:
-    """Remove the `--local-rank=N` that torch.distributed.launch adds to the command line.
-
-    Raises:
-        UserError: it contradicts LOCAL_RANK.
-    """
+    """Remove the `--local-rank=N` that torch.distributed.launch adds to the command line."""
     sys.argv[1:], added = split_off_local_rank(sys.argv[1:])
-    check_local_rank(added)
     if added and rank_and_sizes()[0] == 0:
         print("warning: --local-rank is not needed: torchrun sets LOCAL_RANK instead", file=sys.stderr, flush=True)
 

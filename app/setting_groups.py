@@ -259,7 +259,7 @@ class ProcessSettings:
     ] = False
     threads: Annotated[
         Threads,
-        "CPU threads per rank, which affect rounding; 0: as in the run to resume, otherwise OMP_NUM_THREADS, otherwise "
+        "CPU threads per rank, which affect rounding; 0: as in the run to resume, otherwise "
         "the node's cores divided by --logical_ranks or, if not set, by its ranks",
     ] = 0
     ddp_find_unused_parameters: Annotated[

@@ -60,7 +60,7 @@ def run_job(
             commands = [torchrun_command(program, flags, nproc_per_node=ranks)]
         else:  # not torchrun, which adds 30 lines to a mistake and replaces the status
             start = [sys.executable, "-m", PACKAGE, program, f"--nproc_per_node={ranks // max(1, len(nodes))}"]
-            commands = [[*start, *map(str, flags)]]
+            commands = [[*start, *map(str, flags), *([f"--threads={threads}"] if threads else [])]]
         if link:
             variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, LINK_VARIABLE: str(link)}
             place = [f"--nnodes={len(nodes)}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]

@@ -7,8 +7,6 @@ contact, find out which ranks are missing, and exit without waiting for anyone.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import signal
@@ -18,27 +16,25 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..common.errors import (
     AgreedError,
     AlreadyFinished,
     Preempted,
     RunError,
-    UserError,
     escape_control_characters,
     raised_by_model,
 )
-from .rendezvous import wait_for_keys
 from .world import World
 
 ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
-STATUS_TIMEOUT_SECONDS = 3.0
+ANSWER_SECONDS = 3.0  # after which a rank that has not reported that it lost contact, too, counts as missing
+POLL_SECONDS = 0.05
 # torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
 # of these texts. Anchored, so that a path in another message cannot match.
 LOST_CONTACT = re.compile(
@@ -62,24 +58,26 @@ def exit_line(problem: Exception) -> tuple[str, int]:
 def report_failure(problem: Exception, world: World) -> NoReturn:
     """Print one line for a failure of this rank, or for losing contact with others, and exit with status 1.
 
-    If contact was lost, the lowest surviving rank prints which ranks are missing, unless a rank has reported the cause.
+    Only the first rank that knows a cause prints it; those of other ranks are in torchrun's error files. If no rank
+    knows one, as after a SIGKILL, the lowest surviving rank prints which ranks are missing.
     """
     cause, note = _prepare_report(problem), _note(problem) or "before training"
-    if not is_lost_contact(problem):
-        _exchange_status("own cause", world, wait=False)
-        reason = _reason_outside_program(problem)
-        # Such a reason often applies to every rank, with other numbers in the text.
-        if _is_first_to_report(reason or cause, world):
+    line = None
+    if is_lost_contact(problem):
+        answered, is_reported = _ask_other_ranks(world)
+        missing = [rank for rank in range(world.size) if rank not in answered]
+        if not is_reported and min(answered) == world.rank:
+            who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
+            line = f"rank {world.rank} {who}, {note}"
+    else:
+        get_error_handler().record_exception(problem)
+        if _is_first_to_report(world):
+            reason = _reason_outside_program(problem)
             if not (reason or isinstance(problem, OSError)):
                 traceback.print_exception(problem)
-            where = f"{reason}: " if reason else ""
-            print(f"error: rank {world.rank} failed {note}: {where}{cause}", file=sys.stderr, flush=True)
-    else:
-        statuses = _exchange_status("lost contact", world, wait=True)
-        missing = [rank for rank, status in enumerate(statuses) if status is None]
-        if "own cause" not in statuses and statuses.index("lost contact") == world.rank:
-            who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
-            print(f"error: rank {world.rank} {who}, {note}", file=sys.stderr, flush=True)
+            line = f"rank {world.rank} failed {note}: {f'{reason}: ' if reason else ''}{cause}"
+    if line is not None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
     exit_now(1)
 
 
@@ -91,6 +89,7 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
     elif is_lost_contact(problem):
         line = f"rank {rank} could not connect to the other ranks: {cause}"
     else:
+        get_error_handler().record_exception(problem)
         traceback.print_exception(problem)
         line = f"rank {rank} failed at startup: {cause}"
     print(f"error: {line}", file=sys.stderr, flush=True)
@@ -98,10 +97,8 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
 
 
 def _prepare_report(problem: Exception) -> str:
-    """Write torchrun's error file, and return the cause as one line."""
-    ShortErrorHandler().record_exception(problem)
-    # torchrun sends SIGTERM when the first rank exits: our line has to be printed first.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore SIGTERM, which torchrun sends when the first rank exits, and return the cause as one line."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # our line has to be printed first
     return escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
 
 
@@ -126,51 +123,42 @@ def is_lost_contact(problem: Exception) -> bool:
     return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
 
 
-def _exchange_status(status: str, world: World, wait: bool) -> list[str | None]:
-    """Publish this rank's status in the store and read the others'; None for a rank that has published none."""
-    statuses: list[str | None] = [None] * world.size
-    statuses[world.rank] = status
-
-    def exchange() -> None:
-        world.store.set(f"failure/{world.rank}", status)
-        for rank in range(world.size) if wait else ():
-            with suppress(RuntimeError):
-                if wait_for_keys(world.store, [f"failure/{rank}"], timedelta(seconds=STATUS_TIMEOUT_SECONDS)):
-                    statuses[rank] = world.store.get(f"failure/{rank}").decode()
-
-    _call_store(exchange, STATUS_TIMEOUT_SECONDS * (1 + world.size) if wait else STATUS_TIMEOUT_SECONDS)
-    return list(statuses)
+# ---- what the ranks tell each other ----------------------------------------------------------------------------------
+# Through the store, because collectives no longer work. It may not answer either: its rank or node may be gone.
 
 
-def _is_first_to_report(cause: str, world: World) -> bool:
-    """Tell whether no other rank has reported this cause. True if the store does not answer."""
+def _ask_other_ranks(world: World) -> tuple[set[int], bool]:
+    """Return the ranks that have lost contact like this one, and whether a rank has reported the cause."""
+    answered = {world.rank}
+    reports: list[str] = []
+
+    def ask() -> None:
+        world.store.set(f"lost contact/{world.rank}", "")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(answered) < world.size and not reports and time.monotonic() < deadline:
+            answered.update(rank for rank in range(world.size) if world.store.check([f"lost contact/{rank}"]))
+            reports.extend(["cause"] if world.store.check(["cause"]) else [])
+            time.sleep(POLL_SECONDS)
+
+    _with_time_limit(ask)
+    return answered, bool(reports)
+
+
+def _is_first_to_report(world: World) -> bool:
+    """Tell whether no other rank has reported a cause. True if the store does not answer."""
     reports: list[int] = []
-    key = f"cause/{hashlib.sha256(cause.encode()).hexdigest()}"
-    _call_store(lambda: reports.append(world.store.add(key, 1)), STATUS_TIMEOUT_SECONDS)
+    _with_time_limit(lambda: reports.append(world.store.add("cause", 1)))
     return reports in ([], [1])
 
 
-def _call_store(function: Callable[[], None], seconds: float) -> None:
-    """Call a function that uses the store. Do not wait longer: the rank that hosts the store may be unreachable."""
-
+def _with_time_limit(use_store: Callable[[], None]) -> None:
     def call() -> None:
         with suppress(RuntimeError):
-            function()
+            use_store()
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(seconds)
-
-
-class ShortErrorHandler(ErrorHandler):
-    """Write the file from which torchrun prints its summary: one line for an expected error, or a traceback."""
-
-    def record_exception(self, e: BaseException) -> None:
-        path = self._get_error_file_path()
-        if path and (isinstance(e, (UserError, *ON_ALL_RANKS)) or _reason_outside_program(e)):
-            self._write_error_file(path, json.dumps({"message": f"error: {e}", "timestamp": int(time.time())}))
-        else:
-            super().record_exception(e)
+    thread.join(ANSWER_SECONDS + 1)
 
 
 @contextmanager

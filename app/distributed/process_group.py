@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import pickle
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import synchronize
+from torch.distributed.rendezvous import rendezvous
 
+from ..common.errors import RunError
 from ..common.machine import unusable_accelerator, use_deterministic_algorithms
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
-from .environment import default_threads, rank_and_sizes
-from .failure import ON_ALL_RANKS, ShortErrorHandler, exit_line, exit_now, report_failure, report_failure_to_connect
-from .rendezvous import exchange, open_store
+from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
+from .failure import ON_ALL_RANKS, exit_line, exit_now, report_failure, report_failure_to_connect
 from .world import Topology, World, common_ranks_per_node, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @contextmanager
@@ -46,7 +54,6 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
         yield world
         _wait_for_all_to_finish(world)
     except ON_ALL_RANKS as outcome:
-        ShortErrorHandler().record_exception(outcome)
         _exit_in_order(outcome, world)
     except Exception as failure:
         report_failure(failure, world)
@@ -69,8 +76,9 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     store = open_store(timeout)
     device_type, problem = _device_type(settings.use_cpu, local_size, problem)
     own = RankDevice(device_type, socket.gethostname(), problem, local_rank, local_size)
-    values = exchange(store, "device", asdict(own), rank=rank, size=size, timeout=timeout)  # no backend is chosen yet
-    ranks = [RankDevice(**value) for value in values]
+    # Through the store, because the backend depends on the devices of all ranks.
+    pickled = synchronize(store, pickle.dumps(own), rank, size, "device/", timeout.total_seconds())
+    ranks: list[RankDevice] = [pickle.loads(device) for device in pickled]
     device_type, problem = common_device_type(ranks, rank)
     topology = Topology(size, common_ranks_per_node([(rank.host, rank.local_rank, rank.local_size) for rank in ranks]))
 
@@ -94,6 +102,35 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
         groups = create_node_groups(rank, topology, limit)
     return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
+
+
+def open_store(timeout: timedelta) -> Store:
+    """Return the store in which the ranks of this attempt find each other.
+
+    `torchrun --max-restarts` starts new processes over its own store, whose keys outlive the old ones: the new ranks
+    would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288). So each attempt
+    has its own prefix. With c10d on several nodes, the restart count may differ between them (pytorch#108158): there,
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets torchrun give each attempt a new store.
+    """
+    if not started_by_torchrun():
+        become_single_process()
+        return HashStore()
+    terminate_with_torchrun()
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+def terminate_with_torchrun() -> None:
+    """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun cannot end its workers."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A process whose parent has died gets process 1 as its parent. In a container, torchrun itself may be process 1.
+    init = 1
+    if os.getppid() == init and b"python" not in Path(f"/proc/{init}/cmdline").read_bytes():
+        raise RunError(f"rank {rank_and_sizes()[0]}: torchrun ended before the ranks had connected")
 
 
 @dataclass(frozen=True)

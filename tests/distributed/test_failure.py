@@ -108,6 +108,8 @@ def lines_of(problems, monkeypatch, capfd) -> list[str]:
     monkeypatch.setattr(failure, "exit_now", sys.exit)
     monkeypatch.setattr(failure.signal, "signal", lambda *_: None)
     for rank, problem in enumerate(problems):
+        if problem is None:
+            continue
         world = World(rank, len(problems), rank, len(problems), torch.device("cpu"), store, timedelta(seconds=5))
         with pytest.raises(SystemExit, match="1"):
             failure.report_failure(problem, world)
@@ -165,7 +167,15 @@ def test_a_model_fails_by_itself_even_if_its_operations_are_intercepted():
     assert raised_by_model(caught.value)
 
 
-def test_ranks_that_fail_for_the_same_reason_print_it_once(monkeypatch, capfd):
-    problems = [ValueError("one"), ValueError("two"), ValueError("one")]
+def test_only_the_first_rank_that_knows_a_cause_prints_it(monkeypatch, capfd):
+    lost = RuntimeError("Application timeout caused pair closure")
+    problems = [ValueError("one"), ValueError("two"), lost]
     errors = [line for line in lines_of(problems, monkeypatch, capfd) if line.startswith("error: ")]
-    assert errors == ["error: rank 0 failed before training: one", "error: rank 1 failed before training: two"]
+    assert errors == ["error: rank 0 failed before training: one"]
+
+
+def test_without_a_cause_the_lowest_surviving_rank_names_those_that_do_not_answer(monkeypatch, capfd):
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.2)
+    lost = RuntimeError("Application timeout caused pair closure")
+    lines = lines_of([lost, lost, None], monkeypatch, capfd)  # None: the rank was killed
+    assert lines == ["error: rank 0 lost contact with rank(s) 1, 2, before training"]
