@@ -68,33 +68,23 @@ class Plan:
             on_gpus=self.device.type == "cuda",
         )
 
-    def at(self, ranks: int | None) -> Topology:
-        """Return the topology of another number of ranks, with as many on each node."""
-        if ranks is None:
-            return self.topology
-        inside = self.topology.inside
-        # On a single node, nothing is known about others.
-        return Topology(ranks, inside if self.topology.nodes > 1 and ranks % inside == 0 else None)
-
-    def memory(self, strategy: str, ranks: int | None = None) -> list[RankMemory]:
-        return plan_memory(self.model, strategy, topology=self.at(ranks), options=self.options)
-
-    def largest_memory(self, strategy: str, ranks: int | None = None) -> RankMemory:
+    def largest_memory(self, strategy: str) -> RankMemory:
         """Return the memory of the rank that needs most."""
-        return max(self.memory(strategy, ranks), key=lambda memory: memory.total)
+        return max(self.memory(strategy), key=lambda memory: memory.total)
 
-    def traffic(self, strategy: str, ranks: int | None = None) -> list[Collective]:
-        return plan_traffic(self.model, self.order, strategy=strategy, topology=self.at(ranks), options=self.options)
+    def memory(self, strategy: str) -> list[RankMemory]:
+        return plan_memory(self.model, strategy, topology=self.topology, options=self.options)
 
-    def sent(self, strategy: str, ranks: int | None = None) -> dict[str, float]:
+    def traffic(self, strategy: str) -> list[Collective]:
+        return plan_traffic(self.model, self.order, strategy=strategy, topology=self.topology, options=self.options)
+
+    def sent(self, strategy: str) -> dict[str, float]:
         """Return the bytes that a rank sends in a step, by purpose."""
-        topology = self.at(ranks)
-        return by_purpose(self.traffic(strategy, ranks), lambda collective: collective.sent(topology))
+        return by_purpose(self.traffic(strategy), lambda collective: collective.sent(self.topology))
 
-    def leaving(self, strategy: str, ranks: int | None = None) -> dict[str, float]:
+    def leaving(self, strategy: str) -> dict[str, float]:
         """Return the bytes that leave a node in a step, by purpose."""
-        topology = self.at(ranks)
-        return by_purpose(self.traffic(strategy, ranks), lambda collective: collective.leaving(topology))
+        return by_purpose(self.traffic(strategy), lambda collective: collective.leaving(self.topology))
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:
