@@ -58,12 +58,12 @@ RECIPES = (
     *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
 )
 # Those that train no model.
-COLLECTIVE_SECTIONS = ("collectives", "granularity", "point_to_point", "operations", "backends")
+COLLECTIVE_SECTIONS = ("collectives", "granularity", "point_to_point", "operations")
 STEP_SECTIONS = ("breakdown", "buckets", "no_sync", "unused_parameters", "reduction")
 DEFAULT_SECTIONS = ("collectives", *STEP_SECTIONS)
 # Only with --sections: with them, the defaults would take much longer.
 ON_REQUEST = (
-    *("compression", "ladder", "convergence", "readiness", "batch_size", "data_parallel"),
+    *("compression", "ladder", "convergence", "readiness", "batch_size"),
     *(name for name in COLLECTIVE_SECTIONS if name != "collectives"),
 )
 SECTIONS = (*DEFAULT_SECTIONS, *ON_REQUEST)

@@ -153,7 +153,8 @@ class Page:
             styles = zip(cycle(SERIES_COLORS), cycle(MARKERS), strict=False)
             for i, ((name, values), (color, marker)) in enumerate(zip(frame.items(), styles, strict=False)):
                 if lines:
-                    axes.plot(frame.index, values, color=color, marker=marker, markersize=4, label=str(name))
+                    points = values.dropna()  # columns may have other rows
+                    axes.plot(points.index, points, color=color, marker=marker, markersize=4, label=str(name))
                 else:
                     at = np.arange(len(frame)) + (0 if stacked else i * thickness)
                     axes.barh(at, values, thickness, left=left, color=color, label=str(name))
@@ -205,6 +206,12 @@ class Lab:
     largest: int  # bytes of a tensor
     seeds: int  # trainings of each variant
     over_link: bool  # between two nodes on this machine
+
+    @property
+    def reviews(self) -> ReviewData:
+        """The data of a section that trains."""
+        assert self.data is not None
+        return self.data
 
     def times(self, calls: Calls, multiple: float = 1.0) -> pd.DataFrame:
         """Time calls as `alternate` does, for `multiple` times `seconds` each. Collective."""

@@ -36,34 +36,13 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """One cell of a picture."""
-
-    text: str
-    ranks: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What each rank holds before and after a collective: None where it has no memory for a chunk."""
-
-    title: str
-    note: str
-    before: Sequence[Sequence[Chunk | None]]
-    after: Sequence[Sequence[Chunk | None]]
-
-
-Part = Table | Figure | Picture
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of the report."""
 
     name: str  # its key in the JSON file, and in the laboratory its name for `--sections`
     title: str
     paragraphs: Sequence[str]  # plain text that explains what is measured and how to read it
-    parts: Sequence[Part]
+    parts: Sequence[Table | Figure]
     data: Mapping[str, Any] = field(default_factory=dict)  # all numbers, for JSON
 
 
@@ -74,17 +53,8 @@ def show(section: Section, page: Page) -> None:
         if isinstance(part, Figure):
             page.figure(part.svg)
             continue
-        if isinstance(part, Picture):
-            sides = [
-                [[cell.text if cell else "·" for cell in row] for row in side] for side in (part.before, part.after)
-            ]
-            width = max(len(text) for side in sides for row in side for text in row)
-            shown = [[" ".join(text.rjust(width) for text in row) for row in side] for side in sides]
-            index = [f"rank {rank}" for rank in range(len(part.before))]
-            frame = pd.DataFrame({"before": shown[0], "after": shown[1]}, index)
-        else:
-            rows = [list(row[1:]) for row in part.rows]
-            frame = pd.DataFrame(rows, [row[0] for row in part.rows], list(part.header[1:]))
+        rows = [list(row[1:]) for row in part.rows]
+        frame = pd.DataFrame(rows, [row[0] for row in part.rows], list(part.header[1:]))
         page.table(part.title, frame, part.note)
 
 

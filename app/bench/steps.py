@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
 
-from ..common.errors import AgreedError
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, reduce_mean
@@ -30,14 +29,16 @@ from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization
-from ..training.build import ReviewData, build_data, build_model, select_strategy
-from ..training.console import quiet_libraries
+from ..training.build import ReviewData, build_model, select_strategy
 from ..training.step import build_optimizer, build_scheduler
 from .core import Lab
 
 LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
 COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
+
+MakeStrategy = Callable[[Settings, BatchPlan, World], Strategy]
+Variant = tuple[Settings, MakeStrategy]  # of a step: it differs from others in its settings or its strategy
 
 
 def with_each_strategy(settings: Settings) -> list[Settings]:
@@ -72,20 +73,10 @@ class Bench:
     def train_steps(
         self, micro_batches: Iterable[Any], optimization: Optimization, *, steps: int
     ) -> list[torch.Tensor]:
-        """Train for a number of optimizer steps, and return the losses of each as `train_step` does.
-
-        Raises:
-            AgreedError: there are fewer micro-batches.
-        """
+        """Train for a number of optimizer steps, and return the losses of each as `train_step` does."""
         iterator, losses = iter(micro_batches), []
         for step in range(steps):
-            batches = list(islice(iterator, self.data.plan.micro_batches_per_step))
-            if len(batches) < self.data.plan.micro_batches_per_step:
-                raise AgreedError(
-                    f"{len(self.data.split.train)} training rows are enough for {step} steps of "
-                    f"{self.data.plan.global_size} rows, and this benchmark needs {steps}: give a larger file with "
-                    "--csv, or a smaller --train_batch_size"
-                )
+            batches = islice(iterator, self.data.plan.micro_batches_per_step)
             inputs = [to_device(batch, self.model, self.world) for batch in batches]
             of_step, _ = train_step(
                 self.wrapped, inputs, step, optimization=optimization, strategy=self.strategy, settings=self.settings
@@ -93,16 +84,11 @@ class Bench:
             losses.append(of_step)
         return losses
 
-    def train_without_record(self, learning_rate: float) -> list[torch.Tensor]:
-        """Train for all steps as `app.ddp_loop` does, without a run folder. Returns what `train_steps` returns."""
-
-        def micro_batches() -> Iterator[Any]:
-            for epoch in range(self.data.plan.epochs):
-                self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-                yield from self.loader
-
-        steps = self.data.plan.total_steps
-        return self.train_steps(micro_batches(), self.optimization(steps, learning_rate), steps=steps)
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches of all epochs, in the order of a run."""
+        for epoch in range(self.data.plan.epochs):
+            self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            yield from self.loader
 
 
 def build_named(name: str, settings: Settings, data: ReviewData, *, world: World, trim: bool = True) -> PreTrainedModel:
@@ -113,17 +99,10 @@ def build_named(name: str, settings: Settings, data: ReviewData, *, world: World
     """
     if name not in SIZES:
         return build_model(settings, data, world).model
-    model = build_bert(name, settings.seed)
-    if trim:
-        tokens = tokens_of_model(data.tokens, data.tokenizer, model.config)
-        trim_vocabulary(model, tokens, keep_unused=False)
-    return model
-
-
-def build_bert(name: str, seed: int) -> PreTrainedModel:
-    """Build an untrained BERT of `SIZES` with the same weights on every rank, on the CPU."""
-    set_seed(seed)
+    set_seed(settings.seed)
     model: PreTrainedModel = BertForSequenceClassification(bert_config(name))
+    if trim:
+        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, model.config), keep_unused=False)
     return model
 
 
@@ -134,20 +113,13 @@ def bert_config(name: str) -> BertConfig:
     )
 
 
-def set_up(settings: Settings, world: World) -> Bench:
-    """Build the data and the model, without a run folder. Collective."""
-    quiet_libraries(world)
-    data = build_data(settings, world)
-    return distribute(settings, data, build_model(settings, data, world).model, world=world)
-
-
 def distribute(
     settings: Settings,
     data: ReviewData,
     model: torch.nn.Module,
     *,
     world: World,
-    make_strategy: Callable[[Settings, BatchPlan, World], Strategy] = select_strategy,
+    make_strategy: MakeStrategy = select_strategy,
 ) -> Bench:
     """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
     with raise_on_all_ranks(world):
@@ -167,11 +139,15 @@ def timed(work: Callable[[], object], world: World) -> float:
     return float(reduce_mean(seconds, world))
 
 
+def distribute_named(
+    lab: Lab, name: str, settings: Settings, *, make_strategy: MakeStrategy = select_strategy
+) -> Bench:
+    """Build a model as `build_named` does, and prepare it for training. Collective."""
+    model = build_named(name, settings, lab.reviews, world=lab.world)
+    return distribute(settings, lab.reviews, model, world=lab.world, make_strategy=make_strategy)
+
+
 # ---- variants of a step ----------------------------------------------------------------------------------------------
-
-
-MakeStrategy = Callable[[Settings, BatchPlan, World], Strategy]
-Variant = tuple[Settings, MakeStrategy]  # of a step: it differs from others in its settings or its strategy
 
 
 class PlainDDP(DDPStrategy):
@@ -183,8 +159,8 @@ class PlainDDP(DDPStrategy):
 
 def plain_ddp(settings: Settings, **changes: Any) -> Settings:
     """Return the settings with `--strategy ddp` and gradients that are not compressed."""
-    plain: dict[str, Any] = {"param_dtype": "fp32", "reduce_dtype": "fp32", "cpu_offload": False, "ddp_comm_hook": "no"}
-    return replace(settings, strategy="ddp", **plain | changes)
+    plain: dict[str, Any] = {"strategy": "ddp", "cpu_offload": False, "ddp_comm_hook": "no"}
+    return replace(settings, **plain | {"param_dtype": "fp32", "reduce_dtype": "fp32"} | changes)
 
 
 def models(settings: Settings) -> list[str]:
@@ -213,30 +189,23 @@ def time_steps(lab: Lab, model: str, variants: Mapping[str, Variant], *, micro_b
     batches: dict[int, list[Any]] = {}  # by their number of rows
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
     steps, tokens = pd.Series(dtype=int), pd.Series(dtype=float)
-    assert lab.data is not None
     for name, (settings, make_strategy) in variants.items():
-        network = build_named(model, settings, lab.data, world=lab.world)
-        bench = distribute(settings, lab.data, network, world=lab.world, make_strategy=make_strategy)
+        bench = distribute_named(lab, model, settings, make_strategy=make_strategy)
         plan = bench.data.plan
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
-            batches[plan.micro_size] = list(islice(endless(bench.loader), steps[name] * plan.micro_batches_per_step))
+            batches[plan.micro_size] = list(islice(cycle(bench.loader), steps[name] * plan.micro_batches_per_step))
         masks = [batch.get("attention_mask", batch["input_ids"] >= 0) for batch in batches[plan.micro_size]]
         tokens[name] = sum(int(mask.sum()) for mask in masks) / steps[name]
         train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
-        calls[name] = partial(_train_and_keep_losses, train, losses[name], COMPARED_CALLS * steps[name])
+        calls[name] = partial(_train_and_keep_losses, train, losses[name])
     times = lab.times(calls, multiple=STEP_SECONDS) / steps
     lab.page.numbers[model] = {"seconds": times.to_dict("list")}
     columns = {name: pd.Series(torch.cat(of_steps).tolist()) for name, of_steps in losses.items()}
     return Steps(times, pd.DataFrame(columns), pd.concat(all_gather_object(tokens, lab.world), axis=1).sum(axis=1))
 
 
-def _train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor], most: int) -> None:
+def _train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor]) -> None:
     losses = train()
-    kept += losses[: most - len(kept)]
-
-
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader
+    if len(kept) < COMPARED_CALLS * len(losses):
+        kept += losses

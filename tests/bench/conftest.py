@@ -20,7 +20,8 @@ def make_lab(review_csv, tmp_path, monkeypatch, world) -> Callable[..., Lab]:
     monkeypatch.setattr(core, "FEWEST_ROUNDS", 1)
 
     def make(**changes) -> Lab:
-        settings = Settings(csv=str(review_csv(90)), max_length=16, train_batch_size=8, disable_tqdm=True, **changes)
+        small = {"csv": str(review_csv(90)), "max_length": 16, "train_batch_size": 8, "disable_tqdm": True}
+        settings = Settings(**small | changes)
         return Lab(
             page=Page("Laboratory", {}, tmp_path),
             settings=settings,

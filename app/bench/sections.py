@@ -1,0 +1,254 @@
+"""Sections on a training step: where its time goes, and what settings of DDP change.
+
+They time `app.ddp_loop.train_step`, and follow section 5 of Li et al. 2020, "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training". The docstring of a section is its title and its text on the page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from ..common.errors import UserError
+from ..common.formats import MIB, mib
+from ..data.sampler import BatchPlan, plan_batches
+from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
+from ..distributed.world import World
+from ..flags import STEP_SECONDS
+from ..model.inputs import to_device
+from ..model.precision import mixed_precision
+from ..profiling.breakdown import CATEGORIES, EXPOSED, divide_steps
+from ..profiling.profiler import FIRST, events_of, start_profiler
+from ..settings import Settings
+from ..strategies.ddp import DDPStrategy
+from ..training.build import select_strategy
+from .core import Lab, compared, format_seconds
+from .steps import (
+    TOTAL_STEPS,
+    Bench,
+    PlainDDP,
+    Variant,
+    distribute_named,
+    models,
+    plain_ddp,
+    time_steps,
+)
+
+PROFILED_STEPS = 5
+LARGER = "BERT 4 x 512"  # the communication's share over a link depends on the size of the model
+BUCKET_SIZES = (1, 5, 25, 100)  # MiB
+SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
+PASSES, WARM_UP = 10, 2  # backward passes
+ROWS = (4, 8, 16, 32, 64, 128)  # of a micro-batch, on each rank
+
+
+def breakdown(lab: Lab) -> None:
+    """Where the time of a step goes
+
+    From a profile of 5 steps, which the profiler slows down: the last line of the table is without it. The mean of all
+    ranks. docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts.
+    """
+    names = models(lab.settings)
+    table, shares = pd.DataFrame(), pd.DataFrame()
+    for name in [*names, LARGER] if lab.over_link and len(names) > 1 else names:
+        bench = distribute_named(lab, name, lab.settings)
+        optimization, size = bench.optimization(TOTAL_STEPS), bench.data.plan.micro_batches_per_step
+        batches = list(islice(cycle(bench.loader), (FIRST - 1 + PROFILED_STEPS) * size))
+        profiler = start_profiler(PROFILED_STEPS, lab.world.device)
+        for step in range(FIRST - 1 + PROFILED_STEPS):
+            if step:
+                profiler.step()
+            bench.train_steps(batches[step * size :], optimization, steps=1)
+        profiler.stop()
+        of_ranks = all_gather_object(divide_steps(events_of(profiler)).mean(), lab.world)
+        parts = pd.concat(of_ranks, axis=1).mean(axis=1)
+        parts["of which hidden"] = parts["communication"] - parts[EXPOSED]
+        share = (parts / parts["step"]).map("{:.1%}".format)
+        if parts["communication"]:
+            share["of which hidden"] = f"{parts['of which hidden'] / parts['communication']:.0%}"
+        shares[name] = 100 * parts[list(CATEGORIES)] / parts["step"]
+        profiled = partial(bench.train_steps, batches[-PROFILED_STEPS * size :], optimization, steps=PROFILED_STEPS)
+        times = lab.times({name: profiled}, STEP_SECONDS)[name] / PROFILED_STEPS
+        parts["step without the profiler"] = 1000 * times.median()
+        table[f"{name}, ms"] = parts.map("{:.2f}".format)
+        table[f"{name}, share"] = share.reindex(parts.index, fill_value="")
+        lab.page.numbers[name] = {"milliseconds": parts.to_dict()}
+    lab.page.table(f"Parts of a step: {lab.settings.strategy}", table)
+    lab.page.chart("Parts of a step", shares.T, "share of the step, %", stacked=True)
+
+
+# ---- variants of a step ----------------------------------------------------------------------------------------------
+
+
+def compare_steps(lab: Lab, variants: Mapping[str, Variant], *, per_micro_batch: bool = False) -> None:
+    """Show how long the variants of a step of each model take, relative to the first one. Collective."""
+    relative = pd.DataFrame()
+    for model in models(lab.settings):
+        times = time_steps(lab, model, variants, micro_batches=max(SYNC_EVERY) if per_micro_batch else None).times
+        if per_micro_batch:
+            times /= [settings.gradient_accumulation_steps for settings, _ in variants.values()]
+            lab.page.numbers[model] = {"seconds": times.to_dict("list")}
+        frame = compared(times, "micro-batch" if per_micro_batch else "step")
+        lab.page.table(model, frame)
+        relative[model] = frame["relative"]
+    lab.page.chart("Time", relative, f"relative to {relative.index[0]}")
+
+
+def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str, Variant]:
+    """Return steps that differ in one setting, whose value each name has."""
+    return {name: (replace(settings, **{field: value}), select_strategy) for name, value in values.items()}
+
+
+def buckets(lab: Lab) -> None:
+    """Bucket size
+
+    docs/communication.md#a-training-step explains the buckets, and why 25 MiB differs from the default.
+    """
+    sizes = {"default": None} | {f"{size} MiB": size for size in BUCKET_SIZES}
+    compare_steps(lab, vary(plain_ddp(lab.settings), "ddp_bucket_cap_mb", sizes))
+
+
+def unused_parameters(lab: Lab) -> None:
+    """Searching for unused parameters
+
+    docs/communication.md#a-training-step explains why the difference is pure overhead.
+    """
+    compare_steps(lab, vary(plain_ddp(lab.settings), "ddp_find_unused_parameters", {"off": False, "on": True}))
+
+
+def no_sync(lab: Lab) -> None:
+    """Skipped synchronization
+
+    docs/communication.md#a-training-step explains why not all of the difference is communication.
+    """
+    plain = plain_ddp(lab.settings)
+    n_train = len(lab.reviews.split.train)
+    with raise_on_all_ranks(lab.world):
+        plan = plan_batches(plain, n_train, lab.world.size)
+    rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
+    plain = replace(plain, per_device_train_batch_size=None)
+    variants = {
+        every(k): (replace(plain, train_batch_size=k * rows, gradient_accumulation_steps=k), select_strategy)
+        for k in SYNC_EVERY
+        if k * rows <= n_train
+    }
+    compare_steps(lab, variants, per_micro_batch=True)
+
+
+def every(k: int) -> str:
+    return f"every {k}" if k > 1 else "every one"
+
+
+def reduction(lab: Lab) -> None:
+    """Plain all-reduce and fixed tree
+
+    docs/same_bits.md#the-tree describes the fixed tree.
+    """
+    plain, ranks, topology = plain_ddp(lab.settings), lab.world.size, lab.world.topology
+    variants: dict[str, Variant] = {"plain all-reduce": (replace(plain, logical_ranks=None), PlainDDP)}
+    if topology.two_levels:
+        variants["in one level"] = (replace(plain, logical_ranks=ranks), in_one_level)
+    for n in (ranks, 2 * ranks):
+        if n == ranks or n & (n - 1) == 0:  # `plan_batches` accepts no others
+            variants[f"{n} logical ranks"] = (replace(plain, logical_ranks=n), select_strategy)
+    compare_steps(lab, variants)
+
+
+def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrategy:
+    """Return DDP that sums gradients over all ranks at once, as if they were on one node."""
+    return DDPStrategy(settings, plan, replace(world, node_groups=()))
+
+
+def batch_size(lab: Lab) -> None:
+    """Tokens per second over the size of the batch
+
+    Steps of one micro-batch per rank. Each size has other rows, so compare tokens, which do not include padding.
+    docs/communication.md#the-size-of-the-batch.
+    """
+    no_division: dict[str, Any] = {"per_device_train_batch_size": None, "logical_ranks": None}
+    plain = plain_ddp(lab.settings, gradient_accumulation_steps=1, **no_division)
+    rows = [n for n in ROWS if n * lab.world.size <= len(lab.reviews.split.train)]
+    with raise_on_all_ranks(lab.world):
+        if not rows:
+            raise UserError(f"{len(lab.reviews.split.train)} training rows are not enough for a batch")
+    sizes = {str(n): n * lab.world.size for n in rows}
+    times, _, tokens = time_steps(lab, plain.model, vary(plain, "train_batch_size", sizes), micro_batches=8)
+    speed = tokens / times.median()
+    frame = pd.DataFrame({"time per step": times.median().map(format_seconds)})
+    frame["rows per second"] = (pd.Series(sizes) / times.median()).map("{:.0f}".format)
+    frame["tokens per second"], frame["relative"] = speed.map("{:,.0f}".format), speed / speed.iloc[0]
+    lab.page.table(plain.model, frame.rename_axis("rows per rank"))
+    lab.page.chart(
+        "Tokens per second", pd.DataFrame({"measured": speed.to_numpy()}, pd.Index(rows)), "tokens per second"
+    )
+
+
+# ---- when gradients are ready ----------------------------------------------------------------------------------------
+
+
+def readiness(lab: Lab) -> None:
+    """When gradients are ready
+
+    A backward pass without communication on every rank, and an all-reduce of the same bytes in buckets of 25 MiB, one
+    after another, without computation: figure 2 (c, d) of the paper. docs/communication.md#readiness.
+    """
+    rows = {}
+    for model in models(lab.settings):
+        sizes, ready = ready_gradients(lab, distribute_named(lab, model, plain_ddp(lab.settings)))
+        done = np.cumsum(sizes)
+        tensor = torch.zeros(int(done[-1]) // 4, device=lab.world.device)
+
+        def exchange(buckets: tuple[torch.Tensor, ...] = tensor.split(25 * MIB // 4)) -> None:
+            for bucket in buckets:
+                dist.all_reduce(bucket)
+
+        seconds = float(lab.times({model: exchange}, STEP_SECONDS)[model].median())
+        times = [ready[0], ready[np.searchsorted(done, done[-1] / 2)], ready[-1], seconds]
+        rows[model] = [mib(done[-1]), *map(format_seconds, times), f"{seconds / ready[-1]:.2f}"]
+        lab.page.numbers[model] = {"seconds": ready.tolist(), "bytes": sizes.tolist(), "exchange": seconds}
+        share = pd.DataFrame({model: 100 * done / done[-1]}, pd.Index(1000 * ready, name="ms of the backward pass"))
+        lab.page.chart(f"Gradients that are ready: {model}", share, "share of the bytes, %")
+    header = ["gradients, MiB", "first ready", "half ready", "all ready", "all-reduce", "all-reduce / backward"]
+    lab.page.table("Backward pass and exchange", pd.DataFrame.from_dict(rows, orient="index", columns=header))
+
+
+def ready_gradients(lab: Lab, bench: Bench) -> tuple[Any, Any]:
+    """Return the bytes of each gradient, and the seconds from the beginning of the backward pass, in this order.
+
+    The seconds are the median over the passes, on the slowest rank. Collective.
+    """
+    parameters = {name: p for name, p in bench.model.named_parameters() if p.requires_grad}
+    moments: dict[str, float] = {}
+
+    def record(name: str, _: torch.Tensor) -> None:
+        wait_for_device(lab.world)
+        moments[name] = time.perf_counter()
+
+    hooks = [p.register_post_accumulate_grad_hook(partial(record, name)) for name, p in parameters.items()]
+    # The same batch again and again, because others have other lengths, and take other times.
+    batch = to_device(next(iter(bench.loader)), bench.model, lab.world)
+    passes = []
+    bench.model.train()
+    for _ in range(PASSES + WARM_UP):
+        with mixed_precision(bench.settings.precision, lab.world.device):
+            loss = bench.model(**batch).loss
+        wait_for_device(lab.world)
+        began = time.perf_counter()
+        loss.backward()
+        passes.append([moments[name] - began if name in moments else np.nan for name in parameters])
+        bench.model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    seconds = np.median(all_gather_object(passes[WARM_UP:], lab.world), axis=1).max(axis=0)
+    sizes = np.array([p.numel() * p.element_size() for p in parameters.values()])
+    order = np.argsort(seconds)[: int(np.isfinite(seconds).sum())]  # NaN, of an unused parameter, is sorted last
+    return sizes[order], seconds[order]

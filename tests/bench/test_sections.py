@@ -1,0 +1,182 @@
+"""The laboratory's sections on training steps, shortened and with one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.worlds import batch_plan, fake_world
+
+from app.bench import sections
+from app.bench.sections import PASSES, ROWS, SYNC_EVERY, in_one_level, ready_gradients
+from app.bench.steps import Steps, distribute_named, models, plain_ddp, time_steps
+from app.common.errors import AgreedError
+from app.distributed.world import RankGroup
+from app.profiling.breakdown import CATEGORIES
+from app.setting_groups import TINY_BERT
+from app.settings import Settings
+from app.training.build import select_strategy
+
+NAMES = {
+    "buckets": ["default", "1 MiB", "5 MiB", "25 MiB", "100 MiB"],
+    "no_sync": ["every one", "every 2", "every 4", "every 8"],
+    "unused_parameters": ["off", "on"],
+    "reduction": ["plain all-reduce", "1 logical ranks", "2 logical ranks"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_model(monkeypatch):
+    monkeypatch.setattr(sections, "models", lambda settings: [TINY_BERT])
+
+
+@pytest.fixture
+def variants_of(monkeypatch, make_lab):
+    """Return a function that runs a section, and returns the settings of its variants without training them."""
+
+    def run(name, size=None, **changes):
+        seen = {}
+
+        def record(lab, model, variants, *, micro_batches=None):
+            seen.update({key: settings for key, (settings, _) in variants.items()})
+            columns = {key: [float(i)] for i, key in enumerate(variants, start=1)}
+            return Steps(sections.pd.DataFrame(columns), sections.pd.DataFrame(), sections.pd.Series(dtype=float))
+
+        monkeypatch.setattr(sections, "time_steps", record)
+        lab = make_lab(**changes)
+        if size:
+            lab.world = replace(lab.world, size=size)
+        getattr(sections, name)(lab)
+        return seen, lab.page
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_section_compares_every_variant_with_the_first(make_lab, name):
+    lab = make_lab()
+    getattr(sections, name)(lab)
+    seconds = lab.page.numbers[TINY_BERT]["seconds"]
+    assert list(seconds) == NAMES[name]
+    assert min(map(min, seconds.values())) > 0
+    rows = lab.page.text[-1].splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == NAMES[name]
+    assert rows[0].split("|")[3:6] == [f" {'1.000':>{len(cell) - 2}} " for cell in rows[0].split("|")[3:6]]
+    assert all(variant in lab.page.parts[-1] for variant in NAMES[name]), "the chart"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_breakdown_adds_up_to_the_step(make_lab, strategy):
+    lab = make_lab(strategy=strategy)
+    sections.breakdown(lab)
+    parts = lab.page.numbers[TINY_BERT]["milliseconds"]
+    assert list(parts)[: len(CATEGORIES)] == [*CATEGORIES]
+    assert sum(parts[name] for name in CATEGORIES) == pytest.approx(parts["step"])
+    assert parts["communication"] >= parts["exposed communication"]
+    assert parts["step without the profiler"] > 0
+    assert "100.0%" in lab.page.text[-1]
+    assert any(strategy in text for text in lab.page.text)
+    assert all(name in lab.page.parts[-1] for name in CATEGORIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [{"strategy": "zero3", "cpu_offload": True}, {"ddp_comm_hook": "power_sgd"}])
+def test_a_section_compares_ddp_whatever_the_strategy_and_the_compression(variants_of, name, change):
+    variants, _ = variants_of(name, **change)
+    assert list(variants) == NAMES[name]
+    assert {(v.strategy, v.cpu_offload, v.ddp_comm_hook) for v in variants.values()} == {("ddp", False, "no")}
+
+
+def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(variants_of):
+    variants, page = variants_of("no_sync", per_device_train_batch_size=4)
+    sizes = {name: (v.train_batch_size, v.gradient_accumulation_steps) for name, v in variants.items()}
+    assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
+    assert page.numbers[TINY_BERT]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
+
+
+def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(variants_of):
+    assert list(variants_of("no_sync", train_batch_size=40)[0]) == ["every one", "every 2"]
+
+
+def test_buckets_differ_in_their_size_only(variants_of):
+    variants, _ = variants_of("buckets")
+    assert [variant.ddp_bucket_cap_mb for variant in variants.values()] == [None, 1, 5, 25, 100]
+    assert len({str(replace(variant, ddp_bucket_cap_mb=None)) for variant in variants.values()}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "counts"), [(1, [1, 2]), (2, [2, 4]), (3, [3]), (4, [4, 8])])
+def test_only_possible_numbers_of_logical_ranks_are_compared(variants_of, ranks, counts):
+    variants, _ = variants_of("reduction", ranks)
+    assert [variant.logical_ranks for variant in variants.values()] == [None, *counts]
+
+
+def test_the_sum_in_one_level_ignores_nodes():
+    world = fake_world(3, 4, inside=2)
+    groups = tuple(RankGroup(None, 2, 1) for _ in range(2))
+    strategy = in_one_level(Settings(), batch_plan(4), replace(world, node_groups=groups))
+    assert strategy.world.levels == (world.all_ranks,)
+
+
+def test_all_variants_train_on_the_same_batches_again_and_again(make_lab, monkeypatch):
+    seen: list[torch.Tensor] = []
+    call_module = torch.nn.Module.__call__
+
+    def call(module, *arguments, **named):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            seen.append(named["input_ids"])
+        return call_module(module, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", call)
+    lab = make_lab()
+    plain = plain_ddp(lab.settings)
+    accumulate = {"train_batch_size": 8 * max(SYNC_EVERY), "gradient_accumulation_steps": max(SYNC_EVERY)}
+    variants = {"one": (plain, select_strategy), "all": (replace(plain, **accumulate), select_strategy)}
+    times, losses, tokens = time_steps(lab, TINY_BERT, variants, micro_batches=8)
+    calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
+    assert len(calls) > len(times.columns)
+    for before, after in pairwise(calls):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert losses["one"][0] == losses["all"][0], "the same weights at the beginning"
+    assert tokens["all"] == 8 * tokens["one"] >= 64 * 3
+
+
+def test_a_model_that_is_named_is_the_only_one():
+    assert models(Settings(model="bert-base-chinese")) == ["bert-base-chinese"]
+    assert models(Settings(model=TINY_BERT)) == [TINY_BERT, "BERT 4 x 312"]
+
+
+def test_a_batch_that_cannot_be_divided_is_one_line(make_lab):
+    with pytest.raises(AgreedError, match="--train_batch_size 7 cannot be divided among --logical_ranks 2"):
+        sections.reduction(make_lab(train_batch_size=7))
+
+
+def test_every_gradient_is_ready_once_and_those_of_the_embeddings_last(make_lab):
+    lab = make_lab()
+    bench = distribute_named(lab, TINY_BERT, plain_ddp(lab.settings))
+    sizes, seconds = ready_gradients(lab, bench)
+    parameters = {name: 4 * parameter.numel() for name, parameter in bench.model.named_parameters()}
+    assert sorted(sizes) == sorted(parameters.values())
+    assert seconds.tolist() == sorted(seconds)
+    assert seconds[0] > 0
+    embeddings = max(size for name, size in parameters.items() if "embeddings" in name)
+    assert embeddings in sizes[-5:]
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+def test_readiness_compares_the_backward_pass_with_an_exchange_of_its_bytes(make_lab):
+    lab = make_lab()
+    sections.readiness(lab)
+    measured = lab.page.numbers[TINY_BERT]
+    assert measured["exchange"] > 0
+    assert len(measured["bytes"]) == len(measured["seconds"]) > PASSES
+    assert "all-reduce / backward" in lab.page.text[-1]
+
+
+def test_batches_of_several_sizes_are_compared_by_their_tokens(make_lab):
+    lab = make_lab(model=TINY_BERT)
+    sections.batch_size(lab)
+    sizes = [str(n) for n in ROWS if n <= 81]
+    assert list(lab.page.numbers[TINY_BERT]["seconds"]) == sizes
+    assert [row.split("|")[1].strip() for row in lab.page.text[-1].splitlines()[2:]] == sizes
