@@ -25,13 +25,14 @@ from .common.terminal import exit_on_interrupt, raise_on_interrupt
 from .flags import BENCHMARKS
 
 WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {
-    name: name for name in ("minimal", "check", "predict", *BENCHMARKS)
+    name: name for name in ("minimal", "check", "predict", *BENCHMARKS) if name != "bench.speed"
 }
 WITHOUT_RANKS = (
     "compare",
     "plan",
     "bench.scaling",
     "bench.growth",
+    "bench.speed",
     "experiments.same_bits",
     "experiments.fault_injection",
 )

@@ -54,7 +54,7 @@ WITHOUT_SETTINGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.scaling": add_scaling_flags,
     "minimal": add_minimal_flags,
 }
-WITHOUT_RANKS = ("compare", "plan", "bench.growth", "bench.scaling")
+WITHOUT_RANKS = ("compare", "plan", "bench.growth", "bench.scaling", "bench.speed")
 OWN_FLAGS: dict[str, Callable[[OneLineParser], None]] = {
     "bench.speed": add_speed_flags,
     "check": add_check_flags,

@@ -55,7 +55,7 @@ SHORT_NAMES = {name.removeprefix("BERT ").replace(" ", ""): name for name in SIZ
 BF16 = "-bf16"  # the end of the names of recipes that train in bf16; the others train in fp32
 RECIPES = (
     *("ddp_loop", "trainer_run", f"ddp_loop{BF16}", f"trainer_run{BF16}", "tutorial"),
-    *("trainer-defaults", f"trainer-defaults{BF16}", "accelerate", f"accelerate{BF16}"),
+    *("trainer-defaults", f"trainer-defaults{BF16}"),
 )
 # Those that train no model.
 COLLECTIVE_SECTIONS = ("collectives", "granularity", "point_to_point", "operations")
@@ -166,8 +166,9 @@ def add_speed_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--recipes", nargs="+", choices=RECIPES, metavar="NAME", help=f"which of {', '.join(RECIPES)}; default: all"
     )
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps of a round")
-    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="rounds, after one that is not timed")
+    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks of each job (default: %(default)s)")
+    parser.add_argument("--steps", type=count, default=60, metavar="N", help="timed optimizer steps of each job")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds, with a job of each recipe")
 
 
 def add_growth_flags(parser: OneLineParser) -> None:

@@ -1,1 +1,0 @@
-"""Compare the speed of the two training paths with other ways to train the same model."""
