@@ -10,7 +10,6 @@ The tensors in a shard file are named after the parameter or buffer that they be
     exp_avg.<name>, exp_avg_sq.<name>       AdamW's moments of a parameter that has had a gradient
     step.<name>                             the number of its updates
     unused_rows.<name>                      the rows of an embedding matrix that are not trained (model/vocabulary.py)
-    power_sgd.<rank>.<name>                 that rank's state of `--ddp_comm_hook power_sgd`
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from ..strategies.base import Strategy, local_part, rows_of
 from ..strategies.optimization import MOMENTS, Optimization
 from .manager import COMPLETION_MARKER, MANIFEST
 
-POWER_SGD = "power_sgd.{rank}."
 UNUSED_ROWS = "unused_rows."
 FIRST_ROWS = "first_rows"  # the metadata entry of a shard file: the first row of each tensor that is not complete
 
@@ -88,7 +86,7 @@ class TrainingState:
             group["lr"] = learning_rate
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that this rank writes: weights, and the state of AdamW and PowerSGD."""
+        """Return the tensors that this rank writes: weights, and the state of AdamW."""
         tensors = {}
         for name, tensor in _weights(self.model):
             if self.world.is_main_process or rows_of(tensor)[0] is not None:  # rank 0 writes what every rank holds
@@ -97,13 +95,10 @@ class TrainingState:
             state = self.strategy.local_optimizer(self.optimization.optimizer).state
             for name, parameter in self.model.named_parameters():
                 tensors |= {f"{key}.{name}": value for key, value in state.get(parameter, {}).items()}
-        if self.strategy.power_sgd is not None:
-            prefix = POWER_SGD.format(rank=self.world.rank)
-            tensors |= {prefix + name: value for name, value in self.strategy.power_sgd.state_dict().items()}
         return tensors
 
     def _restore(self, shards: ShardReader) -> None:
-        """Copy the tensors of a checkpoint into the model, the optimizer and PowerSGD."""
+        """Copy the tensors of a checkpoint into the model and the optimizer."""
         _copy_weights(shards, self.model)
         optimizer = self.strategy.local_optimizer(self.optimization.optimizer)
         optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}  # by this rank
@@ -115,11 +110,6 @@ class TrainingState:
                     shards.copy_into(moment, f"{key}.{name}")
                 steps = shards.read_replicated(f"step.{name}").to(local_part(parameter).device)
                 optimizer.state[parameter] = {"step": steps} | moments
-        if self.strategy.power_sgd is not None:
-            prefix = POWER_SGD.format(rank=self.world.rank)
-            names = [name for name in shards.parts if name.startswith(prefix)]
-            state = {name.removeprefix(prefix): shards.read_replicated(name) for name in names}
-            self.strategy.power_sgd.load_state_dict(state)
 
 
 @torch.no_grad()
@@ -183,7 +173,7 @@ class ShardReader:
         required = [f"model.{name}" for name in shapes]
         # A parameter that has had no gradient has no optimizer state.
         required += [f"{key}.{name}" for name in shapes if f"step.{name}" in self for key in (*MOMENTS, "step")]
-        present = [name for name in self.parts if not name.startswith((POWER_SGD.partition("{")[0], UNUSED_ROWS))]
+        present = [name for name in self.parts if not name.startswith(UNUSED_ROWS)]
         return [
             *(f"{name} is missing" for name in required if name not in self),
             *(f"{name} does not belong to the model" for name in sorted(set(present) - set(required))),

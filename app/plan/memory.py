@@ -102,8 +102,8 @@ def plan_memory(
         exchange = received * sent // complete
         if options.comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
             exchange += sent
-        elif options.comm_hook == "power_sgd":  # all gradients in one buffer, their copy, and the errors of two steps
-            exchange = 4 * complete
+        elif options.comm_hook == "power_sgd":  # the errors, and two copies of a bucket, which may be the only one
+            exchange = 3 * complete
         updated = map(total_bytes, assign_to_ranks(trainable, ranks)) if strategy == "zero1" else [complete] * ranks
         # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
         sums = n_partial_sums * sent

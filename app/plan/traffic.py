@@ -96,13 +96,13 @@ def plan_traffic(
     buckets = gradient_buckets(
         model, order, bucket_cap=options.bucket_cap, find_unused_parameters=options.find_unused_parameters
     )
-    if options.comm_hook == "power_sgd":
-        collectives += _low_rank(list(order))
-    else:
-        for number, bucket in enumerate(buckets, start=1):
-            element = options.sent_bytes(bucket[0])
-            elements = sum(parameter.numel() for parameter in bucket)
-            collectives += _average(f"bucket {number}", elements, element, topology=topology, on_gpus=options.on_gpus)
+    for number, bucket in enumerate(buckets, start=1):
+        if options.comm_hook == "power_sgd":
+            collectives += _low_rank(f"bucket {number}", bucket)
+            continue
+        element = options.sent_bytes(bucket[0])
+        elements = sum(parameter.numel() for parameter in bucket)
+        collectives += _average(f"bucket {number}", elements, element, topology=topology, on_gpus=options.on_gpus)
     if options.find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
@@ -163,7 +163,7 @@ def _summed(what: str, size: int, topology: Topology, *, times: int = 1) -> list
     return [replace(whole, among=INSIDE), replace(whole, among=BETWEEN, size=size // topology.inside)]
 
 
-def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
+def _low_rank(what: str, parameters: Sequence[torch.Tensor]) -> list[Collective]:
     """Return PowerSGD's collectives: gradients that it does not compress, and the factors P and Q of the others."""
     complete = rows = columns = 0
     for parameter in parameters:
@@ -175,7 +175,7 @@ def _low_rank(parameters: Sequence[torch.Tensor]) -> list[Collective]:
             complete += n * m
     element = parameters[0].element_size()
     sizes = {"not compressed": complete, "factors P": rows, "factors Q": columns}
-    return [Collective("gradients", what, "all-reduce", size * element) for what, size in sizes.items()]
+    return [Collective("gradients", f"{what}, {name}", "all-reduce", n * element) for name, n in sizes.items()]
 
 
 def _buffers(model: PreTrainedModel) -> list[Collective]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..common.errors import AgreedError
 from ..data.sampler import BatchPlan
-
-if TYPE_CHECKING:
-    from .compression import PowerSGD
 
 Tensors = dict[str, torch.Tensor]
 # Ranges in a trace of torch.profiler, by which app/profiling/breakdown.py tells the parts of a step apart.
@@ -37,7 +34,6 @@ class Strategy(Protocol):
     plan: BatchPlan
     logical_ranks: Sequence[int]  # of this process, in the order in which it trains on their micro-batches
     shards_optimizer: bool  # whether each rank holds a different part of the optimizer's state
-    power_sgd: PowerSGD | None  # this rank's state of `--ddp_comm_hook power_sgd`, once the model is wrapped
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective.
@@ -75,8 +71,6 @@ class Strategy(Protocol):
 
 class PlainAdamW:
     """The optimizer of the strategies in which AdamW itself need not know how parameters are distributed."""
-
-    power_sgd: PowerSGD | None = None
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **options)
@@ -202,30 +196,11 @@ def add_gradients_per_block(model: PreTrainedModel) -> None:
 
     FSDP2 passes the inputs of a block through an autograd function. Several decoder blocks use the encoder's output, in
     two places each. Without such a function, autograd would add the gradients of all places one after another, and the
-    sum would round differently.
+    sum would round differently. Here each block gets a view, whose gradient is the sum over the block.
     """
+
+    def pass_views(block: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: t.view_as(t) if t.requires_grad else t, (args, kwargs))
+
     for block in transformer_blocks(model):
-        block.register_forward_pre_hook(_pass_through_one_function, with_kwargs=True)
-
-
-def _pass_through_one_function(
-    block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    inputs, structure = tree_flatten((args, kwargs))
-    places = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not places or not torch.is_grad_enabled():
-        return None
-    for i, same in zip(places, _Identity.apply(*[inputs[i] for i in places]), strict=True):
-        inputs[i] = same
-    unchanged: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(inputs, structure)
-    return unchanged
-
-
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
+        block.register_forward_pre_hook(pass_views, with_kwargs=True)

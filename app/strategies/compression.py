@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..common.machine import DTYPES
 from ..distributed.world import World
-from .reduction import FixedOrderAllReduce, Gradients, TreeSum, future_on, gradients_in
+from .reduction import FixedOrderAllReduce, Gradients, TreeSum
 
 HOOK_DTYPES = {name: DTYPES[name] for name in ("fp16", "bf16")}
 # PyTorch's documentation of PowerSGDState: "Typically only a small value 1-4 is used". With more than 2, PyTorch
@@ -68,64 +69,22 @@ class RoundedAllReduce(FixedOrderAllReduce):
         return total.then(decompress)
 
 
-class PowerSGD:
-    """A DDP communication hook that exchanges a low-rank approximation of each gradient matrix.
+def register_power_sgd(wrapped: DistributedDataParallel, world: World, *, total_steps: int, seed: int) -> None:
+    """Exchange a low-rank approximation of each gradient matrix, by PyTorch's own hook (Vogels et al. 2019).
 
-    This is PyTorch's implementation of PowerSGD (Vogels et al. 2019). The error of the approximation is
-    added to the rank's gradients of the next step, so each rank has a state of its own. PyTorch keeps it for each of
-    DDP's buckets. But DDP forms other buckets in the first step of a process than in the later ones, and a resumed run
-    would continue with the wrong errors. So there is one exchange per step here, as in the paper, of all gradients in
-    the order of the parameters. It begins when the backward pass is done.
+    Each rank adds the error of its approximations to its gradients of the next step. The errors are part of no
+    checkpoint and depend on the number of ranks, so two runs are bitwise identical only without an interruption and
+    with the same number of ranks.
     """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, *, total_steps: int, seed: int) -> None:
-        """Take all parameters that are trained. `seed` determines the first approximation."""
-        self.parameters, self.world = parameters, world
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self.hook_state = PowerSGDState(
-            None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
-            matrix_approximation_rank=MATRIX_RANK,
-            min_compression_rate=MIN_COMPRESSION_RATE,
-            # The first step whose gradients are compressed. PyTorch requires at least 2.
-            start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),
-            random_seed=seed,
-        )
-
-    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Keep a bucket, and average all of them after the last one."""
-        future = future_on(self.world.device)
-        self.waiting.append((bucket.buffer(), future))
-        self.gradients |= zip(bucket.parameters(), gradients_in(bucket, bucket.buffer()), strict=True)
-        if bucket.is_last():
-            gradients = [self.gradients[parameter] for parameter in self.parameters]
-            complete = CompleteGradient(gradients)
-            powerSGD_hook(self.hook_state, complete).wait()
-            for gradient, average in zip(gradients, complete.gradients(), strict=True):
-                gradient.copy_(average.view_as(gradient))
-            for buffer, waiting in self.waiting:
-                waiting.set_result(buffer)
-            self.waiting.clear()
-            self.gradients.clear()
-        return future
-
-    def _memory(self) -> dict[str, dict[int, torch.Tensor]]:
-        """Return the tensors of each bucket that the next step depends on, by name."""
-        # Random numbers are drawn once, in the first compressed step.
-        state = self.hook_state
-        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        state = {"steps": torch.tensor(self.hook_state.iter)}
-        return state | {name: by_bucket[0] for name, by_bucket in self._memory().items() if by_bucket}
-
-    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.hook_state.iter = int(tensors["steps"])
-        for name, by_bucket in self._memory().items():
-            by_bucket.clear()
-            if name in tensors:
-                # In memory of its own: matrix products may round differently if their operands are aligned differently.
-                by_bucket[0] = tensors[name].to(self.world.device, copy=True)
+    state = PowerSGDState(
+        None if world.device.type == "cuda" else BlockingGroup(),  # None: the default process group
+        matrix_approximation_rank=MATRIX_RANK,
+        min_compression_rate=MIN_COMPRESSION_RATE,
+        # The first step whose gradients are compressed. PyTorch requires at least 2.
+        start_powerSGD_iter=max(2, int(total_steps * UNCOMPRESSED_SHARE)),
+        random_seed=seed,
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook)
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
@@ -139,28 +98,6 @@ def is_compressed(rows: int, columns: int) -> bool:
     rank = min(rows, columns, MATRIX_RANK)
     compressed: bool = _should_compress(rows, columns, rank, MIN_COMPRESSION_RATE)[0]
     return compressed
-
-
-class CompleteGradient:
-    """All gradients in one buffer. Has the methods of DDP's `GradBucket` that `powerSGD_hook` calls."""
-
-    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
-        self.flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self.shapes = [gradient.shape or (1,) for gradient in gradients]  # powerSGD_hook cannot handle scalars
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def buffer(self) -> torch.Tensor:
-        return self.flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return views into the buffer, one for each parameter."""
-        parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class BlockingGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +28,6 @@ from .base import (
 from .optimization import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
 
-if TYPE_CHECKING:
-    from .compression import PowerSGD
-
 
 class DDPStrategy(PlainAdamW):
     """`torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, "PyTorch Distributed"). Implements `Strategy`."""
@@ -45,7 +42,6 @@ class DDPStrategy(PlainAdamW):
         self.sums = TreeSum()
         self.parameters: list[torch.nn.Parameter] = []
         self.fixed_order: FixedOrderAllReduce | None = None
-        self.power_sgd: PowerSGD | None = None
         self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -65,19 +61,20 @@ class DDPStrategy(PlainAdamW):
         )
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         settings, plan, hook = self.settings, self.plan, self.settings.ddp_comm_hook
-        if hook != "no":
-            from .compression import HOOK_DTYPES, PowerSGD, RoundedAllReduce  # here, because other runs do not need it
-        if hook == "power_sgd":
-            self.power_sgd = PowerSGD(self.parameters, self.world, total_steps=plan.total_steps, seed=settings.seed)
-        elif hook != "no":  # even with one process, so that the results are the same
+        if hook != "no":  # even with one process, so that the results are the same
+            from .compression import HOOK_DTYPES, RoundedAllReduce, register_power_sgd  # other runs do not need it
+
+            if hook == "power_sgd":
+                register_power_sgd(wrapped, self.world, total_steps=plan.total_steps, seed=settings.seed)
+                return wrapped
             dtype, factor = HOOK_DTYPES[hook], loss_factor(settings.precision, plan)
             self.fixed_order = RoundedAllReduce(
                 self.parameters, self.sums, world=self.world, dtype=dtype, factor=factor
             )
         elif self.world.size > 2 or plan.logical_ranks_per_rank > 1:
             self.fix_order()  # otherwise DDP's own all-reduce is the tree, because a + b = b + a
-        if self.power_sgd or self.fixed_order:
-            wrapped.register_comm_hook(self.power_sgd or self.fixed_order, lambda hook, bucket: hook.average(bucket))
+        if self.fixed_order:
+            wrapped.register_comm_hook(self.fixed_order, lambda hook, bucket: hook.average(bucket))
         return wrapped
 
     def fix_order(self) -> None:
@@ -98,9 +95,7 @@ class DDPStrategy(PlainAdamW):
                 # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
                 self.check_gradients(wrapped.module)
                 self.sums.clear()
-            elif (
-                done % self.plan.accumulation_steps == 0
-            ):  # the last micro-batch of a logical rank, but not of the step
+            elif done % self.plan.accumulation_steps == 0:  # the last of a logical rank, but not of the step
                 self._move_gradients_to_sums()
 
     def _move_gradients_to_sums(self) -> None:

@@ -9,6 +9,7 @@ results along the rest of the same tree (`sum_pairwise`). The idea is EasyScale'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ..distributed.collectives import all_gather_in_place, all_gather_single
 from ..distributed.world import RankGroup, World
 
 Gradients = list[torch.Tensor]
+DONE = object()  # what is left of an exchange whose collectives are done
 
 
 class TreeSum:
@@ -116,11 +118,6 @@ def buckets_in_flight(levels: int, on_gpus: bool) -> int:
     return 1 if on_gpus else 2 * levels + 1
 
 
-def future_on(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of a communication hook, whose result is a tensor on this device."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-
-
 class FixedOrderAllReduce:
     """A DDP communication hook that averages gradients over all logical ranks, in the order of the tree.
 
@@ -136,7 +133,7 @@ class FixedOrderAllReduce:
         self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
         self.sums, self.world = sums, world
         self.in_flight: list[Exchange] = []
-        self.free: list[torch.Tensor] = []  # buffers of exchanges that are finished
+        self.free: list[torch.Tensor] = []  # what finished exchanges have received into
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
     def add(self, leaf: Gradients) -> None:
@@ -160,26 +157,35 @@ class FixedOrderAllReduce:
 
         `is_last` marks the last buffer of the backward pass.
         """
-        if self.stream is not None:
-            return self._exchange_on(self.stream, buffer, divisor)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[self.world.device] if self.stream is not None else []
+        )
+        if self.stream is not None:  # on a stream of its own: neither the host nor the backward pass waits
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in sum_over_ranks(buffer, torch.empty_like(buffer), world=self.world, divisor=divisor):
+                    pass
+                future.set_result(buffer)
+            return future
         # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
         # exchange makes progress here, when the next ones start, rather than in a callback.
-        exchange = Exchange(buffer, self.world, self._receive_buffer(buffer), divisor=divisor)
-        self.in_flight.append(exchange)
-        if is_last:  # the backward pass has nothing left to compute, so there is nothing to overlap with
-            while self.in_flight:
-                self._advance(self.in_flight)
-        else:
-            self._advance(self.in_flight[:-1])
-        return exchange.future
+        received = self._receive_buffer(buffer)
+        collectives = sum_over_ranks(buffer, received, world=self.world, divisor=divisor)
+        next(collectives, None)
+        self._advance()
+        self.in_flight.append(Exchange(collectives, buffer, received, future))
+        while is_last and self.in_flight:  # the backward pass has nothing left to compute, so nothing overlaps
+            self._advance()
+        return future
 
-    def _advance(self, exchanges: Sequence[Exchange]) -> None:
-        """Start the next collective of each exchange. Finish the exchanges that have none."""
-        for exchange in [exchange for exchange in exchanges if not exchange.start_next()]:
-            exchange.finish()
-            # Buffers are used again, because the system clears new memory page by page, slowly.
-            self.free.append(exchange.received)
-            self.in_flight.remove(exchange)
+    def _advance(self) -> None:
+        """Start the next collective of each exchange. Complete the exchanges that have none."""
+        for exchange in self.in_flight[:]:
+            if next(exchange.collectives, DONE) is DONE:
+                exchange.future.set_result(exchange.buffer)
+                # Buffers are used again, because the system clears new memory page by page, slowly.
+                self.free.append(exchange.received)
+                self.in_flight.remove(exchange)
 
     def _receive_buffer(self, like: torch.Tensor) -> torch.Tensor:
         for i, buffer in enumerate(self.free):
@@ -187,77 +193,58 @@ class FixedOrderAllReduce:
                 return self.free.pop(i)
         return torch.empty_like(like)
 
-    def _exchange_on(
-        self, stream: torch.cuda.Stream, buffer: torch.Tensor, divisor: int
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Enqueue the whole exchange on a stream of its own: neither the host nor the backward pass waits for it."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            exchange = Exchange(buffer, self.world, torch.empty_like(buffer), divisor=divisor)
-            while exchange.start_next():
-                pass
-            exchange.finish()
-        return exchange.future
+
+class Exchange(NamedTuple):
+    """A buffer that is being summed over the ranks."""
+
+    collectives: Iterator[None]  # from `sum_over_ranks`
+    buffer: torch.Tensor
+    received: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
 
 
-class Exchange:
-    """The sum of one buffer over the ranks, divided: an all-to-all and the tree in each level, then all-gathers back.
+def sum_over_ranks(buffer: torch.Tensor, received: torch.Tensor, *, world: World, divisor: int) -> Iterator[None]:
+    """Sum a buffer over the ranks and divide it, in place: an all-to-all and the tree in each level, then back.
 
     The buffer is divided into one chunk for each rank of the first level, which adds it, and in the second level the
     sum is divided again. The remaining elements, fewer than there are ranks, are sent to every rank, which adds them
     itself.
+
+    Args:
+        received: memory for the chunks of the other ranks, at least as large.
+
+    Yields:
+        When a collective has been started whose result the next one needs. On GPUs the host waits for none of them.
     """
+    async_op = not buffer.is_cuda
+    divided = len(buffer) // world.size * world.size
+    part = own_chunk = buffer[:divided]
+    rest, received = buffer[divided:], received[:divided]
+    rests = buffer.new_empty(world.size, len(rest))
+    work: list[dist.Work | None] = []
 
-    def __init__(self, buffer: torch.Tensor, world: World, received: torch.Tensor, *, divisor: int) -> None:
-        """Start the first collective. The sum, divided by `divisor`, replaces the gradients in `buffer`.
+    def wait() -> None:
+        for started in work:
+            if started is not None:  # None: not asynchronous
+                started.wait()
+        work.clear()
 
-        `received` is memory for the chunks of the other ranks, at least as large.
-        """
-        self.buffer, self.levels, self.received, self.divisor = buffer, world.levels, received, divisor
-        self.async_op = not buffer.is_cuda
-        self.future = future_on(buffer.device)
-        divided = len(buffer) // world.size * world.size
-        self.divided, self.rest = buffer[:divided], buffer[divided:]
-        self.received_rests = buffer.new_empty(world.size, len(self.rest))
-        self.work: list[dist.Work | None] = []
-        self.collectives = self._collectives() if divided else iter(())
-        self.start_next()
-        if len(self.rest):
-            self.work.append(all_gather_single(self.received_rests.view(-1), self.rest, async_op=self.async_op))
-
-    def _collectives(self) -> Iterator[bool]:
-        """Start one collective after another. Each of them needs the result of the one before."""
-        part, received, own_chunk = self.divided, self.received[: len(self.divided)], self.divided
-        gathered = []
-        for level in self.levels:
-            arrived = rows_for(received, level)
-            self.work.append(
-                dist.all_to_all_single(arrived, rows_for(part, level), group=level.group, async_op=self.async_op)
-            )
-            yield True
-            self._wait()
-            part, received = sum_pairwise(arrived), arrived[-1]  # as in reduce_scatter_pairwise
-            gathered.append(rows_for(own_chunk, level))
-            own_chunk = gathered[-1][level.rank]
-        torch.div(part, self.divisor, out=own_chunk)
-        for rows, level in zip(gathered[::-1], self.levels[::-1], strict=True):
-            self._wait()
-            self.work += all_gather_in_place(rows, level, self.async_op)
-            yield True
-
-    def start_next(self) -> bool:
-        """Wait for a collective and start the one that needs its result. Return False if there is none."""
-        return next(self.collectives, False)
-
-    def finish(self) -> None:
-        """Wait for the result and complete the future."""
-        self._wait()
-        if len(self.rest):
-            torch.div(sum_pairwise(self.received_rests), self.divisor, out=self.rest)
-        self.future.set_result(self.buffer)
-
-    def _wait(self) -> None:
-        for work in self.work:
-            if work is not None:  # None: not asynchronous
-                work.wait()
-        self.work = []
+    if len(rest):
+        work.append(all_gather_single(rests.view(-1), rest, async_op=async_op))
+    gathered = []
+    for level in world.levels if divided else ():
+        rows = rows_for(received, level)
+        work.append(dist.all_to_all_single(rows, rows_for(part, level), group=level.group, async_op=async_op))
+        yield
+        wait()
+        part, received = sum_pairwise(rows), rows[-1]  # as in reduce_scatter_pairwise
+        gathered.append((rows_for(own_chunk, level), level))
+        own_chunk = gathered[-1][0][level.rank]
+    torch.div(part, divisor, out=own_chunk)
+    for chunks, level in reversed(gathered):
+        wait()
+        work += all_gather_in_place(chunks, level, async_op)
+        yield
+    wait()
+    if len(rest):
+        torch.div(sum_pairwise(rests), divisor, out=rest)

@@ -77,13 +77,9 @@ class Training(TrainingState):
     wrapped: nn.Module
 
 
-def new_state(
-    layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32, hook: str = "no"
-) -> Training:
+def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32) -> Training:
     torch.manual_seed(seed)
     settings = Settings(strategy=layout[0], ddp_find_unused_parameters=True, precision="fp16")  # with a loss scale
-    if hook != "no":  # power_sgd allows neither of these two
-        settings = Settings(strategy=layout[0], ddp_comm_hook=hook)
     strategy = select_strategy(settings, batch_plan(layout[1]), world)
     model = Model().to(dtype)
     for buffer in (model.mean, model.temporary):
@@ -338,26 +334,6 @@ def test_each_value_is_in_the_file_of_one_rank_and_every_file_is_written(tmp_pat
         owners = [[rank for rank in range(size) if elements[f"exp_avg.{name}"][rank]] for name in reference["step"]]
         assert {len(ranks) for ranks in owners} == {1}
         assert len({ranks[0] for ranks in owners}) > 1, "one rank holds the optimizer state of all parameters"
-
-
-def test_each_rank_gets_its_own_errors_of_power_sgd_back(tmp_path):
-    def own(rank: int) -> dict[str, torch.Tensor]:
-        errors = {name: torch.full((n,), float(rank)) for name, n in (("error", 5), ("p", 0), ("q", 2))}
-        return {"steps": torch.tensor(17)} | errors
-
-    for rank in (1, 0):
-        with process_group_of(rank, 2) as world:
-            training = new_state((f"zero{rank}" if rank else "ddp", 2), world, 0, hook="power_sgd")
-            training.strategy.power_sgd.load_state_dict(own(rank))
-            training.save(tmp_path)
-    write_manifest(tmp_path)
-    for rank in range(2):
-        with process_group_of(rank, 2) as world:
-            training = new_state(("ddp", 2), world, 1, hook="power_sgd")
-            training.load(tmp_path)
-            found = training.strategy.power_sgd.state_dict()
-            assert found.keys() == own(rank).keys()
-            assert all(torch.equal(found[name], value) for name, value in own(rank).items())
 
 
 @pytest.mark.parametrize("layout", [("ddp", 1), ("zero3", 3)])

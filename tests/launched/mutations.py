@@ -137,13 +137,13 @@ def large_loss_scale(world: World) -> Iterator[None]:
 @contextmanager
 def exchange_that_does_not_wait(world: World) -> Iterator[None]:
     """On GPUs, the stream on which gradients are exchanged does not wait for the backward pass."""
-    exchange_on = FixedOrderAllReduce._exchange_on
+    exchange = FixedOrderAllReduce.exchange
 
-    def exchange_at_once(self: FixedOrderAllReduce, stream: Any, *arguments: Any) -> Any:
-        with patch.object(type(stream), "wait_stream", lambda *_: None):
-            return exchange_on(self, stream, *arguments)
+    def exchange_at_once(self: FixedOrderAllReduce, *arguments: Any, **more: Any) -> Any:
+        with patch.object(type(self.stream), "wait_stream", lambda *_: None):
+            return exchange(self, *arguments, **more)
 
-    with patch.object(FixedOrderAllReduce, "_exchange_on", exchange_at_once):
+    with patch.object(FixedOrderAllReduce, "exchange", exchange_at_once):
         yield
 
 

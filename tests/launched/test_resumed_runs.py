@@ -40,7 +40,6 @@ VARIANTS = {
     # After the last step, the learning rate is not zero, so an additional step would change the weights.
     "constant": [*ANY_RANKS, "--lr_scheduler_type=constant"],
     "overflow": [*ANY_RANKS, "--precision=fp16", "--learning_rate=1e-2"],
-    "power_sgd": [*TWO, "--model=tiny", "--ddp_comm_hook=power_sgd", "--save_steps=1", "--max_steps=8"],
     "evaluated": [*BEST, "--eval_steps=4", "--eval_batch_size=4", "--save_steps=2"],  # step 4 is saved and evaluated
     # Training stops after step 8, although it is not the last one.
     "early": [*ANY_RANKS, "--eval_steps=4", "--early_stopping_patience=1", "--early_stopping_threshold=10", *WEIGHTED],
@@ -114,9 +113,6 @@ SLOW_CELLS = [
     Cell("trainer_run", (2, "zero3"), (4, "ddp"), "step 8"),
     Cell("trainer_run", (2, "ddp"), (4, "zero1"), "step 8"),
     Cell("ddp_loop", (3, "ddp"), (3, "ddp"), "step 8", "three"),
-    # Before and after the first compressed step. DDP forms other buckets in the first step of a process, and here in
-    # the later ones, too.
-    *(Cell("ddp_loop", PLAIN, (2, "zero1"), f"step {n}", "power_sgd", ("--ddp_bucket_cap_mb=1",)) for n in (1, 5)),
     Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
     Cell("ddp_loop", (1, "ddp"), (2, "zero1"), "step 4", "early"),
     *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
