@@ -18,7 +18,7 @@ FLAGS_OF_RUNS = (
     *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "resume_from_checkpoint"),
     *("load_best_model_at_end", "metric_for_best_model"),
     *("early_stopping_patience", "early_stopping_threshold", "class_weights", "label_smoothing_factor"),
-    *("output_dir", "logging_steps", "profile", "measure_peak_flops", "report_to", "project", "run_name"),
+    *("output_dir", "logging_steps", "profile", "report_to", "project", "run_name"),
     *("validation_file", "test_file", "dataset_name", "on_duplicates_between_parts"),
 )
 

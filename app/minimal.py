@@ -20,9 +20,9 @@ from transformers import DataCollatorWithPadding
 
 from .cli import OneLineParser
 from .flags import add_minimal_flags
+from .model.built_in import embeddings_of
 from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
-from .model.tiny import embeddings_of
 from .program import run_rank
 from .runs.hashes import hash_weights
 from .settings import Settings

@@ -289,6 +289,3 @@ class OutputSettings:
     profile: Annotated[
         Profiled, "training steps to profile, after the first four: writes a trace and where the time goes; 0: none"
     ] = 0
-    measure_peak_flops: Annotated[
-        bool, "measure the matrix multiplication speed of each device before training, to report MFU relative to it"
-    ] = False

@@ -26,11 +26,6 @@ def is_intact(path: Path, key: str) -> bool:
         return False
 
 
-def read_intact(path: Path, key: str) -> bytes | None:
-    """Return the content of a file; None if it is missing, damaged, or was written for another key."""
-    return path.read_bytes()[:-DIGEST_BYTES] if is_intact(path, key) else None
-
-
 def write_intact(path: Path, key: str, write: Callable[[Path], object]) -> None:
     """Write a file, which is complete when it receives its name.
 

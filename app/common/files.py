@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,47 +61,32 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """Create a private folder next to a file that is about to be written, and remove it at the end of the block.
-
-    Staging folders of killed processes are removed first. Each running process holds a lock, so its folder is kept.
-
-    Args:
-        path: The file that the caller will move out of the folder.
-
-    Raises:
-        OSError: The parent folder cannot be written.
-    """
-    _remove_stale_staging(path.parent)
-    folder = path.with_name(f".{path.name}.{uuid.uuid4().hex}.staging")
-    lock = folder.with_name(f"{folder.name}.lock")
-    # The lock outlives the folder, so that a folder without a lock cannot exist.
-    descriptor = _create_locked(lock)
+    """Create a private folder next to a file that is about to be written, and remove it at the end of the block."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".staging", dir=path.parent))
     try:
-        folder.mkdir()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
-def _create_locked(lock: Path) -> int:
-    """Create and lock a file with a unique name; return its descriptor."""
-    while True:
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
-        with suppress(OSError):  # without locks on this file system, no process can remove stale folders
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if lock.exists():
-            return descriptor
-        os.close(descriptor)  # another process took the file for a stale one between open and flock
+def cached_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file of the cache unless it is there. Processes that write it at the same time write the same.
 
+    Args:
+        path: its name identifies everything that determines the content.
+        write: writes the content into the file that it is given.
 
-def _remove_stale_staging(parent: Path) -> None:
-    for lock in parent.glob(".*.staging.lock"):
-        with suppress(OSError), lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-            lock.unlink()
+    Raises:
+        UserError: the folder, which is that of `--cache_dir`, cannot be written.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with staging_folder(path) as staging:
+                write(staging / path.name)
+                commit(staging / path.name, path)
+    except OSError as problem:
+        raise UserError(f"--cache_dir {path.parent}: cannot be written: {problem.strerror or problem}") from None
 
 
 def check_exists(path: Path) -> None:

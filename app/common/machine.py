@@ -18,48 +18,12 @@ import torch
 from .cores import usable_cores
 from .paths import CLONE
 
-# Dense peak in FLOP/s: fp16 (tensor cores) and fp32 (CUDA cores; PyTorch does not use TF32 for matrix products by
-# default), by the exact name that the driver reports. From NVIDIA's data sheets, whose tensor core numbers "with
-# sparsity" are twice the dense ones:
-# - "HGX B200" (specification per GPU): 4,500 (with sparsity) and 75
-# - "H100 Tensor Core GPU": SXM 1,979 (with sparsity) and 67 TFLOPS, NVL 1,671 and 60; first edition, PCIe: 1,513 and 51
-# - "H200 Tensor Core GPU": SXM 1,979 and 67, NVL 1,671 and 60
-# - "A100 Tensor Core GPU": every form factor 624 and 19.5
-# - "A10 Tensor Core GPU": 250 (125 dense) and 31.2
-# - "L40S GPU": 733 (362.05 dense) and 91.6
-# - "L4 Tensor Core GPU": 242 and 30.3
-# - "T4 Tensor Core GPU": 65 (dense) and 8.1
-# - "V100 Tensor Core GPU": SXM2 125 (dense) and 15.7, PCIe 112 and 14, V100S PCIe 130 and 16.4
-# - "NVIDIA Ada GPU Architecture" (white paper), GeForce RTX 4090: 165.2 dense with fp32 accumulation, and 82.6
-DATA_SHEETS: dict[str, tuple[float, float]] = {
-    "NVIDIA B200": (2250e12, 75e12),
-    "NVIDIA H200": (989.5e12, 67e12),
-    "NVIDIA H200 NVL": (835.5e12, 60e12),
-    "NVIDIA H100 80GB HBM3": (989.5e12, 67e12),  # SXM
-    "NVIDIA H100 NVL": (835.5e12, 60e12),
-    "NVIDIA H100 PCIe": (756.5e12, 51e12),
-    "NVIDIA A100-SXM4-40GB": (312e12, 19.5e12),
-    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
-    "NVIDIA A100-PCIE-40GB": (312e12, 19.5e12),
-    "NVIDIA A100 80GB PCIe": (312e12, 19.5e12),
-    "NVIDIA A10": (125e12, 31.2e12),
-    "NVIDIA L40S": (362.05e12, 91.6e12),
-    "NVIDIA L4": (121e12, 30.3e12),
-    "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
-    "Tesla T4": (65e12, 8.1e12),
-    "Tesla V100-SXM2-16GB": (125e12, 15.7e12),
-    "Tesla V100-SXM2-32GB": (125e12, 15.7e12),
-    "Tesla V100-PCIE-16GB": (112e12, 14e12),
-    "Tesla V100-PCIE-32GB": (112e12, 14e12),
-    "Tesla V100S-PCIE-32GB": (130e12, 16.4e12),
-}
 # Environment variables with which a user makes libraries compute with other instructions, and round differently.
 # NVIDIA's containers set the last two.
 KERNELS_FROM_ENVIRONMENT = (
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
 )
-WITHOUT_BF16 = "Tesla"  # how the names of these older GPUs begin
 UNSET = "unset"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_PRODUCT = 8192  # rows and columns
@@ -73,29 +37,12 @@ def unusable_accelerator() -> str | None:
     if torch.cuda.is_available():
         return None
     # device_count() asks the driver by NVML, which also works with a driver that is too old for this PyTorch.
-    if gpus := torch.cuda.device_count():
-        return (
-            f"this machine has {gpus} GPU(s) that PyTorch {torch.__version__} cannot use: update their driver, install "
-            "a PyTorch for the driver's version of CUDA, or add --use_cpu"
-        )
+    if torch.cuda.device_count():
+        return f"PyTorch {torch.__version__} cannot use this machine's GPUs: update their driver, or add --use_cpu"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and accelerator.type != "mps":
-        return (
-            f"{accelerator.type.upper()} devices are not supported, only CUDA GPUs: add --use_cpu to train on the CPU"
-        )
+        return f"{accelerator.type.upper()} devices are not supported, only CUDA GPUs: add --use_cpu"
     return None
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak of a device in FLOP/s, or None if the device or precision is not listed."""
-    # Only exact names match: parts of names would give a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") or a slower
-    # variant (H20, H800, GH200) the peak of another device.
-    if device_name not in DATA_SHEETS:
-        return None
-    fp16, fp32 = DATA_SHEETS[device_name]
-    bf16 = None if device_name.startswith(WITHOUT_BF16) else fp16  # tensor cores are as fast in bf16 as in fp16
-    tf32 = bf16 and bf16 / 2  # on all GPUs of this list that have it
-    return {"bf16": bf16, "fp16": fp16, "fp32": fp32, "tf32": tf32}.get(precision)
 
 
 @torch.no_grad()

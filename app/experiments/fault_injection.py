@@ -116,8 +116,7 @@ def write_untrained(name: str, texts: Any, folder: Path) -> str:
         return TINY_BERT
     from transformers import BartConfig, GPT2Config, PretrainedConfig
 
-    from ..model.tiny import VOCABULARY_SIZES
-    from ..model.tokenizer import learn_tokenizer
+    from ..model.built_in import VOCABULARY_SIZES, learn_tokenizer
 
     tokenizer = learn_tokenizer(texts, VOCABULARY_SIZES[TINY_BERT])
     ids: dict[str, Any] = {

@@ -27,13 +27,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ..common.errors import UserError, raised_by_model
 from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
+from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
 from .hub import fetch, first_line, model_error
 from .identity import describe_config
 from .inputs import match_inputs
 from .precision import training_dtype
-from .tiny import VOCABULARY_SIZES, built_in_config, initialize
-from .tokenizer import cached_tokenizer, learn_tokenizer
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
@@ -72,10 +71,7 @@ def load_tokenizer(
         cache_dir: Keeps what is learned, for later calls with the same rows.
     """
     if settings.model in BUILT_IN:
-        size = VOCABULARY_SIZES[settings.model]
-        if cache_dir is None:
-            return learn_tokenizer(train_texts, size)
-        return cached_tokenizer(train_texts, size, cache_dir)
+        return learn_tokenizer(train_texts, VOCABULARY_SIZES[settings.model], cache_dir)
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim.adam import adam
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 USED_AT_MOST = 0.9  # of all tokens; with more, trimming the matrix would save very little
@@ -26,21 +25,13 @@ _ATTRIBUTE = "trimmed_vocabulary"
 
 @dataclass
 class TrimmedVocabulary:
-    """The rows of an embedding matrix: those that are trained, and those that are not.
+    """The rows of an embedding matrix: those that are trained, and those that are not."""
 
-    Attributes:
-        names: the parameter's names in the model's state dict; several if it is tied.
-        used: the token ids of the rows that the model has, int64, sorted.
-        unused: all other token ids, int64, sorted.
-        width: the number of elements of a row.
-        rows: the rows of the unused ids, (len(unused), width), on the CPU; None on all ranks except 0.
-    """
-
-    names: tuple[str, ...]
-    used: torch.Tensor
-    unused: torch.Tensor
-    width: int
-    rows: torch.Tensor | None = None
+    names: tuple[str, ...]  # of the parameter in the model's state dict; several if it is tied
+    used: torch.Tensor  # the token ids of the rows that the model has, int64, sorted
+    unused: torch.Tensor  # all other token ids, int64, sorted
+    width: int  # elements of a row
+    rows: torch.Tensor | None = None  # those of the unused ids, (len(unused), width), on the CPU of rank 0
 
     @property
     def n_untrained(self) -> int:
@@ -57,46 +48,26 @@ class TrimmedVocabulary:
         """Apply the weight decay of some optimizer steps, rounded as fused AdamW does on a CPU."""
         if self.rows is None or weight_decay == 0:
             return
-        factors = [decay_factor(learning_rate, weight_decay, self.rows.dtype) for learning_rate in learning_rates]
+        factors = decay_factors(learning_rates, weight_decay, self.rows.dtype)
         for block in self.rows.view(-1).split(BLOCK):
             for factor in factors:
                 block.mul_(factor)
 
-    def join(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the complete matrix, in the order of the token ids, given the rows that are trained. On rank 0."""
-        assert self.rows is not None
-        complete = weight.new_empty(len(self.used) + len(self.unused), *weight.shape[1:])
-        complete[self.used] = weight
-        complete[self.unused] = self.rows.to(weight)
-        return complete
 
+def decay_factors(learning_rates: Iterable[float], weight_decay: float, dtype: torch.dtype) -> list[float]:
+    """Return the factors by which AdamW multiplies an element whose gradient and moments are 0, step by step.
 
-def decay_factor(learning_rate: float, weight_decay: float, dtype: torch.dtype) -> float:
-    """Return the factor by which AdamW multiplies an element whose gradient and moments are 0.
-
-    It is about 1 - learning_rate * weight_decay, but compilers may round this expression once or twice. So AdamW itself
-    computes it, from elements that are 1.
+    They are about 1 - learning_rate * weight_decay, but compilers may round this expression once or twice. So AdamW
+    itself computes them, from elements that are 1.
     """
-    elements = torch.ones(16, dtype=dtype)  # as many as fill a vector register
-    gradient, average, square = torch.zeros(3, 16, dtype=dtype)
-    adam(
-        [elements],
-        [gradient],
-        [average],
-        [square],
-        [],
-        [torch.zeros(())],
-        fused=True,
-        decoupled_weight_decay=True,
-        amsgrad=False,
-        beta1=0.9,
-        beta2=0.999,
-        lr=learning_rate,
-        weight_decay=weight_decay,
-        eps=1e-8,
-        maximize=False,
-    )
-    return float(elements[0])
+    ones = torch.nn.Parameter(torch.ones(16, dtype=dtype))  # as many as fill a vector register
+    ones.grad = torch.zeros_like(ones)
+    optimizer, factors = torch.optim.AdamW([ones], weight_decay=weight_decay, fused=True), []
+    for optimizer.param_groups[0]["lr"] in learning_rates:
+        optimizer.step()
+        factors.append(ones[0].item())
+        ones.data.fill_(1)
+    return factors
 
 
 def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:
@@ -205,4 +176,9 @@ def complete_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) ->
     vocabulary = trimmed_vocabulary(model)
     if vocabulary is None:
         return dict(state)
-    return dict(state) | dict.fromkeys(vocabulary.names, vocabulary.join(state[vocabulary.names[0]]))
+    assert vocabulary.rows is not None
+    trained = state[vocabulary.names[0]]
+    complete = trained.new_empty(len(vocabulary.used) + len(vocabulary.unused), vocabulary.width)
+    complete[vocabulary.used] = trained
+    complete[vocabulary.unused] = vocabulary.rows.to(trained)
+    return dict(state) | dict.fromkeys(vocabulary.names, complete)

@@ -73,7 +73,7 @@ def write_results(
     return results_hash
 
 
-def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], *, mfu: float | None) -> dict[str, Any]:
+def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int]) -> dict[str, Any]:
     """Return the content of metrics.json, except for the hash. `peak_memory` is that of each rank, in bytes."""
     metrics = asdict(scores)
     metrics["n_test"] = metrics.pop("n")
@@ -82,7 +82,6 @@ def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int], 
         "train_examples_per_second": totals.examples_per_second,
         "train_tokens_per_second": totals.tokens / totals.train_seconds,
         "padding_fraction": 1 - totals.tokens / totals.padded_tokens,
-        "mfu": mfu,
         "skipped_steps": totals.skipped,
         "peak_memory_bytes": list(peak_memory),
     }

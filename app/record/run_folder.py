@@ -19,7 +19,7 @@ from ..checkpoint.manager import latest_first, remove, step_of
 from ..checkpoint.resume import Resume
 from ..common.errors import AgreedError, UserError
 from ..common.files import commit, write_json, write_text
-from ..common.machine import Arithmetic, device_name, git_commit, kernels, peak_flops
+from ..common.machine import Arithmetic, device_name, git_commit, kernels
 from ..data.reviews import ReviewTable
 from ..data.split import Split
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
@@ -57,25 +57,17 @@ class RunInfo:
     world: World
     model: ModelIdentity
     devices: Sequence[str] = ()  # the name of each rank's device
-    peak_flops: float | None = None  # of all ranks' devices together, in FLOP/s; None if it is unknown
     arithmetic: Arithmetic = field(default_factory=dict)  # as returned by `gather_arithmetic`
 
 
-def open_run(info: RunInfo, resume: Resume, *, measured_peak_flops: float | None = None) -> RunFolder:
+def open_run(info: RunInfo, resume: Resume) -> RunFolder:
     """Claim the run's folder for this job. Collective. Nothing in an existing folder changes before it is reset.
-
-    Args:
-        measured_peak_flops: the peak of this rank's device in FLOP/s; None: the one in the manufacturer's data sheet.
 
     Raises:
         AgreedError: the folder cannot be created or written, another job uses it, or not all ranks see it.
     """
     settings, world = info.settings, info.world
-    name = device_name(world.device)
-    peak = measured_peak_flops or peak_flops(
-        name, "tf32" if settings.tf32 and settings.precision == "fp32" else settings.precision
-    )
-    devices, peaks = zip(*all_gather_object((name, peak), world), strict=True)  # ranks may differ
+    devices = all_gather_object(device_name(world.device), world)  # ranks may differ
     path, lock = resume.folder, resume.lock
     with raise_on_all_ranks(world):
         if world.is_main_process and path is None:
@@ -87,7 +79,6 @@ def open_run(info: RunInfo, resume: Resume, *, measured_peak_flops: float | None
     info = replace(
         info,
         devices=devices,
-        peak_flops=None if None in peaks else sum(peaks),
         arithmetic=gather_arithmetic(world),
     )
     return RunFolder(path, info, resume, lock=lock)

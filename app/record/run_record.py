@@ -35,7 +35,7 @@ from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, METRICS, MODEL_FOLDER,
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import Best, BestWeights, remove_unused_best
-from .results import metrics_content, mfu, stage_model, write_results
+from .results import metrics_content, stage_model, write_results
 from .run_folder import RunFolder, run_state_content
 from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
 from .trackers import Trackers
@@ -133,8 +133,7 @@ class RunRecord:
             return
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
-        totals, used = self.steps.totals, mfu(model, self.steps.totals, self.info.peak_flops)
-        metrics = metrics_content(scores, totals, peak_memory, mfu=used)
+        metrics = metrics_content(scores, self.steps.totals, peak_memory)
         self.results_hash = write_results(
             self.folder,
             self.info,

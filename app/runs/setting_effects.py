@@ -38,7 +38,7 @@ WITHOUT_EFFECT = (
 # They do not describe the training at all: names of folders, and settings of output and measurements.
 OUTPUT = (
     *("output_dir", "cache_dir", "resume_from_checkpoint", "logging_steps", "disable_tqdm"),
-    *("dry_run", "profile", "measure_peak_flops", "report_to", "project", "run_name"),
+    *("dry_run", "profile", "report_to", "project", "run_name"),
 )
 # Settings of earlier versions, which their files contain: `bf16` is true if `precision`, beside it, is "bf16".
 FORMER = ("bf16",)

@@ -36,10 +36,10 @@ from ..distributed.collectives import (
     raise_on_all_ranks,
 )
 from ..distributed.world import World
+from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
 from ..model.load import Classifier, load_classifier, load_tokenizer
-from ..model.tiny import embeddings_of
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy

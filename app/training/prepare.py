@@ -12,11 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
 from ..common.errors import UserError
-from ..common.machine import measure_peak_flops
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
 from ..data.split import describe_duplicates
-from ..distributed.collectives import all_gather_object, barrier, local_main_process_first, raise_on_all_ranks
+from ..distributed.collectives import all_gather_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
@@ -111,10 +110,6 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
-    peak = None
-    if settings.measure_peak_flops:
-        barrier(world)  # so that all ranks measure at the same time, as they train
-        peak = measure_peak_flops(world.device, settings.precision)
     info = RunInfo(
         path_name=path_name,
         settings=settings,
@@ -125,7 +120,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         model=identity,
     )
     rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
-    run_folder = open_run(info, resume, measured_peak_flops=peak)
+    run_folder = open_run(info, resume)
     record = RunRecord(run_folder, rows_of_step, trimmed_vocabulary(classifier.model))
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set

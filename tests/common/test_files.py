@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.jobs import PROJECT
 
 from app.common import files
 from app.common.files import commit, staging_folder, write_text
@@ -73,48 +69,3 @@ def test_a_staging_folder_is_removed_even_after_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail_halfway()
     assert list(tmp_path.iterdir()) == []
-
-
-WRITE_UNTIL_KILLED = """
-import pathlib, sys
-from app.common.files import staging_folder
-with staging_folder(pathlib.Path(sys.argv[1])) as folder:
-    (folder / "partial").write_text("partial")
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_staging_folder_of_a_killed_process_is_removed_but_not_that_of_a_running_one(tmp_path):
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "tokens.arrow")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(command, cwd=PROJECT, text=True, **pipes)
-
-    with start() as killed, start() as running:
-        left, kept = Path(killed.stdout.readline().strip()), Path(running.stdout.readline().strip())
-        killed.send_signal(signal.SIGKILL)
-        killed.wait(30)
-        assert (left / "partial").exists()
-        with staging_folder(tmp_path / "other.arrow") as own:
-            assert not left.exists()
-            assert {path for path in tmp_path.iterdir() if path.is_dir()} == {kept, own}
-        running.communicate(timeout=30)
-        assert running.returncode == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_that_another_process_takes_for_stale_is_created_again(tmp_path, monkeypatch):
-    removed = []
-    flock = files.fcntl.flock
-
-    def remove_first_lock(descriptor: int, operation: int) -> None:
-        if not removed:  # between open and flock
-            removed.extend(tmp_path.glob("*.lock"))
-            removed[0].unlink()
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(files.fcntl, "flock", remove_first_lock)
-    with staging_folder(tmp_path / "tokens.arrow") as folder:
-        assert removed == list(tmp_path.glob("*.lock")), "the lock exists again, under the same name"
-        assert folder.is_dir()

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from app.data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
 from app.data.sampler import FullBatchSampler
-from app.model.tokenizer import learn_tokenizer
+from app.model.built_in import learn_tokenizer
 from app.settings import Settings
 from app.training.build import select_strategy
 

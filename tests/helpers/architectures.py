@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 
-from app.model.tokenizer import learn_tokenizer
+from app.model.built_in import learn_tokenizer
 
 
 class BatchNormBertConfig(BertConfig):

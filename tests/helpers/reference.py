@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from app.data.reviews import read_reviews
 from app.data.split import split_reviews
+from app.model.built_in import embeddings_of
 from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer
-from app.model.tiny import embeddings_of
 from app.settings import Settings
 
 

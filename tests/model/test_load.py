@@ -31,9 +31,9 @@ from transformers.trainer_utils import align_special_tokens
 
 from app.common.errors import UserError
 from app.data.loaders import Collator
+from app.model.built_in import learn_tokenizer
 from app.model.hub import resolve_commit
 from app.model.load import align_with_trainer, load_classifier, load_tokenizer, override_dropout
-from app.model.tokenizer import learn_tokenizer
 from app.settings import Settings
 
 TEXTS = ["房间很干净，服务很好。", "早餐太差，再也不来。"] * 20

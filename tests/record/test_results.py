@@ -25,12 +25,11 @@ from transformers import (
 )
 
 from app.common import files
+from app.model.built_in import learn_tokenizer
 from app.model.load import load_classifier, load_tokenizer
-from app.model.tokenizer import learn_tokenizer
 from app.record import predictions, steps
 from app.record.predictions import write_predictions
-from app.record.results import mfu, stage_model
-from app.record.steps import Totals
+from app.record.results import stage_model
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
 from app.runs.schema import (
@@ -194,11 +193,3 @@ def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
     with pytest.raises(FileNotFoundError):
         record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
     assert not record.folder.exists()
-
-
-def test_the_flops_utilization_counts_neither_padding_nor_embeddings():
-    model, totals = bert(), Totals(train_seconds=2.0, examples=8, tokens=100, padded_tokens=1000)
-    embeddings = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
-    parameters = sum(parameter.numel() for parameter in model.parameters()) - embeddings
-    assert mfu(model, totals, 1e6) == 6.0 * parameters * 100 / 2.0 / 1e6
-    assert mfu(model, totals, None) is None

@@ -6,7 +6,6 @@ import pytest
 
 from app.checkpoint.manager import commit_checkpoint, problem_of
 from app.common.errors import UserError
-from app.common.machine import DATA_SHEETS
 from app.distributed.collectives import all_gather_object
 from app.record import run_folder as folder_module
 from app.record.run_folder import copy_best
@@ -34,33 +33,6 @@ def test_the_best_weights_need_a_shared_folder_too(new_record, monkeypatch):
     new_record(save_strategy="no")
     with pytest.raises(pytest.fail.Exception, match="checked"):
         new_record(save_strategy="no", output_dir=None, load_best_model_at_end=True, validation_size=0.2)
-
-
-def test_the_peak_is_the_sum_over_the_devices_or_unknown(new_record, monkeypatch, tmp_path):
-    def peak_of(*names: str, **options) -> float | None:
-        def gather(value, world):
-            if not isinstance(value, tuple):
-                return [1]
-            return [(name, folder_module.peak_flops(name, "fp32")) for name in names]
-
-        monkeypatch.setattr(folder_module, "all_gather_object", gather)
-        monkeypatch.chdir(tmp_path)
-        record, _ = new_record(save_strategy="no", output_dir=None)
-        assert list(record.info.devices) == list(names)
-        return record.info.peak_flops
-
-    known = list(DATA_SHEETS)[:2]
-    assert peak_of(*known) == sum(DATA_SHEETS[name][1] for name in known)
-    assert peak_of(known[0], "Some Other GPU") is None
-
-
-def test_a_measured_peak_replaces_the_data_sheet(new_record, tmp_path):
-    record, _ = new_record()
-    info = record.info
-    info.settings.output_dir = str(tmp_path / "measured")
-    measured = folder_module.open_run(info, record.resume, measured_peak_flops=2e11)
-    assert measured.info.peak_flops == 2e11
-    assert info.peak_flops is None, "there is no data sheet for this CPU"
 
 
 def test_best_weights_of_another_run_are_copied_and_remain_valid(tmp_path):

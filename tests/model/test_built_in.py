@@ -1,0 +1,249 @@
+"""The built-in models, their tokenizer, and the embeddings that are learned from the neighbors of tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
+
+from app.common.errors import UserError
+from app.data.reviews import read_reviews
+from app.data.split import split_reviews
+from app.model import built_in
+from app.model.built_in import (
+    MAX_TOKEN_LENGTH,
+    OFFSETS,
+    SMOOTHING,
+    SPECIAL_TOKENS,
+    STANDARD_DEVIATION,
+    WINDOW,
+    count_neighbors,
+    embeddings_of,
+    learn_embeddings,
+    learn_tokenizer,
+    positive_information,
+)
+from app.model.load import load_classifier, load_tokenizer
+from app.settings import Settings
+
+TEXTS = ["房间很干净，服务很好。Room 301 OK", "房间不干净，服务很差。"] * 20
+SIZE = 4_000
+VOCABULARY = 12
+ROWS = st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=15), max_size=6)
+
+
+def test_equal_texts_give_identical_tokenizers(hotel_csv):
+    table = read_reviews(hotel_csv)
+    texts = table.texts.iloc[split_reviews(table, test_size=0.1, validation_size=0.0, seed=42).train]
+    first, second = (learn_tokenizer(texts, SIZE).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+
+
+def test_the_real_reviews_fill_the_vocabulary(real_csv):
+    assert len(learn_tokenizer(read_reviews(real_csv).texts, 8_000)) == 8_000
+
+
+def test_tokens_are_short_and_texts_get_special_tokens():
+    tokenizer = learn_tokenizer(TEXTS, SIZE)
+    tokens = set(tokenizer.get_vocab()) - set(SPECIAL_TOKENS.values())
+    assert max(map(len, tokens)) <= MAX_TOKEN_LENGTH
+    ids = tokenizer("房间很好")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:1] + tokenizer.convert_ids_to_tokens(ids)[-1:] == ["[CLS]", "[SEP]"]
+    assert tokenizer.unk_token_id in tokenizer("鑫")["input_ids"]
+    assert tokenizer("ＯＫ room")["input_ids"] == tokenizer("ok ROOM")["input_ids"], "NFKC and lower case"
+
+
+@given(ROWS)
+def test_neighbors_are_counted_within_a_text_only(rows):
+    counts = Counter()
+    for row in rows:
+        for i, token in enumerate(row):
+            for j in range(max(0, i - WINDOW), min(len(row), i + WINDOW + 1)):
+                counts[token, row[j]] += i != j
+    found = count_neighbors(rows, VOCABULARY).toarray()
+    assert found.tolist() == [[counts[a, b] for b in range(VOCABULARY)] for a in range(VOCABULARY)]
+
+
+@given(ROWS)
+def test_information_is_that_of_the_definition(rows):
+    counts = count_neighbors(rows, VOCABULARY)
+    dense = counts.toarray()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_neighbors = dense.sum(axis=0) ** SMOOTHING
+        expected = np.log((dense / dense.sum(axis=1, keepdims=True)) / (of_neighbors / of_neighbors.sum()))
+    expected = np.where(dense > 0, np.maximum(expected, 0), 0)
+    np.testing.assert_allclose(positive_information(counts).toarray(), expected, rtol=1e-9, atol=1e-12)
+
+
+@given(ROWS, st.integers(1, 20))
+def test_embeddings_have_the_size_of_the_model_and_are_zero_without_neighbors(rows, size):
+    embeddings = learn_embeddings(rows, VOCABULARY, size)
+    assert embeddings.shape == (VOCABULARY, size)
+    assert embeddings.dtype == np.float32
+    assert np.isfinite(embeddings).all()
+    if embeddings.any():
+        assert embeddings.std() == pytest.approx(STANDARD_DEVIATION, rel=1e-5)
+    with_neighbors = {token for row in rows if len(row) > 1 for token in row}
+    assert not embeddings[[token for token in range(VOCABULARY) if token not in with_neighbors]].any()
+
+
+def test_tokens_with_the_same_neighbors_get_similar_embeddings():
+    rows = [[verb, 2, noun] for verb in (0, 1) for noun in (3, 4)] * 5 + [[5, 6, 7]] * 20
+    embeddings = learn_embeddings(rows, 8, 4)
+    normalized = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    similarity = normalized @ normalized.T
+    assert similarity[0, 1] > 0.99 > 0.1 > abs(similarity[0, 5])
+
+
+@pytest.fixture(scope="module")
+def random_rows() -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [(generator.zipf(1.3, 60) % 700).tolist() for _ in range(300)]
+
+
+def test_the_number_of_threads_does_not_matter(random_rows):
+    with threadpool_limits(limits=1):
+        one = learn_embeddings(random_rows, 700, 128)
+    with threadpool_limits(limits=2):
+        two = learn_embeddings(random_rows, 700, 128)
+    assert one.tobytes() == two.tobytes()
+
+
+def build(texts=TEXTS, **settings):
+    settings = Settings(**settings)
+    tokenizer = load_tokenizer(settings, texts)
+    embeddings = embeddings_of(settings.model, tokenizer, texts)
+    return load_classifier(settings, ["0", "1"], tokenizer, embeddings=embeddings).model.eval(), tokenizer, embeddings
+
+
+def test_each_attention_head_looks_at_one_of_the_next_tokens():
+    model, tokenizer, _ = build()
+    ids = torch.tensor([tokenizer(TEXTS[0] * 4)["input_ids"]])
+    (weights,) = model(ids, output_attentions=True).attentions  # (rows, heads, tokens, tokens)
+    positions = torch.arange(2, ids.shape[1] - 2)
+    for head, offset in enumerate(OFFSETS):
+        at_offset = weights[0, head, positions, positions + offset]
+        assert at_offset.min() > 0.9
+
+
+def test_embeddings_are_learned_for_tokens_that_occur_and_random_for_others():
+    model, tokenizer, learned = build()
+    weight = model.get_input_embeddings().weight.detach()
+    occurs = torch.from_numpy(learned).any(dim=1)
+    assert torch.equal(weight[occurs], torch.from_numpy(learned)[occurs])
+    assert not occurs[tokenizer.mask_token_id]
+    assert weight[tokenizer.mask_token_id].any()
+    other, _, _ = build(seed=1)
+    of_other = other.get_input_embeddings().weight.detach()
+    assert torch.equal(weight[occurs], of_other[occurs]), "they do not depend on the seed"
+    assert not torch.equal(weight[tokenizer.mask_token_id], of_other[tokenizer.mask_token_id])
+
+
+@pytest.mark.parametrize(
+    ("model", "max_length", "epochs", "n_parameters"), [("tiny", 256, 6, 700_000), ("tiny-bert", 128, 3, 1_500_000)]
+)
+def test_a_built_in_model_has_defaults_of_its_own(model, max_length, epochs, n_parameters, real_csv):
+    settings = Settings(model=model)
+    assert (settings.max_length, settings.num_train_epochs) == (max_length, epochs)
+    assert Settings(model=model, max_length=64).max_length == 64
+    built, _, _ = build(read_reviews(real_csv).texts, model=model)
+    assert built.num_parameters() == pytest.approx(n_parameters, rel=0.1)
+
+
+def test_other_models_have_the_defaults_of_fine_tuning():
+    settings = Settings(model="bert-base-chinese")
+    assert (settings.max_length, settings.num_train_epochs) == (128, 3)
+
+
+def test_only_tiny_learns_embeddings():
+    settings = Settings(model="tiny-bert")
+    assert embeddings_of("tiny-bert", load_tokenizer(settings, TEXTS), TEXTS) is None
+
+
+def test_padding_is_no_problem_in_fp64():
+    model, tokenizer, _ = build(precision="fp64")
+    batch = tokenizer(["好", TEXTS[0] * 9], padding=True, return_tensors="pt")
+    loss = model.train()(**batch, labels=torch.tensor([0, 1])).loss
+    loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    with pytest.raises(UserError, match="--attn_implementation eager: ModernBERT cannot train with it in fp64"):
+        build(precision="fp64", attn_implementation="eager")
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def learned(monkeypatch) -> list[str]:
+    """What is learned, rather than read from the cache."""
+    calls = []
+    for name in ("train_bpe", "learn_embeddings"):
+        learn = getattr(built_in, name)
+        monkeypatch.setattr(built_in, name, lambda *given, name=name, learn=learn: calls.append(name) or learn(*given))
+    return calls
+
+
+def learn(texts, cache_dir, size=SIZE):
+    tokenizer = learn_tokenizer(texts, size, cache_dir)
+    return tokenizer, embeddings_of("tiny", tokenizer, texts, cache_dir=cache_dir)
+
+
+def test_a_vocabulary_and_embeddings_are_learned_once_for_equal_texts(learned, tmp_path):
+    (tokenizer, embeddings), (cached, cached_embeddings) = (learn(TEXTS, tmp_path / "new" / "cache") for _ in range(2))
+    assert learned == ["train_bpe", "learn_embeddings"]
+    expected = learn_tokenizer(TEXTS, SIZE)
+    for found in (tokenizer, cached):
+        assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+        assert found.init_kwargs == expected.init_kwargs
+        assert found(TEXTS[0]) == expected(TEXTS[0])
+    assert embeddings.tobytes() == cached_embeddings.tobytes() == embeddings_of("tiny", expected, TEXTS).tobytes()
+    assert len(list((tmp_path / "new" / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize("others", [TEXTS[:-1], TEXTS[::-1], ["".join(TEXTS[:2]), *TEXTS[2:]]])
+def test_they_are_learned_again_from_other_texts(learned, tmp_path, others):
+    for texts in (TEXTS, others, TEXTS, others):
+        learn(texts, tmp_path)
+    assert learned == ["train_bpe", "learn_embeddings"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("FILE_VERSION", ["train_bpe", "learn_embeddings"]),
+        ("MAX_TOKEN_LENGTH", ["train_bpe"]),
+        ("WINDOW", ["learn_embeddings"]),
+    ],
+)
+def test_they_are_learned_again_by_another_recipe(learned, tmp_path, monkeypatch, name, again):
+    learn(TEXTS, tmp_path)
+    learned.clear()
+    monkeypatch.setattr(built_in, name, getattr(built_in, name) + 1)
+    learn(TEXTS, tmp_path)
+    assert [one for one in learned if one in again] == again
+
+
+def test_two_processes_may_learn_the_same_vocabulary_at_once(tmp_path, monkeypatch):
+    train, others = built_in.train_bpe, []
+
+    def let_another_process_finish_first(texts, size):
+        if not others:
+            others.append(None)
+            others[0] = learn_tokenizer(texts, SIZE, tmp_path)
+        return train(texts, size)
+
+    monkeypatch.setattr(built_in, "train_bpe", let_another_process_finish_first)
+    own = learn_tokenizer(TEXTS, SIZE, tmp_path)
+    assert own.backend_tokenizer.to_str() == others[0].backend_tokenizer.to_str()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^--cache_dir .*file: cannot be written: (File exists|Not a directory)$"):
+        load_tokenizer(Settings(), TEXTS, cache_dir=tmp_path / "file")
