@@ -53,7 +53,7 @@ def main() -> int:
     options, settings = parse()
     if options.ablate:
         # Imported late: comparing two finished runs needs none of it.
-        from .experiments.ablation.page import run_ablation
+        from .experiments.ablation import run_ablation
 
         return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
     if options.runs and options.assert_equal and settings.output_dir is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +46,6 @@ from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy, Zero1Strategy
 from ..strategies.fsdp import FullyShardStrategy
 from .check_rows import check_rows
-
-SplitFunction = Callable[..., Split]  # with the parameters of split_reviews
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class ReviewData:
 
 
 def read_and_split(
-    settings: Settings, world_size: int, split_rows: SplitFunction = split_reviews, *, cache_dir: Path | None = None
+    settings: Settings, world_size: int, *, cache_dir: Path | None = None
 ) -> tuple[ReviewTable, Split, BatchPlan]:
     """Read the reviews, split them, and divide the training rows into batches.
 
@@ -137,7 +135,7 @@ def read_and_split(
         label_names=settings.label_names,
         cache_dir=cache_dir,
     )
-    split = split_rows(
+    split = split_reviews(
         table,
         test_size=settings.test_size,
         validation_size=settings.validation_size,
@@ -147,7 +145,7 @@ def read_and_split(
     return table, split, plan_batches(settings, len(split.train), world_size)
 
 
-def build_data(settings: Settings, world: World, split_rows: SplitFunction = split_reviews) -> ReviewData:
+def build_data(settings: Settings, world: World) -> ReviewData:
     """Read, split and tokenize the reviews, with the same result on every rank. Collective.
 
     Raises:
@@ -155,7 +153,7 @@ def build_data(settings: Settings, world: World, split_rows: SplitFunction = spl
     """
     cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):  # it reads the CSV, and the others map what it has written
-        table, split, plan = read_and_split(settings, world.size, split_rows, cache_dir=cache_dir)
+        table, split, plan = read_and_split(settings, world.size, cache_dir=cache_dir)
     check_fingerprints(split.fingerprint, world)
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers.marks import slow_after
@@ -12,154 +13,90 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.common.formats import render_template
 from app.data.sampler import plan_batches
-from app.experiments.ablation.page import Pair, measure_effect, pair_outcomes, run_ablation
-from app.experiments.ablation.rows import build_variant_data, count_rows, repeat_padded_rows, rows_of_steps
-from app.experiments.ablation.training import Outcome, train_variant
-from app.experiments.ablation.variants import BASELINE, Variant, build_changes, name_baseline, variant_settings
+from app.experiments.ablation import Outcome, as_markdown, compare, records, run_ablation, summarize, train_variant
+from app.experiments.variants import (
+    BASELINE,
+    PADDED_RANKS,
+    Variant,
+    build_changes,
+    count_rows,
+    rows_of_steps,
+    variant_settings,
+)
 from app.settings import Settings
+from app.training.build import build_data
 
 
-def fields_that_differ(a, b):
-    return {name for name, value in asdict(a).items() if value != asdict(b)[name]}
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (4, 2)])
 def test_each_variant_changes_one_thing_in_its_baseline_and_each_field_is_changed(ranks, accumulation):
-    changes, left_out = build_changes(ranks, accumulation, 2)
-    assert not left_out
-    differences = [fields_that_differ(change.variant, change.baseline) for change in changes]
+    changes = build_changes(ranks, accumulation)
+    differences = [dict(asdict(change.variant).items() ^ asdict(change.baseline).items()) for change in changes]
     assert all(len(difference) == 1 for difference in differences)
-    assert set.union(*differences) == set(asdict(Variant()))
+    assert {name for difference in differences for name in difference} == set(asdict(Variant()))
     assert len({change.name for change in changes}) == len({change.variant for change in changes}) == len(changes)
 
 
 def test_averaged_parameters_are_compared_with_the_averaged_gradients_of_the_same_optimizer():
-    averaging = [change for change in build_changes(2, 1, 2)[0] if change.variant.averaging_interval]
-    assert [change.variant.averaging_interval for change in averaging] == [1, 10, 1, 10, 1, 10]
+    averaging = [change for change in build_changes(2, 1) if change.variant.averaged == "parameters"]
+    assert len(averaging) == 3
     for change in averaging:
-        assert change.baseline == replace(change.variant, averaging_interval=0)
+        assert change.baseline == replace(change.variant, averaged="gradients")
         # A rank that averages parameters could clip only its own gradients.
         assert variant_settings(Settings(), change.baseline, 2).max_grad_norm == 0
-        assert name_baseline(change.baseline).startswith(change.name.partition(":")[0] + ", without decay")
+        assert change.baseline_name.startswith(change.name.partition(":")[0] + ", without decay")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "epochs", "reasons"), [(2, 1, {"epoch"}), (1, 2, {"rank"}), (1, 1, {"epoch", "rank"})]
-)
-def test_changes_that_cannot_show_are_left_out_with_a_reason(ranks, epochs, reasons):
-    changes, left_out = build_changes(ranks, 1, epochs)
-    everything = {change.name for change in build_changes(ranks, 1, 2)[0]} | set(build_changes(ranks, 1, 2)[1])
-    assert {change.name for change in changes} | set(left_out) == everything
-    assert ("set_epoch" in str(list(left_out))) == (epochs == 1)
-    assert {
-        word for word in ("epoch", "rank") if f"in 1 {word}" in str(left_out) or f"with 1 {word}" in str(left_out)
-    } == reasons
-    assert all(change.variant.averaging_interval == 0 for change in changes) == (ranks == 1)
-
-
-@given(st.integers(8, 99), st.integers(1, 8))
-def test_padded_shards_contain_each_row_once_and_the_first_rows_again(n, ranks):
+@given(st.integers(8, 99))
+def test_padded_shards_contain_each_row_once_and_the_first_rows_again(n):
     rows = np.arange(n)
-    padded = repeat_padded_rows(rows, ranks)
-    extra = -n % ranks
-    assert sorted(padded) == sorted([*rows, *rows[:extra]])
+    padded = count_rows(rows, Variant(counted="padded shards"), 2)
+    assert sorted(padded) == sorted([*rows, *rows[: -n % PADDED_RANKS]])
 
 
-def outcome(losses, correct):
-    return Outcome(losses, np.array(correct, dtype=bool))
+def outcome(losses, correct, weights=(3.0, 4.0)):
+    return Outcome(losses, np.array(correct, dtype=bool), torch.tensor(weights))
+
+
+def effect_of(pairs, variant=BASELINE):
+    runs = [
+        {"baseline": "ours", "change": "it", "seed": seed} | compare(*outcomes, variant, ranks=2)
+        for seed, outcomes in enumerate(pairs)
+    ]
+    return summarize(pd.DataFrame(runs))
 
 
 def test_the_effect_of_a_variant_is_its_mean_difference_from_the_baseline_over_seeds():
     ours = [outcome([0.7, 0.5, 0.4], [1, 1, 0, 0]), outcome([0.7, 0.6, 0.5], [1, 0, 0, 0])]
-    theirs = [outcome([0.7, 0.5], [1, 1, 1, 0]), outcome([0.7, 0.9], [0, 1, 1, 1])]
-    pairs = [Pair(*outcomes, early, 0.5) for *outcomes, early in zip(ours, theirs, (0.25, 0.125), strict=True)]
-    found = measure_effect(pairs, Variant(batch_factor=2))
-    assert found["first_differing_steps"] == [None, 2]
-    assert found["max_loss_difference"] == pytest.approx(0.3)
-    assert found["mean_loss_difference"] == pytest.approx(0.3 / 4)
-    assert found["accuracies"] == [0.75, 0.75]
-    assert found["accuracy_difference"] == pytest.approx((0.25 + 0.5) / 2)
-    assert found["interval"][0] < 0.375 < found["interval"][1]
-    assert found["changed_rows"] == (1 + 4) / 2
-    assert (found["early_weight_difference"], found["final_weight_difference"]) == (0.25, 0.5), "the largest"
+    theirs = [outcome([0.7, 0.5], [1, 1, 1, 0], (3.0, 4.5)), outcome([0.7, 0.9], [0, 1, 1, 1], (3.0, 6.5))]
+    (effect,) = effect_of(zip(ours, theirs, strict=True)).to_dict("records")
+    assert effect["first_differing_step"] == 2
+    assert effect["max_loss_difference"] == pytest.approx(0.3)
+    assert effect["mean_loss_difference"] == pytest.approx(0.3 / 4)
+    assert (effect["baseline_accuracy"], effect["accuracy"]) == (0.375, 0.75)
+    assert effect["accuracy_difference"] == pytest.approx((0.25 + 0.5) / 2)
+    assert effect["low"] < 0.375 < effect["high"]
+    assert effect["changed_rows"] == (1 + 4) / 2
+    assert effect["final_weight_difference"] == 0.5, "the largest, relative to the baseline"
 
 
 def test_correct_repeated_rows_are_counted_twice_but_divided_by_the_number_of_rows():
     ours = outcome([0.7], [1, 1, 1, 1, 1, 1, 1, 1, 1])
-    variant = Variant(counted_ranks=8)
-    found = measure_effect([pair_outcomes(ours, ours, variant, ranks=2)], variant)
-    assert (found["counted_rows"], found["accuracies"]) == (16, [16 / 9]), "more correct predictions than rows"
-    assert (found["first_differing_steps"], found["interval"], found["changed_rows"]) == ([None], None, None)
-
-
-def test_correct_rows_of_one_rank_are_divided_by_the_rows_of_all():
+    effect = compare(ours, ours, Variant(counted="padded shards"), ranks=2)
+    assert (effect["counted_rows"], effect["accuracy"]) == (16, 16 / 9), "more correct predictions than rows"
     ours = outcome([0.7], [1, 0, 1, 1, 1])
-    variant = Variant(counts_rank_0_only=True)
-    found = measure_effect([pair_outcomes(ours, ours, variant, ranks=2)], variant)
-    assert (found["counted_rows"], found["accuracies"], found["changed_rows"]) == (3, [3 / 5], None)
-    assert count_rows(ours.correct, Variant(), 2).tolist() == ours.correct.tolist()
+    effect = compare(ours, ours, Variant(counted="rank 0 only"), ranks=2)
+    assert (effect["counted_rows"], effect["accuracy"]) == (3, 3 / 5)
 
 
-def test_weights_are_compared_relative_to_the_baseline_unless_they_belong_to_other_models_or_are_missing():
-    ours = replace(outcome([0.7], [1]), early_weights=torch.tensor([3.0, 4.0]), weights=torch.tensor([0.0, 2.0]))
-    theirs = replace(ours, early_weights=torch.tensor([3.0, 4.5]), weights=torch.tensor([1.0, 2.0]))
-    pair = pair_outcomes(ours, theirs, Variant(), ranks=2)
-    assert (pair.early, pair.end) == (0.1, 0.5)
-    assert {pair.baseline.early_weights, pair.baseline.weights, pair.changed.weights} == {None}, "no longer needed"
-    pair = pair_outcomes(ours, replace(ours, early_weights=None, weights=torch.ones(3)), Variant(), ranks=2)
-    assert (pair.early, pair.end) == (None, None)
-    found = measure_effect([pair], Variant())
-    assert (found["early_weight_difference"], found["final_weight_difference"]) == (None, None)
-
-
-def test_a_nan_loss_is_left_blank_in_the_table():
+def test_what_is_unknown_is_blank_in_the_table_and_null_in_the_file():
     outcomes = outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0])
-    found = measure_effect([Pair(*outcomes, 0.0, float("nan"))], Variant(optimizer="Adam"))
-    assert found["first_differing_steps"] == [2]
-    assert found["max_loss_difference"] is None
-    ablation = {
-        "settings": {"train_batch_size": 32, "max_steps": 2, "num_train_epochs": 3.0},
-        "ranks": 2,
-        "seeds": [42],
-        "n_test": 2,
-        "early_step": 10,
-        "baselines": {"ours": {"accuracies": [0.5]}, "others": {"accuracies": [0.25]}},
-        "differences": [
-            {"name": "Adam", "baseline": "ours"} | found,
-            {"name": "SGD", "baseline": "others"} | found | {"trained_test_rows": 0.4},
-        ],
-        "left_out": {"set_epoch": "it cannot show"},
-    }
-    lines = render_template("ablation.md.j2", ablation=ablation).splitlines()
-    cells = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in lines
-        if line[:1] == "|"
-    }
-    assert cells["Adam"] == ["2", "–", "–", "0", "–", "0.00%", "−50.00", "1.0"]
-    assert cells["SGD"][-1] == "1.0; 40.0% of the test rows were trained on"
-    assert [line for line in lines if line.startswith("Baseline: ")] == [
-        "Baseline: ours, with a test accuracy of 50.00%.",
-        "Baseline: others, with a test accuracy of 25.00%.",
-    ]
-    assert lines[-1] == "- set_epoch: it cannot show"
-
-
-@pytest.mark.parametrize("validation_size", [0.0, 0.3])
-def test_both_split_functions_select_the_same_number_of_rows(world, review_csv, tmp_path, validation_size):
-    settings = Settings(
-        csv=str(review_csv(90)), validation_size=validation_size, max_length=16, cache_dir=str(tmp_path / "cache")
-    )
-    ours, theirs = (
-        build_variant_data(settings, Variant(split=name), world).split
-        for name in ("scikit-learn, stratified", "datasets, not stratified")
-    )
-    for part in ("train", "validation", "test"):
-        assert len(getattr(ours, part)) == len(getattr(theirs, part)), part
-    assert sorted(np.concatenate([theirs.train, theirs.validation, theirs.test])) == list(range(90))
-    assert ours.test.tolist() != theirs.test.tolist()
+    effects = effect_of([outcomes])
+    (line,) = [line for line in as_markdown(effects).splitlines() if line.startswith("| it ")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["2", *"––", "0.0e+00", "0.00%", "−50.00", *"12", "0.0%"]
+    assert "Baseline: ours, with a test accuracy of 50.00%." in as_markdown(effects)
+    assert records(effects)[0]["max_loss_difference"] is None
+    assert records(effects)[0]["low"] is None
 
 
 def test_adamw_without_decay_is_adam():
@@ -205,7 +142,7 @@ def small(world, review_csv, tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     settings = variant_settings(settings, BASELINE, 2)
-    data = build_variant_data(settings, BASELINE, world)
+    data = build_data(settings, world)
     assert (data.plan.steps_per_epoch, data.plan.epochs) == (3, 3)
     return settings, data
 
@@ -249,8 +186,7 @@ def train(settings, variant, data, world):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "is_equal"),
-    slow_after(1, [("Adam, not clipped", False), ("SGD, not clipped", True), ("SGD with momentum, not clipped", True)]),
+    ("optimizer", "is_equal"), slow_after(1, [("Adam, not clipped", False), ("SGD", True), ("SGD with momentum", True)])
 )
 def test_averaging_parameters_after_each_step_is_averaging_gradients_if_the_optimizer_is_linear_in_them(
     small, world, optimizer, is_equal
@@ -258,16 +194,11 @@ def test_averaging_parameters_after_each_step_is_averaging_gradients_if_the_opti
     settings, data = small
     settings = replace(settings, gradient_accumulation_steps=2, max_steps=12)
     baseline = Variant(optimizer=optimizer)
-    expected = train(settings, baseline, data, world)
-    each_step, rarely = (
-        pair_outcomes(expected, train(settings, variant, data, world), variant, ranks=2)
-        for variant in (replace(baseline, averaging_interval=interval) for interval in (1, 10))
-    )
+    variant = replace(baseline, averaged="parameters")
+    effect = compare(*(train(settings, v, data, world) for v in (baseline, variant)), variant, ranks=2)
     # Rounding errors of fp32 are about 6e-8 per step.
-    assert (each_step.early < 1e-6) == is_equal, each_step.early
-    assert is_equal or each_step.early > 1e-3
-    assert rarely.early > 1e-5, "an optimizer that trains alone for 10 steps takes another way"
-    assert each_step.baseline.losses[0] == pytest.approx(each_step.changed.losses[0], abs=1e-6)
+    assert (effect["final_weight_difference"] < 1e-6) == is_equal, effect
+    assert is_equal or effect["final_weight_difference"] > 1e-3
 
 
 def test_the_share_of_test_rows_that_were_trained_on_is_measured(small, world):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -14,10 +14,10 @@ from helpers.jobs import SAMPLE_CSV, read_steps
 
 from app.cli import parse_settings
 from app.compare import main
-from app.experiments.ablation.rows import build_variant_data
-from app.experiments.ablation.training import train_variant
-from app.experiments.ablation.variants import Variant
+from app.experiments.ablation import train_variant
+from app.experiments.variants import Variant
 from app.program import run_program
+from app.training.build import build_data
 
 # More steps than an epoch has, accumulation, and dropout.
 FLAGS = ["--csv", SAMPLE_CSV, "--max_length", 16, "--train_batch_size", 96, "--gradient_accumulation_steps", 2]
@@ -39,7 +39,7 @@ def test_simulated_ranks_are_bitwise_identical_to_real_ones(launch, world, one_t
     done = launch("ddp_loop", *FLAGS, "--use_cpu", "--eval_strategy", "no", "--output_dir", "run", ranks=2)
     assert done.status == 0, done.err
     settings = parse_settings(arguments=[*map(str, FLAGS), f"--cache_dir={tmp_path / 'cache'}"])
-    outcome = train_variant(settings, Variant(), build_variant_data(settings, Variant(), world), ranks=2, world=world)
+    outcome = train_variant(settings, Variant(), build_data(settings, world), ranks=2, world=world)
     steps = read_steps(tmp_path / "run")
     assert steps[-1]["epoch"] > 1
     assert outcome.losses == [step["loss"] for step in steps]
@@ -54,38 +54,28 @@ def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "ablation.md").read_text() in done.out
     ablation = json.loads((tmp_path / "out" / "ablation.json").read_text())
-    assert len(ablation["differences"]) == 16, "one of 17 is left out"
-    assert "left out: `set_epoch` forgotten: the same order in each epoch: it has no effect in 1 epoch" in done.out
-    (ours, *others) = ablation["baselines"]
-    by_change = {changed(row["recipe"]): row for row in ablation["differences"] if row["baseline"] == ours}
-    assert by_change["counted_ranks"]["max_loss_difference"] == 0
-    assert by_change["counted_ranks"]["counted_rows"] == -(-ablation["n_test"] // 8) * 8
-    inflated = by_change["inflation"]
-    assert inflated["recipe"]["inflation"] == 4, "2 ranks x 2 accumulation steps"
-    # A loss near ln 2 that is logged four times too large.
-    assert inflated["max_loss_difference"] == pytest.approx(3 * 0.69, abs=0.15)
-    assert by_change["optimizer"]["first_differing_steps"] == [2], "the weights before the first step are the same"
-    for change in ("dropout_seed", "split", "batch_factor"):
-        assert by_change[change]["first_differing_steps"] == [1], change
+    assert len(ablation["runs"]) == len(ablation["differences"]) == 13
+
+    def effect(name: str) -> dict[str, Any]:
+        (found,) = [row for row in ablation["differences"] if name in row["change"]]
+        return found
+
+    assert effect("set_epoch")["max_loss_difference"] == 0, "there is one epoch"
+    padded = effect("padded to 8 equal shards")
+    assert padded["max_loss_difference"] == 0
+    assert padded["counted_rows"] == -(-ablation["n_test"] // 8) * 8
+    # 2 ranks x 2 accumulation steps: a loss near ln 2 that is logged four times too large.
+    assert effect("inflated by Trainer, x 4")["max_loss_difference"] == pytest.approx(3 * 0.69, abs=0.15)
+    assert effect("Adam without")["first_differing_step"] == 2, "the weights before the first step are the same"
+    assert effect("dropout seed")["first_differing_step"] == effect("batch size")["first_differing_step"] == 1
     # The dropout masks differ from the first batch on that has no review of the maximum length.
-    assert 0 < by_change["padding"]["max_loss_difference"] < 0.1
-    one_rank = by_change["counts_rank_0_only"]
+    assert 0 < effect("maximum length")["max_loss_difference"] < 0.1
+    one_rank = effect("one of 2 ranks")
     assert one_rank["max_loss_difference"] == one_rank["final_weight_difference"] == 0
-    assert one_rank["accuracies"][0] < 0.7 * ablation["baseline"]["accuracies"][0]
-    assert len(others) == 3
-    averaging = {(row["baseline"], row["recipe"]["averaging_interval"]): row for row in ablation["differences"]}
-    for name in others:
-        after_each_step, at_the_end = (averaging[name, interval]["final_weight_difference"] for interval in (1, 10))
-        if name.startswith("Adam"):
-            assert min(after_each_step, at_the_end) > 1e-3
-        else:
-            assert after_each_step < 1e-6, f"{name}: rounding"
-            assert at_the_end > 5 * after_each_step, f"{name}: more than rounding"
-
-
-def changed(recipe):
-    (name,) = (name for name, value in asdict(Variant()).items() if recipe[name] != value)
-    return name
+    assert one_rank["accuracy"] < 0.7 * one_rank["baseline_accuracy"]
+    assert effect("Adam: parameters averaged")["final_weight_difference"] > 1e-3
+    for name in ("SGD: parameters averaged", "SGD with momentum: parameters averaged"):
+        assert effect(name)["final_weight_difference"] < 1e-6, "rounding"
 
 
 @pytest.mark.parametrize(

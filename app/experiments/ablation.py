@@ -1,0 +1,292 @@
+"""The ablation: why tutorials disagree. It applies each silent difference between typical scripts, one at a time.
+
+A variant is trained by the training step of app.ddp_loop, with its batches, initial weights and dropout masks. One
+process simulates all ranks, as with --logical_ranks. A variant differs from its baseline in one thing, so any
+difference in the results is its effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, islice
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..common.errors import UserError, escape_control_characters
+from ..common.files import write_json, write_text
+from ..common.formats import markdown_table, percent, points
+from ..common.terminal import hides_progress
+from ..data.loaders import Collator, loader_options
+from ..data.sampler import BatchPlan, plan_batches
+from ..ddp_loop import Batch, evaluate, train_step
+from ..distributed.environment import check_environment
+from ..distributed.process_group import join
+from ..distributed.world import World
+from ..model.dropout import RowDropout
+from ..model.hub import resolve_commit
+from ..model.inputs import to_device
+from ..model.precision import mixed_precision
+from ..record.steps import mean
+from ..report.statistics import paired
+from ..runs.folder import create_folder
+from ..runs.schema import RUNS
+from ..settings import Settings
+from ..strategies.ddp import DDPStrategy
+from ..strategies.optimization import LossScale, Optimization
+from ..training.build import ReviewData, build_data, build_model, read_and_split
+from ..training.console import quiet_libraries
+from ..training.step import build_optimizer, build_scheduler, default_learning_rate
+from .variants import (
+    SGD,
+    Change,
+    Variant,
+    build_changes,
+    count_rows,
+    rows_of_steps,
+    variant_settings,
+)
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+# For each effect: its heading in the table, how its values over the seeds are combined, and their format.
+EFFECTS = {
+    "first_differing_step": ("first differing step", "min", "{:.0f}"),
+    "mean_loss_difference": (r"loss, mean \|Δ\|", "mean", "{:.4f}"),
+    "max_loss_difference": (r"loss, max \|Δ\|", "max", "{:.4f}"),
+    "final_weight_difference": ("weights, relative Δ at the end", "max", "{:.1e}"),
+    "accuracy": ("accuracy", "mean", "{:.2%}"),
+    "changed_rows": ("rows that became correct or incorrect", "mean", "{:.1f}"),
+    "counted_rows": ("rows counted", "max", "{:.0f}"),
+    "trained_test_rows": ("test rows trained on", "mean", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one training."""
+
+    losses: list[float]  # of each step, as the script would log it
+    correct: NDArray[np.bool_]  # (n_test,), whether each test row was classified correctly, in file order
+    weights: torch.Tensor  # flattened
+    trained_test_rows: float = 0.0  # the share of the test rows on which the model was trained
+
+
+def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
+    """Train every variant with each seed, and print and write the table; return the exit status.
+
+    The settings are the baseline's, with the first seed. The ranks, a power of two, are simulated.
+    """
+    check_environment()
+    _, split, _ = read_and_split(settings, ranks)
+    changes = build_changes(ranks, settings.gradient_accumulation_steps)
+    for change in changes:
+        try:
+            plan_batches(variant_settings(settings, change.variant, ranks), len(split.train), world_size=1)
+        except UserError as problem:
+            raise UserError(f"{change.name}: {problem}") from None
+    folder = create_folder(settings.output_dir, RUNS / "ablations")
+    settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
+    found: list[dict[str, Any]] = []
+    with join(settings) as world, tqdm(unit=" runs", disable=hides_progress(settings.disable_tqdm)) as progress:
+        quiet_libraries(world)
+        for seed in range(settings.seed, settings.seed + seeds):
+            found += train_changes(replace(settings, seed=seed), changes, ranks, world=world, progress=progress)
+    runs = pd.DataFrame(found)
+    effects = summarize(runs)
+    content = {"settings": settings.as_dict() | {"csv": str(settings.csv_path)}, "ranks": ranks}
+    content |= {"n_test": len(split.test), "runs": records(runs), "differences": records(effects)}
+    about = f"{len(split.test)} test rows, {ranks} rank(s), {seeds} seed(s), the first one {settings.seed}"
+    markdown = f"{about}. Each row of a table changes one thing in its baseline.\n\n{as_markdown(effects)}"
+    write_json(folder / "ablation.json", content)
+    write_text(folder / "ablation.md", markdown)
+    print(f"\n{markdown}")
+    print(f"written to {escape_control_characters(str(folder))}/: ablation.md, ablation.json")
+    return 0
+
+
+def train_changes(
+    settings: Settings, changes: list[Change], ranks: int, *, world: World, progress: Any
+) -> Iterator[dict[str, Any]]:
+    """Train each baseline and its variants with one seed, and yield the effect of each change."""
+
+    def train(variant: Variant) -> Outcome:
+        outcome = train_variant(settings, variant, data, ranks=ranks, world=world)
+        gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
+        progress.update()
+        return outcome
+
+    data = build_data(replace(settings, disable_tqdm=True), world)
+    for baseline, group in groupby(changes, key=lambda change: change.baseline):
+        expected = train(baseline)
+        for change in group:
+            variant = replace(change.variant, counted="once")  # counting rows differently needs no training
+            changed = expected if variant == baseline else train(variant)
+            names = {"baseline": change.baseline_name, "change": change.name, "seed": settings.seed}
+            yield names | compare(expected, changed, change.variant, ranks=ranks)
+
+
+def compare(baseline: Outcome, changed: Outcome, variant: Variant, *, ranks: int) -> dict[str, float]:
+    """Return the effect of a variant with one seed; NaN if it is not defined.
+
+    The accuracy is computed as in typical scripts: the number of correct predictions, in which some rows may count
+    twice or not at all, divided by the number of test rows.
+    """
+    gaps = np.abs([x - y for x, y in zip(baseline.losses, changed.losses, strict=False)])  # of the common steps
+    counted = count_rows(changed.correct, variant, ranks)
+    reference = baseline.weights.double()
+    return {
+        "first_differing_step": float(gaps.nonzero()[0][0] + 1) if gaps.any() else math.nan,
+        "mean_loss_difference": float(gaps.mean()),
+        "max_loss_difference": float(gaps.max()),
+        "final_weight_difference": float((reference - changed.weights).norm() / reference.norm()),
+        "baseline_accuracy": float(baseline.correct.mean()),
+        "accuracy": float(counted.sum() / len(changed.correct)),
+        "changed_rows": int((baseline.correct != changed.correct).sum()),
+        "counted_rows": len(counted),
+        "trained_test_rows": changed.trained_test_rows,
+    }
+
+
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
+    """Combine the effects of each change over its seeds, with the interval of the difference in accuracy."""
+    groups = runs.groupby(["baseline", "change"], sort=False)
+    effects = groups.agg({"baseline_accuracy": "mean"} | {name: how for name, (_, how, _) in EFFECTS.items()})
+    statistics = [paired(group["accuracy"], group["baseline_accuracy"]) for _, group in groups]
+    effects["accuracy_difference"] = [found.mean_a - found.mean_b for found in statistics]
+    for limit in ("low", "high"):
+        effects[limit] = [getattr(found.difference, limit, math.nan) for found in statistics]
+    return effects.reset_index()
+
+
+def as_markdown(effects: pd.DataFrame) -> str:
+    """Return a table for each baseline."""
+    table = effects[["change"]].copy()
+    for name, (heading, _, form) in EFFECTS.items():
+        table[heading] = effects[name].map(form.format, na_action="ignore").astype(object).fillna("–")
+    limits = zip(effects["low"], effects["high"], strict=True)
+    intervals = ["" if math.isnan(low) else f" [{points(low)}, {points(high)}]" for low, high in limits]
+    table.insert(
+        6, "Δ points [95% confidence interval over seeds]", effects["accuracy_difference"].map(points) + intervals
+    )
+    parts = []
+    for baseline, group in effects.groupby("baseline", sort=False):
+        accuracy = percent(group["baseline_accuracy"].iloc[0], 2)
+        rows = table.loc[group.index].to_numpy().tolist()
+        parts += [f"Baseline: {baseline}, with a test accuracy of {accuracy}.\n"]
+        parts += [markdown_table(list(map(str, table)), rows, text_columns=len(table.columns))]
+    return "\n".join(parts)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows in JSON types, which have no infinity or NaN."""
+    return [
+        {str(k): None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        for row in frame.to_dict("records")
+    ]
+
+
+def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ranks: int, world: World) -> Outcome:
+    """Train one variant, and return its losses, its weights and which test rows it classifies correctly."""
+    settings = variant_settings(settings, variant, ranks)
+    plan = plan_batches(settings, len(data.split.train), world.size)
+    data = replace(data, plan=plan)
+    classifier = build_model(settings, data, world)
+    model = classifier.model
+    model.register_forward_hook(partial(inflate_loss, factor=variant.inflation))
+    rows = rows_of_steps(settings, variant, data)
+    collator = data.collator
+    if variant.padding == "max_length":
+        collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
+    loader = DataLoader(
+        data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **loader_options(collator, world.device)
+    )
+    # A training step uses the seed for dropout only.
+    reseeded = replace(settings, seed=settings.seed + variant.dropout_seed)
+    strategy = DDPStrategy(settings, plan, world)
+    learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
+
+    def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+        """Build this project's AdamW, which is Adam without decay, or SGD."""
+        if variant.optimizer not in SGD:
+            return build_optimizer(module, settings, learning_rate, strategy=strategy)
+        momentum, factor = SGD[variant.optimizer]
+        return torch.optim.SGD(module.parameters(), lr=factor * learning_rate, momentum=momentum, fused=True)
+
+    if variant.averaged == "parameters":
+        model.to(world.device)  # type: ignore[arg-type]  # of a decorator in transformers
+        replicas = Replicas(model, plan, make_optimizer)
+    else:
+        wrapped = strategy.wrap(model)
+        optimizer = make_optimizer(wrapped)
+        scheduler = build_scheduler(optimizer, settings, len(rows))
+        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+    losses, micro_batches = [], iter(loader)
+    for step in range(len(rows)):
+        batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
+        if variant.averaged == "parameters":
+            losses.append(replicas.train_step(batches, step, reseeded))
+        else:
+            found = train_step(wrapped, batches, step, optimization=optimization, strategy=strategy, settings=reseeded)
+            losses.append(found[0])
+
+    test_set = data.eval_set("test", settings, world)
+    _, logits = evaluate(model, test_set, settings, world=world)
+    return Outcome(
+        [mean(step.tolist()) for step in losses],
+        logits.argmax(axis=1) == test_set.labels,
+        torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
+        trained_test_rows=float(np.isin(data.split.test, rows).mean()),
+    )
+
+
+class Replicas:
+    """Averaged parameters instead of averaged gradients: each rank updates its own copy of the model.
+
+    This process holds the copies of all ranks. As with DDP, they start with equal weights, and each rank computes the
+    gradients of its rows. But its optimizer uses these gradients alone, and the weights are averaged afterwards.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: BatchPlan, make_optimizer: MakeOptimizer) -> None:
+        """`model` becomes rank 0's copy."""
+        self.plan = plan
+        self.models = [model, *(copy.deepcopy(model) for _ in range(1, plan.logical_ranks))]
+        self.optimizers = [make_optimizer(model) for model in self.models]
+
+    def train_step(self, batches: Sequence[Batch], step: int, settings: Settings) -> torch.Tensor:
+        """Train each rank's copy on its micro-batches, average them, and return the losses. Nothing is clipped."""
+        remaining, losses = iter(batches), []
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            model.train()
+            for micro_batch in range(self.plan.accumulation_steps):
+                batch = next(remaining)
+                masks = RowDropout(settings.seed, step, self.plan.rows_of(rank, micro_batch))  # as in app.ddp_loop
+                with mixed_precision(settings.precision, batch["labels"].device), masks:
+                    loss = model(**batch).loss
+                (loss / self.plan.accumulation_steps).backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # a real job would call `dist.all_reduce` for each parameter
+            for copies in zip(*(model.parameters() for model in self.models), strict=True):
+                average = torch.stack(copies).mean(dim=0)
+                for parameter in copies:
+                    parameter.copy_(average)
+        return torch.stack(losses)
+
+
+def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, *, factor: int) -> None:
+    """Multiply the loss that a model returns, as a forward hook. Without labels, it returns none."""
+    if output.loss is not None and factor != 1:
+        output.loss = output.loss * factor
