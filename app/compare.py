@@ -33,11 +33,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .cli import parse_flags
-from .common.errors import RunError, UserError, escape_control_characters, shorten
+from .cli import FLAGS_OF_ONE_RUN, parse_flags
+from .common.errors import RunError, UserError, escape_control_characters
 from .common.paths import PACKAGE
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from .flags import FLAGS_OF_RUNS, add_compare_flags, reject_unused
+from .flags import add_compare_flags, all_but, reject_unused
 from .jobs import PATHS, run_job
 from .program import run_program, select_precision
 from .report.bitwise import check_same_rows, first_difference
@@ -45,8 +45,11 @@ from .report.explanation import IDENTICAL, conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
-from .setting_groups import LARGEST_COUNT
 from .settings import Settings
+
+# The settings that have no effect on an ablation, which simulates plain ranks in one process.
+REJECTED_BY_ABLATION = all_but("num_train_epochs", "max_steps", "eval_batch_size", "output_dir")
+REJECTED_BY_ABLATION |= dict.fromkeys(("logical_ranks", "ddp_comm_hook"), "has no effect with --ablate")
 
 
 def main() -> int:
@@ -55,34 +58,29 @@ def main() -> int:
         # Imported late: comparing two finished runs needs none of it.
         from .experiments.ablation import run_ablation
 
-        return run_ablation(settings, options.nproc_per_node, options.seeds or 3)
-    if options.runs and options.assert_equal and settings.output_dir is None:
-        return assert_equal(*(read_run(Path(run)) for run in options.runs))
+        return run_ablation(settings, options.nproc_per_node, options.seeds)
+    pairs = [(read_run(Path(options.runs[0])), read_run(Path(options.runs[1])))] if options.runs else []
+    if pairs and options.assert_equal and settings.output_dir is None:  # without a report
+        a, b = pairs[0]
+        check_same_rows(a, b)
+        difference = first_difference(a, b)
+        return print_conclusion(conclude(difference, difference and explain(a, b, difference)), True)
     # Imported late: the packages that the report needs take longer than comparing two runs.
     from .report.comparison import compare_runs, compare_seeds, conclusion_of
     from .report.render import write_comparison
 
+    if not pairs:
+        folder, pairs = train_pairs(settings, options.nproc_per_node, options.seeds)
     baselines = not options.no_baselines
-    if options.runs:
-        a, b = (read_run(Path(run)) for run in options.runs)
-        comparison = compare_runs(a, b, baselines)
+    comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(*pairs[0], baselines)
+    if options.runs:  # only now: a mistake in the runs leaves no folder
         folder = create_folder(settings.output_dir, RUNS / "comparisons")
-    else:
-        folder, pairs = train_pairs(settings, options.nproc_per_node, options.seeds or 1)
-        comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(*pairs[0], baselines)
     print(f"\n{write_comparison(comparison, folder)}")
     print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
-    return _print_conclusion(conclusion_of(comparison), options.assert_equal)
+    return print_conclusion(conclusion_of(comparison), options.assert_equal)
 
 
-def assert_equal(a: Run, b: Run) -> int:
-    """Print whether two runs are bitwise identical, without a report; return the exit status."""
-    check_same_rows(a, b)
-    difference = first_difference(a, b)
-    return _print_conclusion(conclude(difference, difference and explain(a, b, difference)), True)
-
-
-def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
+def print_conclusion(conclusion: str, is_asserted: bool) -> int:
     """Print the last line, on standard error if it is a failure; return the exit status."""
     failed = is_asserted and conclusion != IDENTICAL
     print(escape_control_characters(conclusion), file=sys.stderr if failed else sys.stdout)
@@ -90,44 +88,28 @@ def _print_conclusion(conclusion: str, is_asserted: bool) -> int:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_compare_flags)
-    settings = select_precision(settings)
-    options = argparse.Namespace(**own_flags)
-    if len(options.runs) not in (0, 2):
-        raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
+    ablates = "--ablate" in sys.argv
+    rejected = REJECTED_BY_ABLATION if ablates else FLAGS_OF_ONE_RUN
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_compare_flags, rejected=rejected)
+    settings, options = select_precision(settings), argparse.Namespace(**own_flags)
+    if ablates and (options.runs or options.assert_equal or settings.precision == "fp16"):
+        raise UserError("--ablate trains in fp32 or bf16: remove the run folders, --assert_equal and --precision fp16")
     if options.runs:
+        if len(options.runs) != 2:
+            raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
         where = "on two finished runs: remove the flag or the run folders"
         reject_unused(settings, ["output_dir"], where)
-        given = {"nproc_per_node": options.nproc_per_node != "auto", "seeds": options.seeds is not None}
-        for name in (name for name, is_given in given.items() if is_given):
-            raise UserError(f"--{name}: has no effect {where}")
-    if options.seeds is not None and options.seeds < 1:
-        raise UserError(f"--seeds {shorten(str(options.seeds))}: must be 1 or more")
-    seeds = options.seeds or (3 if options.ablate else 1)
-    if settings.seed + seeds - 1 > LARGEST_COUNT:
-        raise UserError(f"--seeds {shorten(str(seeds))}: the last seed must be at most {LARGEST_COUNT}")
-    plain = settings.logical_ranks is None and settings.ddp_comm_hook == "no"
-    if options.ablate and (settings.precision == "fp16" or not plain):
-        raise UserError(
-            "--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook, and use --precision fp32 or "
-            "bf16"
-        )
-    used = ("num_train_epochs", "max_steps", "eval_batch_size", "output_dir")
-    for name in (name for name in FLAGS_OF_RUNS if name not in used):
-        if options.ablate and getattr(settings, name) != getattr(Settings, name):
-            raise UserError(f"--{name}: has no effect with --ablate: remove one of the two flags")
-    if options.ablate and (options.runs or options.assert_equal):
-        raise UserError("--ablate does its own training: remove the run folders and --assert_equal")
-    if options.ablate and options.nproc_per_node == "auto":
+        if options.seeds or options.nproc_per_node != "auto":
+            raise UserError(f"--seeds and --nproc_per_node: have no effect {where}")
+        return options, settings
+    options.seeds = options.seeds or (3 if ablates else 1)
+    replace(settings, seed=settings.seed + options.seeds - 1)  # a mistake, if the last seed is too large
+    if ablates and options.nproc_per_node == "auto":
         options.nproc_per_node = str(CPU_PROCESSES)  # simulated in one process, whatever GPUs there are
-    if not options.runs:  # finished runs need no processes
-        of_ranks = replace(settings, use_cpu=settings.use_cpu or options.ablate)
-        options.nproc_per_node = resolve_nproc_per_node(options.nproc_per_node, of_ranks)
-    if options.ablate and options.nproc_per_node & (options.nproc_per_node - 1):
-        raise UserError(
-            f"--nproc_per_node {options.nproc_per_node}: must be a power of two, because --ablate simulates the ranks "
-            "as logical ranks of one process"
-        )
+    n = resolve_nproc_per_node(options.nproc_per_node, replace(settings, use_cpu=settings.use_cpu or ablates))
+    if ablates and n & (n - 1):
+        raise UserError(f"--nproc_per_node {n}: must be a power of two, because --ablate simulates logical ranks")
+    options.nproc_per_node = n
     return options, settings
 
 
@@ -166,8 +148,7 @@ def train_path(path_name: str, settings: Settings, nproc_per_node: int, *, folde
     if status != 0:
         with suppress(OSError):
             folder.parent.rmdir()  # only if it is empty
-        kept = f"; its files are in {folder}" if folder.exists() else ""
-        raise RunError(f"{path_name} failed with exit status {status}{kept}")
+        raise RunError(f"{path_name} failed with exit status {status}; what it has written is in {folder}")
     return read_run(folder)
 
 

@@ -108,7 +108,9 @@ def add_compare_flags(parser: OneLineParser) -> None:
         metavar="N",
         help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
     )
-    parser.add_argument("--seeds", type=int, help="number of seeds, starting at --seed; default: 1, with --ablate 3")
+    parser.add_argument(
+        "--seeds", type=count, metavar="N", help="number of seeds, starting at --seed; default: 1, with --ablate 3"
+    )
     parser.add_argument(
         "--assert_equal",
         action="store_true",

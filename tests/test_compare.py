@@ -56,14 +56,17 @@ def test_both_paths_get_the_same_number_of_processes(call, review_csv, tmp_path,
     [
         (["--nproc_per_node", "many"], "--nproc_per_node many: must be auto or a whole number, 1 or more"),
         (["--nproc_per_node", "2"], "--nproc_per_node 2: this machine has 1 GPU(s)"),
-        (["--seeds", "0"], "--seeds 0: must be 1 or more"),
-        (["--seeds", 2**31], "--seeds 2147483648: the last seed must be at most 2147483647"),
-        (["--ablate", "--seed", 2**31 - 1], "--seeds 3: the last seed must be at most 2147483647"),
+        (["--seeds", "0"], "argument --seeds: 0: must be a whole number, 1 or more"),
+        (["--seeds", 2, "--seed", 2**31 - 1], "--seed 2147483648: must be less than or equal to 2147483647"),
+        (
+            ["--ablate", "--seed", 2**31 - 1],
+            "--seed 2147483649: must be less than or equal to 2147483647",
+        ),
         (["runs/a"], "1 run folder(s) given: name two, or none to train both paths"),
-        (["a", "b", "--ablate"], "--ablate does its own training"),
-        (["--ablate", "--resume_from_checkpoint=x"], "--resume_from_checkpoint: has no effect with --ablate"),
-        (["--ablate", "--class_weights=balanced"], "--class_weights: has no effect with --ablate"),
-        (["--ablate", "--assert_equal"], "--ablate does its own training"),
+        (["a", "b", "--ablate"], "--ablate trains in fp32 or bf16: remove the run folders"),
+        (["--ablate", "--resume_from_checkpoint=x"], "--resume_from_checkpoint=x: has no effect"),
+        (["--ablate", "--class_weights=balanced"], "--class_weights=balanced: has no effect"),
+        (["--ablate", "--assert_equal"], "--ablate trains in fp32 or bf16: remove the run folders, --assert_equal"),
         (["a", "b"], "a: no such run folder"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
         (["--dry_run"], "--dry_run: only app.ddp_loop and app.trainer_run have it"),
@@ -88,8 +91,7 @@ def test_a_failed_job_is_named_with_its_files_if_there_are_any(tmp_path, monkeyp
     monkeypatch.setattr("app.jobs.torchrun_command", lambda *_, **__: [sys.executable, "-c", program])
     with pytest.raises(RunError) as error:
         compare.train_path("trainer_run", Settings(), 2, folder=folder)
-    files = f"; its files are in {folder}" if writes else ""
-    assert str(error.value) == f"trainer_run failed with exit status 3{files}"
+    assert str(error.value) == f"trainer_run failed with exit status 3; what it has written is in {folder}"
     assert folder.parent.exists() == writes
 
 

@@ -93,7 +93,8 @@ def test_what_is_unknown_is_blank_in_the_table_and_null_in_the_file():
     outcomes = outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0])
     effects = effect_of([outcomes])
     (line,) = [line for line in as_markdown(effects).splitlines() if line.startswith("| it ")]
-    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["2", *"––", "0.0e+00", "0.00%", "−50.00", *"12", "0.0%"]
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    assert cells == ["2", "–", "–", "0.0e+00", "0.00%", "−50.00", "1.0", "2", "0.0%"]
     assert "Baseline: ours, with a test accuracy of 50.00%." in as_markdown(effects)
     assert records(effects)[0]["max_loss_difference"] is None
     assert records(effects)[0]["low"] is None
