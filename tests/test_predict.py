@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
 import app.ddp_loop
+from app import predict as program
 from app.cli import parse_settings
 from app.common.errors import RunError, UserError
-from app.predict import __main__ as program
-from app.predict import logits, task
-from app.runs.folder import lock
 from app.runs.reader import read_run
 
 FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
@@ -44,7 +41,7 @@ def predict(world, monkeypatch, capsys):
         flags = dict(argument[2:].split("=", 1) for argument in arguments if argument.startswith("--"))
         capsys.readouterr()
         part, output = flags.get("split"), flags.get("output")
-        program.predict(task.define_task(positional[0], positional[1:], part=part, output=output), world)
+        program.predict(program.define_task(positional[0], positional[1:], part=part, output=output), world)
         return capsys.readouterr().out
 
     return call
@@ -55,29 +52,28 @@ def test_predicting_the_test_rows_gives_the_runs_file(run, predict):
     assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
     accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
     assert f"accuracy  {accuracy:.4f} (" in printed
-    assert not [*run.parent.glob(".*")], "nothing is left behind"
 
 
 def test_the_model_folder_of_a_run_is_predicted_with_the_settings_of_the_run(run, predict):
     predict("run/model", "--split=test", "--output=again.csv")
     assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
     (run / "model").rename(run.parent / "model")
-    assert task.define_task("model", ["好"], part=None, output=None).run is None
+    assert program.define_task("model", ["好"], part=None, output=None).run is None
 
 
 def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monkeypatch):
-    compute = program.compute_logits
+    compute = program.evaluate
 
     def create_the_output(*arguments, **options):
         (run.parent / "o.csv").write_text("precious")
         return compute(*arguments, **options)
 
-    monkeypatch.setattr(program, "compute_logits", create_the_output)
+    monkeypatch.setattr(program, "evaluate", create_the_output)
     with pytest.raises(RunError, match=r"o\.csv: has been created meanwhile"):
         predict("run", "--split=test", "--output=o.csv")
     assert (run.parent / "o.csv").read_text() == "precious"
     (run.parent / "o.csv").unlink()
-    monkeypatch.setattr(program, "compute_logits", compute)
+    monkeypatch.setattr(program, "evaluate", compute)
     predict("run", "--split=test", "--output=o.csv")
     assert (run.parent / "o.csv").read_bytes() == (run / "predictions.csv").read_bytes()
 
@@ -127,15 +123,6 @@ def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch, capsys
     printed = predict("run")
     assert "\x1b" not in printed
     assert len(printed.splitlines()) == 2
-
-
-def test_files_in_a_folder_of_the_hidden_name_are_kept(run, predict):
-    folder = run.parent / ".o.csv.partial"
-    folder.mkdir()
-    (folder / "mine.npy").write_text("precious")
-    (folder / "x.logits.npy").mkdir()
-    predict("run", "--split=test", "--output=o.csv")
-    assert {path.name for path in folder.iterdir()} == {"mine.npy", "x.logits.npy"}
 
 
 def test_a_label_column_that_a_config_file_names_is_required(run, predict):
@@ -212,48 +199,14 @@ def test_a_config_file_does_not_name_the_model(run, predict):
     assert (run.parent / "sevens.csv").read_bytes() == (run.parent / "flag.csv").read_bytes()
 
 
-def interrupt(monkeypatch, segments: int) -> list[int]:
-    """Let the computation fail after some segments; return the list of those that have been computed."""
-    computed, compute = [], logits._compute_segment
-
-    def count(*arguments, **options):
-        if len(computed) == segments:
-            raise KeyboardInterrupt
-        computed.append(len(options["segment"]))
-        return compute(*arguments, **options)
-
-    monkeypatch.setattr(logits, "_compute_segment", count)
-    return computed
-
-
-def test_an_interrupted_prediction_resumes(run, predict, monkeypatch):
-    monkeypatch.setattr(logits, "SEGMENT", 8)  # two batches
-    with monkeypatch.context() as patch:
-        interrupt(patch, segments=2)
-        with pytest.raises(KeyboardInterrupt):
-            predict("run", "--split=test", "--output=again.csv")
-    assert not (run.parent / "again.csv").exists()
-    descriptor = lock(run.parent / ".again.csv.partial")
-    with pytest.raises(UserError, match="wait for it or end it first"):
-        predict("run", "--split=test", "--output=again.csv")
-    os.close(descriptor)
-    with monkeypatch.context() as patch:
-        computed = interrupt(patch, segments=-1)
-        predict("run", "--split=test", "--output=again.csv")
-    assert computed == [2], "24 rows are three segments"
-    assert (run.parent / "again.csv").read_bytes() == (run / "predictions.csv").read_bytes()
-
-
-def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch):
-    monkeypatch.setattr(logits, "SEGMENT", 8)
-    with monkeypatch.context() as patch:
-        interrupt(patch, segments=2)
-        with pytest.raises(KeyboardInterrupt):
-            predict("run", "--split=test", "--output=again.csv")
-    with monkeypatch.context() as patch:
-        computed = interrupt(patch, segments=-1)
-        predict("run", "--split=test", "--output=again.csv", "--max_length=16")
-    assert computed == [2, 2, 2]
+def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
+    texts = pd.read_csv(run / "predictions.csv")["review"].tolist()
+    printed = pd.read_csv(io.StringIO(predict("run", *texts)))
+    classify = pipeline("text-classification", model=str(run / "model"), top_k=None, device="cpu", dtype="float32")
+    for row, scores in zip(printed.to_dict("records"), classify(texts, truncation=True, max_length=32), strict=True):
+        assert row["predicted"] == scores[0]["label"]
+        for score in scores:
+            assert row[f"probability_{score['label']}"] == pytest.approx(score["score"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +218,7 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["run", "--csv=reviews.csv", "--text_column=text"], "no column 'text'"),
         (["run", "--csv=reviews.csv", "--label_column=klasse"], "no column 'klasse'"),
         (["run", "--csv=reviews.csv", "--output=reviews.csv"], "reviews.csv: exists"),
-        (["run", "--csv=reviews.csv", "--output=no/o.csv"], "its folder does not exist"),
+        (["run", "--csv=reviews.csv", "--output=no/o.csv"], "cannot be written: No such file or directory"),
         (["run", "a", "--csv=reviews.csv"], "exclude each other"),
         (["run", "--split=validation"], "has no such rows"),
         (["run", "--split=test", "--csv=wrong.csv"], "has changed since the run"),
@@ -275,13 +228,13 @@ def test_what_another_prediction_has_kept_is_not_used(run, predict, monkeypatch)
         (["run", "\udcff"], "a text is not valid UTF-8"),
         (["run", "好", " "], "a text is empty"),
         (["untokenized", "a"], "its tokenizer has no vocabulary"),
-        (["run", "a", "--output="], "--output is empty"),
+        (["run", "a", "--output="], "--output .: exists"),
         (["x" * 300, "a"], "no such folder"),
         ([f"{'x' * 300}/model", "a"], "no such folder"),
         (["run", "--csv=wrong.csv", "--label_column="], "--label_column '': must not be empty"),
         (["run", f"--csv={'x' * 300}.csv"], "no such file"),
         (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),
-        (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "its folder does not exist"),
+        (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "cannot be written: File name too long"),
         (["./no", "a"], "./no: no such folder"),
         (["unfinished", "a"], "metrics.json: missing: the run has not finished"),
     ],

@@ -1,0 +1,298 @@
+"""Predict the classes of reviews with a trained model: the folder of a run, a model folder, or a model on the Hub.
+
+    python -m app.predict runs/ddp_loop/latest --csv new.csv --output new-predictions.csv
+    torchrun --nproc_per_node=4 -m app.predict runs/ddp_loop/latest --csv new.csv
+
+Batch size, maximum length, precision and threads are those of the run, unless flags say otherwise. The output has the
+columns of a run's predictions.csv, with the labels only if the CSV has the label column. Then the metrics are printed.
+The output is written at the end.
+
+Some texts, as arguments or as lines of standard input; the output is printed, unless --output is given:
+
+    python -m app.predict runs/ddp_loop/latest "房间很干净" "再也不来了"
+    python -m app.predict runs/ddp_loop/latest < texts.txt
+
+The rows that the run held out, which gives its predictions.csv again:
+
+    python -m app.predict runs/ddp_loop/latest --split test
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from .cli import parse_given
+from .common.errors import RunError, UserError, escape_control_characters
+from .common.formats import labeled
+from .common.terminal import has_piped_input, hides_progress, prints_to_terminal
+from .data.loaders import Collator, build_eval_set, form_eval_batches
+from .data.reviews import Indices, ReviewTable, clean, describe_dropped, read_reviews
+from .data.sources import Source, files_of, open_sources
+from .data.split import split_reviews
+from .data.tokenize import TokenRows, lengths_of, occurring_tokens, tokenize, tokenize_in_memory
+from .ddp_loop import evaluate
+from .distributed.collectives import broadcast_object, local_main_process_first, raise_on_all_ranks
+from .distributed.environment import rank_and_sizes
+from .distributed.process_group import join
+from .distributed.world import World
+from .flags import REJECTED_BY_PREDICT, add_predict_flags
+from .metrics.score import load_metrics, score
+from .model.hub import resolve_commit
+from .model.load import load_trained
+from .program import launch, select_precision
+from .record.predictions import write_lines, write_predictions
+from .runs.reader import read_object
+from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
+from .settings import Settings
+from .training.check_rows import check_rows
+from .training.console import quiet_libraries
+
+# Settings of a run that determine its predictions, or the split of its rows.
+OF_THE_RUN = (
+    *("text_column", "label_column", "label_names", "test_size", "validation_size", "seed"),
+    *("max_length", "pad_to_multiple_of"),
+    *("attn_implementation", "precision", "tf32", "deterministic", "eval_batch_size", "threads"),
+)
+FILES = ("csv", "validation_file", "test_file", "dataset_name")
+Part = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to predict: the command line combined with the settings of the run."""
+
+    settings: Settings  # with the model's folder or name as `model`
+    run: Path | None  # None for other models
+    texts: list[str] | None  # to predict instead of a CSV
+    part: Part | None  # of the run's split; None for all rows of the CSV
+    output: Path | None  # None to print the predictions
+    requires_labels: bool  # whether the user has named the label column
+
+
+def main(settings: Settings, *, run_or_model: str, texts: list[str], split: Part | None, output: str | None) -> None:
+    task, problem = None, None
+    try:
+        task = define_task(run_or_model, texts, part=split, output=output)
+    except UserError as mistake:
+        problem = str(mistake)
+    with join(task.settings if task else settings, problem) as world:
+        assert task is not None, "join has raised the problem"
+        predict(task, world)
+
+
+def predict(task: Task, world: World) -> None:
+    """Predict, write the output, and print the metrics. Collective.
+
+    Raises:
+        AgreedError: a user's mistake on any rank.
+        RunError: the output cannot be written, or logits are not finite.
+    """
+    quiet_libraries(world)
+    settings, start = task.settings, time.monotonic()
+    with raise_on_all_ranks(world):
+        commit = resolve_commit(settings) if world.is_main_process else None
+    commit = broadcast_object(commit, world)
+    with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
+        classifier = load_trained(settings, world.device, commit)
+        table, part, has_labels = read_rows(task, classifier.class_names)
+    model, tokenizer = classifier.model, classifier.tokenizer
+    # `evaluate` needs a class of every row. Its scores are not used.
+    with_classes = replace(table, labels=table.labels.clip(0))
+    if task.texts is not None:
+        rows = tokenize_in_memory(with_classes, tokenizer, settings.max_length)
+    else:
+        options: dict[str, Any] = {"cache_dir": Path(settings.cache_dir), "disable_tqdm": settings.disable_tqdm}
+        rows = tokenize(with_classes, tokenizer, settings.max_length, world=world, **options)
+    lengths = lengths_of(rows)
+    with raise_on_all_ranks(world):
+        check_rows(settings, model.config, table=table, rows=rows, lengths=lengths, tokens=occurring_tokens(rows))
+        load_metrics()
+    # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
+    eval_set = build_eval_set(
+        "rows to predict",
+        TokenRows(rows, part),
+        with_classes.labels[part],
+        batches=form_eval_batches(lengths[part], settings.eval_batch_size),
+        collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
+        world=world,
+    )
+    hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
+    batches: Any = tqdm(eval_set.loader, desc="predicting", unit=" batches", leave=False, disable=hide_bar)
+    _, logits = evaluate(model, replace(eval_set, loader=batches), settings, world=world)
+    if world.is_main_process:
+        write(task, table, part, logits=logits, has_labels=has_labels)
+        if task.output is not None:
+            print(labeled("took", f"{time.monotonic() - start:.1f} s for {len(part):,} reviews, {world.size} rank(s)"))
+
+
+def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
+    """Write the predictions, or print those of texts, and print the metrics of the labeled rows."""
+    try:
+        if task.output is None:
+            lines = io.StringIO()
+            write_lines(lines, table, part, logits=logits, has_labels=has_labels)
+            text = lines.getvalue()
+            if prints_to_terminal():  # a file or a pipe gets the texts as they are
+                text = "\n".join(map(escape_control_characters, text.split("\n")))
+            print(text, end="", flush=True)
+            return
+        if os.path.lexists(task.output):  # `define_task` has checked it at the start
+            raise RunError(f"{task.output}: has been created meanwhile: remove it, and start again")
+        write_predictions(task.output, table, part, logits=logits, has_labels=has_labels)
+    except OSError as problem:
+        name = task.output or "standard output"
+        raise RunError(f"{name} could not be written: {problem.strerror or problem}") from None
+    for line in describe_dropped(table):
+        print(escape_control_characters(line))
+    known = table.labels[part] >= 0
+    if known.any():
+        scores = score(logits[known], table.labels[part][known])
+        correct = round(scores.accuracy * scores.n)
+        print(labeled("accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"))
+    print(labeled("predictions", task.output))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def define_task(name: str, texts: list[str], *, part: Part | None, output: str | None) -> Task:
+    """Combine the command line with the settings of the run.
+
+    Raises:
+        UserError: the run has not finished, a flag is invalid or contradicts another one or the run, there is nothing
+            to predict, or the output exists.
+    """
+    run = find_run(Path(name))
+    if part is not None and run is None:
+        raise UserError(f"--split {part}: {name} is not the folder of a run")
+    given = parse_given(None, sys.argv[1:], add_predict_flags, rejected=REJECTED_BY_PREDICT)
+    values, recorded = Settings().as_dict(), {}
+    if run is not None:
+        read_object(run, METRICS)  # which is written last
+        recorded = read_object(run, SETTINGS)
+        values |= {flag: recorded[flag] for flag in OF_THE_RUN if recorded.get(flag) is not None}
+    if "label_names" in given and values["label_names"] is not None:
+        raise UserError(f"--label_names: the run in {run} was trained with --label_names: remove the flag")
+    values |= {flag: value for flag, value in given.items() if flag in values}
+    values["model"] = name if run is None else str(run / MODEL_FOLDER)
+    if part is not None:
+        values |= files_of_run(name, recorded, {flag: given[flag] for flag in FILES if flag in given})
+    elif moved := [flag for flag in FILES[1:] if flag in given]:
+        raise UserError(f"--{moved[0]}: allowed only with --split; to predict other rows, give a file with --csv")
+    settings = select_precision(Settings(**values))
+    reads_a_file = settings.csv is not None or part is not None
+    if reads_a_file and texts:
+        raise UserError("texts and a CSV exclude each other: remove --csv, --split or the texts")
+    if reads_a_file and output is None:
+        output = f"{part or settings.csv_path.stem}-predictions.csv"
+    path = None if output is None else Path(output)
+    if path is not None and os.path.lexists(path):
+        raise UserError(f"--output {path}: exists: name another file, or remove it")
+    if path is not None:
+        try:
+            with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.absolute().parent):
+                pass  # better now than after all rows are predicted
+        except OSError as problem:
+            raise UserError(f"--output {path}: cannot be written: {problem.strerror or problem}") from None
+    lines = None if reads_a_file else find_texts(texts)
+    return Task(settings, run, lines, part, path, requires_labels="label_column" in given or part is not None)
+
+
+def find_run(folder: Path) -> Path | None:
+    """Return the run whose folder this is, or whose model; None if it is another model."""
+    if os.path.isfile(folder / SETTINGS.name):  # unlike Path.is_file, False for a name that is too long
+        return folder
+    run = folder.parent
+    # Without the settings of the run, texts would be cut at another length than in training.
+    has_files = all(os.path.isfile(run / name) for name in (SETTINGS.name, METRICS.name))
+    return run if folder.name == MODEL_FOLDER and has_files else None
+
+
+def files_of_run(name: str, recorded: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the settings that name the data of a run, or the places to which it has moved."""
+    used = {flag: recorded.get(flag) for flag in FILES}
+    if used["dataset_name"] is not None:
+        used["csv"] = None
+    if unknown := [flag for flag in moved if used[flag] is None]:
+        flags = " and ".join(f"--{flag}" for flag in used if used[flag] is not None)
+        raise UserError(f"--{unknown[0]}: the run in {name} was trained with {flags} instead: remove the flag")
+    return {**used, **moved}
+
+
+def find_texts(texts: list[str]) -> list[str]:
+    """Return the texts to predict, from the command line or, without blank lines, from standard input."""
+    if rank_and_sizes()[1] > 1:
+        raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
+    if not texts and has_piped_input():
+        try:
+            lines = sys.stdin.read().removeprefix("\ufeff").split("\n")  # splitlines: also at U+2028
+        except UnicodeDecodeError:
+            raise UserError("standard input: is not valid UTF-8") from None
+        texts = [line.removesuffix("\r") for line in lines if line.strip()]
+    if not texts:
+        raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
+    if any(text != text.encode("utf-8", "ignore").decode() for text in texts):
+        raise UserError("a text is not valid UTF-8")
+    if not all(text.strip() for text in texts):
+        raise UserError("a text is empty: leave it out")
+    return texts
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indices, bool]:
+    """Return the reviews, the positions of those to predict, and whether they have a column of labels."""
+    settings = task.settings
+    if task.part is not None:
+        return *read_rows_of_run(task, task.part), True
+    columns: tuple[str, str | None] = (settings.text_column, settings.label_column)
+    if task.texts is not None:
+        sources = {"train": Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts}))}
+    else:
+        sources = open_sources({"train": settings.csv_path}, Path(settings.cache_dir))
+    if not task.requires_labels and columns[1] not in sources["train"].table.column_names:
+        columns = (settings.text_column, None)
+    table = clean(sources, columns, class_names=class_names, label_names=settings.label_names)
+    return table, np.arange(len(table), dtype=np.int64), columns[1] is not None
+
+
+def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
+    """Return the reviews of a run, and the positions of a part of them.
+
+    Raises:
+        UserError: the files have other rows than the run had.
+    """
+    assert task.run is not None, "define_task has checked it"
+    settings, columns = task.settings, (task.settings.text_column, task.settings.label_column)
+    options: dict[str, Any] = {"label_names": settings.label_names, "cache_dir": Path(settings.cache_dir)}
+    table = read_reviews(files_of(settings.as_dict()), *columns, **options)
+    sizes = {"test_size": settings.test_size, "validation_size": settings.validation_size}
+    split = split_reviews(table, **sizes, seed=settings.seed, columns=columns)
+    if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
+        files = {name: value for name in FILES if (value := getattr(settings, name)) is not None}
+        raise UserError(
+            f"{' or '.join(files.values())}: has changed since the run in {task.run} split it; if it has moved, give "
+            f"the new location with {' and '.join(f'--{name}' for name in files)}"
+        )
+    rows: Indices = getattr(split, part)
+    if not len(rows):
+        raise UserError(f"--split {part}: the run in {task.run} has no such rows")
+    return table, rows
+
+
+if __name__ == "__main__":
+    launch(main, __doc__, add_predict_flags, rejected=REJECTED_BY_PREDICT)

@@ -1,1 +1,0 @@
-"""Predictions with a trained model."""
