@@ -70,20 +70,14 @@ class Collator(DataCollatorWithPadding):
 class EvalSet:
     """Rows to evaluate, and this rank's share of them.
 
-    Attributes:
-        name: `validation` or `test`.
-        labels: class ids of all n rows, int64 (n,), in file order.
-        loader: this rank's batches. Every rank has the same number of them, because the forward pass of a sharded model
-            is a collective.
-        is_filler: for each batch, whether it only makes the numbers of batches equal. Its logits must not be used.
-        positions: the positions of this rank's rows among the n rows, in the order of the batches, without filler.
+    Every rank has the same number of batches, because the forward pass of a sharded model is a collective.
     """
 
-    name: str
-    labels: NDArray[np.int64]
-    loader: DataLoader[Any]
-    is_filler: Sequence[bool]
-    positions: Sequence[int]
+    name: str  # `validation` or `test`
+    labels: NDArray[np.int64]  # class ids of all n rows, in file order
+    loader: DataLoader[Any]  # this rank's batches
+    is_filler: Sequence[bool]  # for each batch, whether it only makes the numbers equal: its logits must not be used
+    positions: Sequence[int]  # of this rank's rows among the n rows, in the order of the batches, without filler
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -33,7 +33,6 @@ CLEANING_RULES = (
     "reviews are kept to the letter; labels are stripped, and 1.0 and +1 are the class 1"
 )
 
-_N_ROWS_SHOWN = 5
 _MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
 
 
@@ -41,32 +40,20 @@ _MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
 class ReviewTable:
     """The usable reviews of one file, or of the files of published parts: the training rows, then validation and test.
 
-    All row numbers are 0-based data rows of their part: the index of `pandas.read_csv(path)` if it is one file. In a
-    part of several files, they continue from one file to the next.
-
-    Attributes:
-        path: The file, or that of the training rows.
-        sha256: Hash of the bytes of a CSV; of anything else, of the CSV that pandas would write of the two columns.
-        rows_read: Number of data rows in the file.
-        dropped: Reason ("no review" or "no label") to the dropped data rows in file order. Contains only reasons that
-            occur.
-        class_names: The label value, as text, of each class id.
-        rows: Data row of each kept review, int64 (n,).
-        texts: The reviews, str (n,) with a RangeIndex, in Arrow arrays, which may be in a mapped file. Take rows or
-            slices of it: a list of all reviews could be larger than the memory.
-        labels: Class ids, int64 (n,); -1 for a row without a label, which only a table to predict has.
-        parts: Number of reviews of each published part, in order; empty if there is one file.
+    Row numbers are data rows of their part, counted from 0: the index of `pandas.read_csv(path)` if it is one file.
     """
 
-    path: Path
-    sha256: str
+    path: Path  # the file, or that of the training rows
+    sha256: str  # of the bytes of a CSV; of anything else, of the CSV that pandas would write of the two columns
     rows_read: int
-    dropped: dict[str, list[int]]
-    class_names: tuple[str, ...]
-    rows: np.ndarray
+    dropped: dict[str, list[int]]  # data rows by reason, "no review" or "no label", if there are any
+    class_names: tuple[str, ...]  # the label, as text, of each class id
+    rows: np.ndarray  # the data row of each kept review, int64 (n,)
+    # str (n,) in Arrow arrays, which may be in a mapped file. Take rows or slices of it: a list of all reviews could be
+    # larger than the memory.
     texts: pd.Series
-    labels: np.ndarray
-    parts: Mapping[str, int] = field(default_factory=dict)
+    labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
+    parts: Mapping[str, int] = field(default_factory=dict)  # their numbers of reviews; empty if there is one file
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -85,33 +72,18 @@ class ReviewTable:
 def read_reviews(
     path: str | Path | Files,
     text_column: str = "review",
-    label_column: str | None = "label",
+    label_column: str = "label",
     *,
-    class_names: Sequence[str] | None = None,
     label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
-    """Read and clean a file: a comma-separated CSV with a header, in UTF-8 (with or without BOM) or GB18030; or, by
-    suffix, JSON Lines or Parquet.
-
-    In a CSV, only an empty field is missing: "NA", "null" and "nan" are reviews or labels like any other. Classes are
-    sorted numerically if every label is an integer, otherwise by code point. Further columns are ignored.
+    """Read and clean reviews. Arguments and errors are those of `open_sources` and `clean`.
 
     Args:
         path: A file, or as `files_of` returns it.
-        label_column: None only with `class_names`: the reviews have no labels.
-        class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
-            distinct labels, and rows without a label are dropped.
-        label_names: Other names for the classes, such as `0=negative,1=positive`.
-        cache_dir: As for `open_sources`.
-
-    Raises:
-        UserError: The file cannot be read, is malformed or has no usable row, or its labels have a single value or too
-            many values to be classes. Or the cache folder cannot be read or written.
     """
     files = {"train": Path(path)} if isinstance(path, str | Path) else path
-    sources = open_sources(files, cache_dir)
-    return clean(sources, (text_column, label_column), class_names=class_names, label_names=label_names)
+    return clean(open_sources(files, cache_dir), (text_column, label_column), label_names=label_names)
 
 
 def clean(
@@ -121,7 +93,20 @@ def clean(
     class_names: Sequence[str] | None = None,
     label_names: str | None = None,
 ) -> ReviewTable:
-    """Return the usable reviews of all parts. Arguments and errors are those of `read_reviews`."""
+    """Return the usable reviews of all parts.
+
+    In a CSV, only an empty field is missing: "NA", "null" and "nan" are reviews or labels like any other. Classes are
+    sorted numerically if every label is an integer, otherwise by code point. Further columns are ignored.
+
+    Args:
+        columns: Names of the text and label columns; None for no labels, only with `class_names`.
+        class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
+            distinct labels, and rows without a label are dropped.
+        label_names: Other names for the classes, such as `0=negative,1=positive`.
+
+    Raises:
+        UserError: There is no usable row, or the labels have a single value or too many values to be classes.
+    """
     path = sources["train"].path
     if columns[0] == columns[1]:
         raise UserError(f"{path}: --text_column and --label_column both name {columns[0]!r}; they must differ")
@@ -160,19 +145,15 @@ def sample_rows(rows: Indices) -> Indices:
 def describe_dropped(table: ReviewTable) -> list[str]:
     """Return one line per reason for dropping rows."""
     return [
-        f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: {_first_rows(rows)}"
+        f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: {list_rows(rows)}"
         for reason, rows in table.dropped.items()
     ]
 
 
 def list_rows(rows: Sequence[int] | np.ndarray) -> str:
-    """Return the first of some data rows for a message, such as `rows 3, 8 (data rows, counted from 0 …)`."""
-    return f"row{'s' * (len(rows) != 1)} {_first_rows(rows)}"
-
-
-def _first_rows(rows: Sequence[int] | np.ndarray) -> str:
-    numbers = ", ".join(map(str, rows[:_N_ROWS_SHOWN])) + (", …" if len(rows) > _N_ROWS_SHOWN else "")
-    return f"{numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
+    """Return the first of some data rows for a message."""
+    numbers = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
+    return f"row{'s' * (len(rows) != 1)} {numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -19,27 +19,18 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import UserError
-from ..setting_groups import LARGEST_COUNT
 from ..settings import Settings
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the rows of an optimizer step are divided.
+    """How the rows of an optimizer step are divided."""
 
-    Attributes:
-        global_size: rows per optimizer step, `logical_ranks * accumulation_steps * micro_size`.
-        ranks: the number of processes.
-        logical_ranks: the number of equal shares of the global batch, a multiple of `ranks`.
-        micro_size: rows of a micro-batch.
-        accumulation_steps: micro-batches of each logical rank.
-    """
-
-    global_size: int
-    ranks: int
-    logical_ranks: int
-    micro_size: int
-    accumulation_steps: int
+    global_size: int  # rows per optimizer step: logical_ranks * accumulation_steps * micro_size
+    ranks: int  # the number of processes
+    logical_ranks: int  # the number of equal shares of the global batch, a multiple of `ranks`
+    micro_size: int  # rows of a micro-batch
+    accumulation_steps: int  # micro-batches of each logical rank
     steps_per_epoch: int
     total_steps: int
     epochs: int
@@ -99,73 +90,46 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def _nearest_multiples(size: int, divisor: int) -> str:
-    below, above = size // divisor * divisor, math.ceil(size / divisor) * divisor
-    return " or ".join(str(near) for near in (below, above) if near)
-
-
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
-    """Return the global batch size: `train_batch_size`, unless `per_device_train_batch_size` is set.
-
-    Raises:
-        UserError: The resulting size is too large.
-    """
-    per_device = settings.per_device_train_batch_size
-    if per_device is None:
+    """Return the global batch size: `train_batch_size`, unless `per_device_train_batch_size` is set."""
+    if settings.per_device_train_batch_size is None:
         return settings.train_batch_size
-    size = per_device * world_size * settings.gradient_accumulation_steps
-    if size > LARGEST_COUNT:
-        raise UserError(
-            f"--per_device_train_batch_size {per_device} x {world_size} rank(s) x --gradient_accumulation_steps "
-            f"{settings.gradient_accumulation_steps}: must be at most {LARGEST_COUNT} in total"
-        )
-    return size
+    return settings.per_device_train_batch_size * world_size * settings.gradient_accumulation_steps
 
 
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
     """Divide the global batch among logical ranks and accumulation steps.
 
     Raises:
-        UserError: the logical ranks cannot be divided among the ranks, or the batch among the logical ranks, and the
-            message names what can; or there are fewer training rows than one batch needs.
+        UserError: the logical ranks cannot be divided among the ranks, or the batch among the logical ranks, or there
+            are fewer training rows than one batch needs.
     """
-    logical_ranks = settings.logical_ranks or world_size
-    if settings.ddp_comm_hook == "power_sgd" and logical_ranks != world_size:
+    logical_ranks, accumulation = settings.logical_ranks or world_size, settings.gradient_accumulation_steps
+    if logical_ranks != world_size and settings.ddp_comm_hook == "power_sgd":
         raise UserError(
-            f"--ddp_comm_hook power_sgd keeps compression errors of each rank, so its results depend on the number of "
-            f"ranks: {logical_ranks} logical ranks need {_count(logical_ranks, 'rank')}, not {world_size}"
+            f"--ddp_comm_hook power_sgd keeps compression errors of each rank: {logical_ranks} logical ranks need "
+            f"{_count(logical_ranks, 'rank')}, not {world_size}"
         )
+    # Fewer ranks add the gradients of the logical ranks up along the subtrees of one binary tree.
     is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
-    if logical_ranks != world_size and not is_power_of_two:  # fewer ranks would form another tree
-        raise UserError(
-            f"{logical_ranks} logical ranks, which are not a power of two, cannot be divided among "
-            f"{_count(world_size, 'rank')}: start {logical_ranks} ranks, or a new run with another --logical_ranks"
-        )
-    if logical_ranks % world_size:
-        sizes = [1 << exponent for exponent in range(logical_ranks.bit_length())]
+    possible = [1 << i for i in range(logical_ranks.bit_length())] if is_power_of_two else [logical_ranks]
+    if world_size not in possible:
         raise UserError(
             f"--logical_ranks {logical_ranks} cannot be divided among {_count(world_size, 'rank')}: start "
-            f"{' or '.join(map(str, sizes))} rank(s)"
+            f"{' or '.join(map(str, possible))} rank(s)"
         )
-    size, accumulation = resolve_train_batch_size(settings, world_size), settings.gradient_accumulation_steps
-    n_micro_batches = logical_ranks * accumulation
-    per_device, per_rank = settings.per_device_train_batch_size, logical_ranks // world_size
-    if per_device is not None and size % n_micro_batches:
-        raise UserError(
-            f"--per_device_train_batch_size {per_device} cannot be divided among the {per_rank} logical ranks of each "
-            f"rank: use {_nearest_multiples(per_device, per_rank)}"
-        )
+    size, n_micro_batches = resolve_train_batch_size(settings, world_size), logical_ranks * accumulation
+    flag = f"--train_batch_size {size}"
+    if settings.per_device_train_batch_size is not None:
+        flag = f"--per_device_train_batch_size {settings.per_device_train_batch_size} ({size} rows per step)"
     if size % n_micro_batches:
         kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
-            f"--train_batch_size {size} cannot be divided among {kind} x --gradient_accumulation_steps {accumulation}: "
-            f"use {_nearest_multiples(size, n_micro_batches)}"
+            f"{flag} cannot be divided among {kind} x --gradient_accumulation_steps {accumulation}: must be a multiple "
+            f"of {n_micro_batches}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
-        flag = f"--train_batch_size {size}"
-        if per_device is not None:
-            flag = f"--per_device_train_batch_size {per_device} x {world_size * accumulation} micro-batches = {size}"
         raise UserError(f"{n_train} training rows do not fill one batch: {flag} must be {n_train} or less")
     total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
     return BatchPlan(

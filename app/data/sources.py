@@ -49,16 +49,11 @@ Files = Mapping[str, Path] | HubDataset
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one part.
+    """The rows of one part."""
 
-    Attributes:
-        path: The file or data set, for messages.
-        sha256: Hash of the bytes of a CSV file; None for anything else.
-    """
-
-    path: Path
+    path: Path  # the file or data set, for messages
     table: datasets.Dataset
-    sha256: str | None = None
+    sha256: str | None = None  # of the bytes of a CSV file; None for anything else
 
 
 def files_of(settings: Mapping[str, Any]) -> Files:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
 from ..common.errors import UserError
@@ -20,19 +19,13 @@ CHUNK = 10_000  # reviews that are hashed at once
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of each part, as positions in the review table. Parts are disjoint.
-
-    Attributes:
-        train: int64, sorted.
-        validation: int64, sorted; empty if there are no validation rows.
-        test: int64, sorted.
-        fingerprint: SHA-256 of the file's bytes, columns, cleaning rules, seed, sizes and positions. Runs with equal
-            fingerprints train, validate and test on the same rows.
-    """
+    """The rows of each part, as sorted positions in the review table. Parts are disjoint."""
 
     train: Indices
-    validation: Indices
+    validation: Indices  # empty if there are no validation rows
     test: Indices
+    # SHA-256 of the bytes, columns, cleaning rules, seed, sizes and positions: runs with equal fingerprints train,
+    # validate and test on the same rows.
     fingerprint: str
 
 
@@ -78,37 +71,28 @@ def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
     Returns:
         `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
     """
-    hashes = _hash_texts(table.texts)
-
-    def count(part: Indices, other: Indices) -> int:
-        # Only reviews with the same hash are compared, so that the process does not hold a copy of all reviews.
-        same_hash = np.intersect1d(hashes[part], hashes[other])
-        part, other = (rows[np.isin(hashes[rows], same_hash)] for rows in (part, other))
-        return int(table.texts.iloc[part].isin(set(table.texts.iloc[other])).sum())
-
-    return {
-        "test_in_train": count(split.test, split.train),
-        "test_in_validation": count(split.test, split.validation),
-        "validation_in_train": count(split.validation, split.train),
+    # Hashes of 64 bits, because a set of the reviews themselves would copy them: two of a million differ but have the
+    # same hash with a probability of 3e-8.
+    chunks = (table.texts.iloc[start : start + CHUNK].to_numpy(object) for start in range(0, len(table), CHUNK))
+    hashes = np.concatenate([pd.util.hash_array(chunk, categorize=False) for chunk in chunks])
+    train, validation, test = hashes[split.train], hashes[split.validation], hashes[split.test]
+    pairs = {
+        "test_in_train": (test, train),
+        "test_in_validation": (test, validation),
+        "validation_in_train": (validation, train),
     }
-
-
-def _hash_texts(texts: pd.Series) -> NDArray[np.uint64]:
-    """Return a hash of each text, uint64 (n,)."""
-    chunks = (texts.iloc[start : start + CHUNK].to_numpy(object) for start in range(0, len(texts), CHUNK))
-    return np.concatenate([pd.util.hash_array(chunk, categorize=False) for chunk in chunks])
+    return {name: int(np.isin(part, other).sum()) for name, (part, other) in pairs.items()}
 
 
 def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: int) -> str | None:
     """Describe the result of `count_duplicates` in one line; None if there are no duplicates."""
-    pairs = [
-        ("test_in_train", n_test, "test", "training"),
-        ("test_in_validation", n_test, "test", "validation"),
-        ("validation_in_train", n_validation, "validation", "training"),
-    ]
-    parts = [
-        f"{counts[key]} of {n} {part} reviews also occur in {other}" for key, n, part, other in pairs if counts.get(key)
-    ]
+    sizes = {"test": n_test, "validation": n_validation}
+    parts = []
+    for key, count in counts.items():
+        part, _, other = key.partition("_in_")
+        if count:
+            name = "training" if other == "train" else other
+            parts.append(f"{count} of {sizes[part]} {part} reviews also occur in {name}")
     return f"{'; '.join(parts)}: scores on new reviews may be lower" if parts else None
 
 

@@ -11,22 +11,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, Sequence, Value
+from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from ..common.cache import is_intact, write_intact
-from ..common.errors import UserError, escape_control_characters
+from ..common.files import cached_file
 from ..common.terminal import hides_progress
 from ..distributed.collectives import local_main_process_first
 from ..distributed.world import World
 from .reviews import CLEANING_RULES, ReviewTable
 
-FILE_VERSION = 2  # part of the cache key: increase it if the columns change
+FILE_VERSION = 3  # part of the cache key: increase it if the columns change
 CHUNK = 1_000  # reviews that are tokenized at once
-OWN_COLUMNS = {"labels": Value("int64"), "length": Value("int32"), "truncated": Value("bool")}
+OWN_COLUMNS = {"labels": pa.int64(), "length": pa.int32(), "truncated": pa.bool_()}
 
 
 def tokenize(
@@ -40,35 +39,26 @@ def tokenize(
 ) -> Dataset:
     """Tokenize all reviews, or map the file that an earlier run with the same rows, tokenizer and length has written.
 
-    One process per node writes the file while the others wait. The file is complete when it receives its name, and it
-    ends with a digest: a damaged file is written again.
+    One process per node writes the file while the others wait. The file is complete when it receives its name.
 
     Returns:
         One row per review, in the order of the table: `input_ids` (and `token_type_ids` if the model uses them),
         `labels`, `length` (tokens after truncation) and `truncated`.
 
     Raises:
-        UserError: The cache folder cannot be read or written.
+        UserError: The cache folder cannot be written.
     """
-    key = _cache_key(table, tokenizer, max_length)
-    path = cache_dir / f"tokens-{key}.arrow"
+    path = cache_dir / f"tokens-{_cache_key(table, tokenizer, max_length)}.arrow"
+    hide_bar = hides_progress(disable_tqdm, world.is_main_process)
+
+    def write(file: Path) -> None:
+        with file.open("wb") as out, pa.ipc.new_stream(out, _schema(tokenizer)) as writer:
+            for batch in _tokenize(table, tokenizer, max_length, hide_bar=hide_bar):
+                writer.write_batch(batch)
+
     with local_main_process_first(world):
-        if world.local_rank == 0 and not is_intact(path, key):
-            if path.exists():
-                world.print_main(f"{escape_control_characters(str(path))}: damaged; tokenizing again")
-            hide_bar = hides_progress(disable_tqdm, world.is_main_process)
-
-            def write(file: Path) -> None:
-                schema = _schema(tokenizer)
-                with file.open("wb") as out, pa.ipc.new_stream(out, schema) as writer:
-                    for batch in _tokenize(table, tokenizer, max_length, hide_bar=hide_bar):
-                        writer.write_batch(batch)
-
-            write_intact(path, key, write)
-        try:
-            return Dataset.from_file(str(path))  # Arrow ignores the digest, which follows the end of its stream
-        except (OSError, ValueError) as problem:
-            raise UserError(f"--cache_dir {cache_dir}: cannot read {path.name} ({problem}); delete it") from None
+        cached_file(path, write)
+        return Dataset.from_file(str(path))
 
 
 def tokenize_in_memory(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
@@ -86,8 +76,12 @@ class TokenRows(TorchDataset[dict[str, Any]]):
         """Select the rows at `positions` of a data set as returned by `tokenize`."""
         self.positions = positions
         names = [name for name in rows.column_names if name not in OWN_COLUMNS]
-        self.columns = {name: [_flat(chunk) for chunk in _chunks(rows, name)] for name in names}
-        self.labels = [chunk.to_numpy(zero_copy_only=False) for chunk in _chunks(rows, "labels")]
+        # Of each chunk, where each list begins and ends, and the values of all lists in order.
+        self.columns = {
+            name: [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in _chunks(rows, name)]
+            for name in names
+        }
+        self.labels = [chunk.to_numpy() for chunk in _chunks(rows, "labels")]
         self.starts = np.cumsum([0, *map(len, self.labels)])
 
     def __len__(self) -> int:
@@ -104,34 +98,29 @@ class TokenRows(TorchDataset[dict[str, Any]]):
         return found
 
 
-def _flat(chunk: pa.ListArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return where each list of a chunk begins and ends, and the values of all lists in order, without a copy."""
-    return chunk.offsets.to_numpy(), chunk.values.to_numpy()
-
-
 def lengths_of(rows: Dataset) -> NDArray[np.int64]:
     """Return the number of tokens of each row after truncation, int64 (n,)."""
-    return np.asarray(rows.with_format("numpy")["length"][:], dtype=np.int64)
+    return np.asarray(rows.data["length"], dtype=np.int64)
+
+
+def count_truncated(rows: Dataset) -> int:
+    """Return the number of reviews with more than `max_length` tokens."""
+    return int(np.count_nonzero(rows.data["truncated"]))
 
 
 def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
     """Return the ids of the tokens that occur in the rows, int64, sorted."""
-    chunks = [values for values in map(_values, _chunks(rows, "input_ids")) if len(values)]
-    occurs = np.zeros(max((int(values.max()) for values in chunks), default=-1) + 1, dtype=bool)
-    for values in chunks:
-        occurs[values] = True
-    return np.flatnonzero(occurs)
+    found = [np.unique(chunk.flatten()) for chunk in _chunks(rows, "input_ids")]
+    return np.unique(np.concatenate(found)).astype(np.int64)
 
 
-def count_of_tokens(rows: Dataset, lengths: NDArray[np.int64], ids: Collection[int]) -> NDArray[np.int64]:
+def count_of_tokens(rows: Dataset, ids: Collection[int]) -> NDArray[np.int64]:
     """Return how many tokens of each row are among some ids, int64 (n,)."""
-    ids, counts, start = list(ids), [], 0
+    counts = []
     for chunk in _chunks(rows, "input_ids"):
-        ends = np.cumsum(lengths[start : start + len(chunk)])
-        hits = np.isin(_values(chunk), ids)
-        before = np.concatenate([[0], np.cumsum(hits, dtype=np.int64)])  # the number of hits before each token
-        counts.append(before[ends] - before[ends - lengths[start : start + len(chunk)]])
-        start += len(chunk)
+        hits = np.isin(chunk.flatten(), list(ids))
+        rows_of_tokens = np.repeat(np.arange(len(chunk)), chunk.value_lengths())
+        counts.append(np.bincount(rows_of_tokens[hits], minlength=len(chunk)))
     return np.concatenate(counts)
 
 
@@ -146,24 +135,14 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     digest.update(lengths_of(rows).tobytes())
     for name in names:
         for chunk in _chunks(rows, name):
-            digest.update(np.ascontiguousarray(_values(chunk), dtype=np.int32).data)
+            digest.update(chunk.flatten().to_numpy().data)
     return digest.hexdigest()
 
 
 def _chunks(rows: Dataset, name: str) -> list[pa.Array]:
     """Return a column in parts of `CHUNK` rows, of which only those in use need memory."""
-    return list(rows.with_format("arrow")[name][:].chunks)
-
-
-def _values(chunk: pa.ListArray) -> NDArray[np.int32]:
-    """Return the values of all lists in order."""
-    values: NDArray[np.int32] = chunk.flatten().to_numpy(zero_copy_only=False)
-    return values
-
-
-def count_truncated(rows: Dataset) -> int:
-    """Return the number of reviews with more than `max_length` tokens."""
-    return int(np.count_nonzero(rows.with_format("numpy")["truncated"][:]))
+    chunks: list[pa.Array] = rows.data[name].chunks
+    return chunks
 
 
 def _input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -171,23 +150,22 @@ def _input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [name for name in tokenizer.model_input_names if name != "attention_mask"]
 
 
+def _schema(tokenizer: PreTrainedTokenizerBase) -> pa.Schema:
+    return pa.schema(dict.fromkeys(_input_names(tokenizer), pa.list_(pa.int32())) | OWN_COLUMNS)
+
+
 def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Hash everything that determines the content of the file."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
-    # The backend's own truncation and padding are left over from its previous call.
-    recipe |= {"truncation": tokenizer.truncation_side, "padding": None}
-    # Whether "[SEP]" in a review is the special token. The backend does not write it into its JSON.
-    recipe |= {"split_special_tokens": tokenizer.split_special_tokens}
+    # The backend's own truncation and padding are left over from its previous call. It does not write into its JSON
+    # whether "[SEP]" in a review is the special token.
+    recipe |= {"truncation": tokenizer.truncation_side, "padding": None, "split": tokenizer.split_special_tokens}
     parts = [FILE_VERSION, table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__]
     parts += [_input_names(tokenizer), max_length, recipe]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]
-
-
-def _schema(tokenizer: PreTrainedTokenizerBase) -> pa.Schema:
-    return Features(dict.fromkeys(_input_names(tokenizer), Sequence(Value("int32"))) | OWN_COLUMNS).arrow_schema
 
 
 def _tokenize(

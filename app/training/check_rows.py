@@ -52,7 +52,7 @@ def check_rows(
             f"{size}: resize the model's embeddings, or use the tokenizer that belongs to it"
         )
     if config.is_encoder_decoder:
-        _check_end_of_sequence(settings.model, table, count_of_tokens(rows, lengths, end_of_sequence(config)))
+        _check_end_of_sequence(settings.model, table, count_of_tokens(rows, end_of_sequence(config)))
 
 
 def _check_end_of_sequence(model: str, table: ReviewTable, counts: NDArray[np.int64]) -> None:

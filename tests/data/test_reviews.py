@@ -335,8 +335,8 @@ def test_describe_dropped_lists_counts_and_the_first_rows(csv_file):
     path = csv_file("label,review\n1,好\n" + "0,\n" * 1234 + ",评\n0,差\n")
     lines = describe_dropped(read_reviews(path))
     assert [line.removeprefix(f"{path}: ").partition(" (")[0] for line in lines] == [
-        "dropped 1,234 of 1,237 rows with no review: 1, 2, 3, 4, 5, …",
-        "dropped 1 of 1,237 rows with no label: 1235",
+        "dropped 1,234 of 1,237 rows with no review: rows 1, 2, 3, 4, 5, …",
+        "dropped 1 of 1,237 rows with no label: row 1235",
     ]
     assert all("counted from 0" in line and len(line.splitlines()) == 1 for line in lines)
 

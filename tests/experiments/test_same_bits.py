@@ -53,7 +53,7 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
         (["--ddp_comm_hook=power_sgd", "--strategies=ddp"], "--ddp_comm_hook power_sgd .* need 4 ranks, not 1"),
         (["--ranks", "0"], "argument --ranks: 0: must be a whole number, 1 or more"),
         (["--ranks", "3", "--vary=logical_ranks"], "--train_batch_size 32 cannot be divided among 3 rank"),
-        (["--vary=accumulation", "--train_batch_size=8"], "--train_batch_size 8 cannot be divided .* use 16"),
+        (["--vary=accumulation", "--train_batch_size=8"], "--train_batch_size 8 cannot be divided .* multiple of 16"),
         (["--vary=precision", "--bf16"], "--precision bf16: --vary precision sets other values: remove one"),
         (["--vary=logical_ranks", "--logical_ranks=2"], "--logical_ranks 2: --vary logical_ranks sets other values"),
         (["--vary=x" + "y" * 500], "argument --vary: invalid choice: 'xyyy"),

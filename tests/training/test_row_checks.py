@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
 from app.data.reviews import read_reviews
-from app.data.tokenize import count_of_tokens, lengths_of, tokenize_in_memory
+from app.data.tokenize import count_of_tokens, tokenize_in_memory
 from app.distributed.world import World
 from app.plan.dry_run import print_plan
 from app.settings import Settings
@@ -96,4 +96,4 @@ def test_tokens_are_counted_in_every_chunk_of_the_rows(tmp_path):
     (token,) = tokenizer("差", add_special_tokens=False)["input_ids"]
     expected = [row.count(token) for row in rows["input_ids"]]
     assert {0, 1, 2} <= set(expected)
-    assert count_of_tokens(rows, lengths_of(rows), {token}).tolist() == expected
+    assert count_of_tokens(rows, {token}).tolist() == expected
