@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def staging_folder(path: Path) -> Iterator[Path]:
-    """Create a private folder next to a file that is about to be written, and remove it at the end of the block."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".staging", dir=path.parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def cached_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file of the cache unless it is there. Processes that write it at the same time write the same.
 
@@ -82,9 +71,9 @@ def cached_file(path: Path, write: Callable[[Path], object]) -> None:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with staging_folder(path) as staging:
-                write(staging / path.name)
-                commit(staging / path.name, path)
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as staging:
+                write(Path(staging, path.name))
+                commit(Path(staging, path.name), path)
     except OSError as problem:
         raise UserError(f"--cache_dir {path.parent}: cannot be written: {problem.strerror or problem}") from None
 

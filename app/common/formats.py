@@ -103,11 +103,6 @@ def three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def gigabytes(value: float) -> str:
-    """Return bytes or bytes per second in 1e9."""
-    return f"{value / 1e9:.3g}"
-
-
 def format_bandwidth(beta: float) -> str:
     """Return the bandwidth, from the seconds per byte, such as 1.25 GB/s; `–` if bytes take no time."""
-    return f"{gigabytes(1 / beta)} GB/s" if beta else "–"
+    return f"{1e-9 / beta:.3g} GB/s" if beta else "–"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -26,7 +26,6 @@ KERNELS_FROM_ENVIRONMENT = (
 )
 UNSET = "unset"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-LARGEST_PRODUCT = 8192  # rows and columns
 
 
 def unusable_accelerator() -> str | None:
@@ -43,39 +42,6 @@ def unusable_accelerator() -> str | None:
     if accelerator is not None and accelerator.type != "mps":
         return f"{accelerator.type.upper()} devices are not supported, only CUDA GPUs: add --use_cpu"
     return None
-
-
-@torch.no_grad()
-def measure_peak_flops(device: torch.device, precision: str) -> float:
-    """Measure the peak of this rank's device in FLOP/s with square matrix products, for devices without a data sheet.
-
-    Takes a few seconds. Call it before training, on all ranks of a node at once: they share the CPU's caches and
-    power budget then as they do in training. The peak memory statistics of a GPU are reset.
-    """
-    generator = torch.Generator().manual_seed(0)  # measuring must not draw from the global one
-
-    def random_matrix(n: int) -> torch.Tensor:
-        # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
-        return torch.rand(n, n, generator=generator).to(device, DTYPES[precision])
-
-    def seconds(matrix: torch.Tensor) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        torch.matmul(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    small = large = random_matrix(256)
-    seconds(small)  # initializes the library
-    while len(large) < LARGEST_PRODUCT and seconds(large) < 0.05:  # on some CPUs, bf16 is very slow
-        small, large = large, random_matrix(2 * len(large))
-    # Two sizes alternate, so that a slow moment affects both.
-    best = max(2 * len(matrix) ** 3 / seconds(matrix) for _ in range(5) for matrix in (small, large))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    return best
 
 
 def automatic_precision(use_cpu: bool, local_rank: int) -> str:
@@ -155,10 +121,9 @@ def changes_of_arithmetic(before: Arithmetic, now: Arithmetic) -> list[tuple[str
 def cpu_name() -> str:
     """Return the CPU's name as Linux reports it; elsewhere, or if there is none, the machine's architecture."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
-                return value.strip()
+        found = re.search(r"^model name\s*:\s*(\S.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        if found:
+            return found[1].strip()
     return platform.machine()
 
 

@@ -71,12 +71,19 @@ def learn_tokenizer(
         UserError: The cache folder cannot be written.
     """
     if cache_dir is None:
-        return wrap(train_bpe(texts, vocabulary_size))
-    texts = list(texts)
-    recipe = [tokenizers.__version__, vocabulary_size, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
-    path = cache_dir / f"vocabulary-{hash_recipe(recipe, map(str.encode, texts))}.json"
-    cached_file(path, lambda file: train_bpe(texts, vocabulary_size).save(str(file)))
-    return wrap(Tokenizer.from_file(str(path)))
+        tokenizer = train_bpe(texts, vocabulary_size)
+    else:
+        texts = list(texts)
+        recipe = [tokenizers.__version__, vocabulary_size, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
+        path = cache_dir / f"vocabulary-{hash_recipe(recipe, map(str.encode, texts))}.json"
+        cached_file(path, lambda file: train_bpe(texts, vocabulary_size).save(str(file)))
+        tokenizer = Tokenizer.from_file(str(path))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **SPECIAL_TOKENS,
+    )
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
@@ -102,35 +109,23 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     return tokenizer
 
 
-def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        **SPECIAL_TOKENS,
-    )
-
-
 def built_in_config(model: str, vocabulary_size: int, pad_token_id: int | None) -> PretrainedConfig:
     """Return the config of a built-in model."""
+    shared: dict[str, Any] = {"vocab_size": vocabulary_size, "pad_token_id": pad_token_id, "hidden_size": HIDDEN_SIZE}
     if model == TINY_BERT:  # about 1.5 million parameters
         return BertConfig(
-            vocab_size=vocabulary_size,
-            pad_token_id=pad_token_id,
-            hidden_size=HIDDEN_SIZE,
+            **shared,
             num_hidden_layers=2,
             num_attention_heads=2,
             intermediate_size=512,
             max_position_embeddings=512,
         )
     return ModernBertConfig(  # about 0.7 million parameters
-        vocab_size=vocabulary_size,
-        pad_token_id=pad_token_id,
+        **shared,
         bos_token_id=None,  # like the next three: unused, and the defaults are not in this vocabulary
         eos_token_id=None,
         cls_token_id=None,
         sep_token_id=None,
-        hidden_size=HIDDEN_SIZE,
         num_hidden_layers=1,
         layer_types=["sliding_attention"],
         local_attention=2 * max(OFFSETS),
@@ -148,16 +143,10 @@ def built_in_config(model: str, vocabulary_size: int, pad_token_id: int | None) 
 def embeddings_of(
     model: str, tokenizer: PreTrainedTokenizerBase, train_texts: Iterable[str], *, cache_dir: Path | None = None
 ) -> NDArray[np.float32] | None:
-    """Learn the initial embeddings of `tiny` from the training rows; None for any other model.
+    """Learn the initial embeddings of `tiny` from the training rows, as `learn_embeddings`; None for any other model.
 
     Args:
         cache_dir: keeps what is learned, for later calls with the same rows.
-
-    Returns:
-        The result of `learn_embeddings`.
-
-    Raises:
-        UserError: the cache folder cannot be written.
     """
     if model != TINY:
         return None

@@ -34,10 +34,6 @@ def resolve_commit(settings: ModelSettings) -> str | None:
 
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
     commit. Without a connection, it is resolved from the local cache.
-
-    Raises:
-        UserError: There is no such model or revision, `--revision` is given for a model that is not on the Hub, or the
-            Hub cannot be reached and the model is not in the local cache.
     """
     if settings.model in BUILT_IN or os.path.isdir(settings.model):
         if settings.revision is not None:
@@ -56,7 +52,8 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
         files: Patterns of the files that are needed.
 
     Raises:
-        UserError: As `resolve_commit`, or the folder is no model folder.
+        UserError: The folder is no model folder, there is no such model or revision on the Hub, or the Hub cannot be
+            reached and the model is not in the local cache.
     """
     name, revision = settings.model, settings.revision
     if os.path.isdir(name):
@@ -76,9 +73,7 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except RepositoryNotFoundError:
-        raise UserError(
-            f"--model {name}: no such model on the Hub (if it is private, run `hf auth login` first)"
-        ) from None
+        raise UserError(f"--model {name}: no such model on the Hub (if it is private, run `hf auth login`)") from None
     except HFValidationError:
         raise UserError(f"--model {shorten(name, 200)}: no such folder, and no name of a model on the Hub") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub

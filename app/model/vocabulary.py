@@ -45,29 +45,23 @@ class TrimmedVocabulary:
 
     @torch.no_grad()
     def decay(self, learning_rates: Iterable[float], weight_decay: float) -> None:
-        """Apply the weight decay of some optimizer steps, rounded as fused AdamW does on a CPU."""
+        """Apply the weight decay of some optimizer steps, rounded as fused AdamW does on a CPU.
+
+        The factor of a step is about 1 - learning_rate * weight_decay, but compilers may round this expression once or
+        twice. So AdamW itself computes the factors, from elements that are 1, without gradient and moments.
+        """
         if self.rows is None or weight_decay == 0:
             return
-        factors = decay_factors(learning_rates, weight_decay, self.rows.dtype)
+        ones = torch.nn.Parameter(self.rows.new_ones(16))  # as many as fill a vector register
+        ones.grad = torch.zeros_like(ones)
+        optimizer, factors = torch.optim.AdamW([ones], weight_decay=weight_decay, fused=True), []
+        for optimizer.param_groups[0]["lr"] in learning_rates:
+            optimizer.step()
+            factors.append(ones[0].item())
+            ones.fill_(1)
         for block in self.rows.view(-1).split(BLOCK):
             for factor in factors:
                 block.mul_(factor)
-
-
-def decay_factors(learning_rates: Iterable[float], weight_decay: float, dtype: torch.dtype) -> list[float]:
-    """Return the factors by which AdamW multiplies an element whose gradient and moments are 0, step by step.
-
-    They are about 1 - learning_rate * weight_decay, but compilers may round this expression once or twice. So AdamW
-    itself computes them, from elements that are 1.
-    """
-    ones = torch.nn.Parameter(torch.ones(16, dtype=dtype))  # as many as fill a vector register
-    ones.grad = torch.zeros_like(ones)
-    optimizer, factors = torch.optim.AdamW([ones], weight_decay=weight_decay, fused=True), []
-    for optimizer.param_groups[0]["lr"] in learning_rates:
-        optimizer.step()
-        factors.append(ones[0].item())
-        ones.data.fill_(1)
-    return factors
 
 
 def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:
@@ -147,27 +141,19 @@ def replace_rows(
         module.register_forward_pre_hook(_look_up, with_kwargs=True)
 
 
-def _look_up(
-    module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def _look_up(module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
     (ids,) = args or kwargs.values()
-    return (module.positions[ids],), {}  # type: ignore[index]
+    return (module.positions[ids],), {}
 
 
 def tokens_of_model(
     occurring: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 ) -> NDArray[np.int64]:
-    """Return the ids of the tokens that a model may get: those in the reviews, and special ones that it adds itself.
-
-    Args:
-        occurring: the ids in the reviews.
-    """
+    """Return the ids of the tokens that a model may get: those in the reviews, and special ones that it adds itself."""
     text_config = config.get_text_config()
     names = ("pad", "bos", "eos", "decoder_start", "cls", "sep", "mask")
-    added: list[Any] = [getattr(text_config, f"{name}_token_id", None) for name in names]
-    flat = [part for value in added for part in (value if isinstance(value, list) else [value])]
-    special = [token for token in (*flat, *tokenizer.all_special_ids) if token is not None]
-    ids = np.union1d(occurring, np.array(special, dtype=np.int64))
+    added: list[Any] = [getattr(text_config, f"{name}_token_id", None) for name in names]  # a number, or several
+    ids = np.union1d(occurring, np.hstack([one for one in (*added, *tokenizer.all_special_ids) if one is not None]))
     return ids[(ids >= 0) & (ids < getattr(text_config, "vocab_size", 0))]
 
 

@@ -87,18 +87,6 @@ def metrics_content(scores: Scores, totals: Totals, peak_memory: Sequence[int]) 
     }
 
 
-def mfu(model: PreTrainedModel, totals: Totals, peak_flops: float | None) -> float | None:
-    """Return the model FLOPs utilization, or None if the devices' peak is unknown.
-
-    6 FLOPs per parameter and token (Chowdhery et al. 2022, appendix B, without the attention term). Padding does not
-    count as tokens, nor do embeddings as parameters.
-    """
-    if peak_flops is None:
-        return None
-    parameters = model.num_parameters(exclude_embeddings=True)
-    return 6.0 * parameters * totals.tokens / totals.train_seconds / peak_flops
-
-
 def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 

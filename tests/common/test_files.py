@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.common import files
-from app.common.files import commit, staging_folder, write_text
+from app.common.files import cached_file, commit, write_text
 
 
 @pytest.fixture
@@ -59,13 +59,15 @@ def test_a_text_file_is_flushed_before_the_rename_and_its_folder_after_it(tmp_pa
     assert operations == [("flush", ".metrics.json.tmp"), ("rename", "metrics.json"), ("flush", tmp_path.name)]
 
 
-def test_a_staging_folder_is_removed_even_after_an_error(tmp_path):
-    def fail_halfway() -> None:
-        with staging_folder(tmp_path / "tokens.arrow") as folder:
-            assert folder.parent == tmp_path
-            (folder / "tokens.arrow").write_text("partial")
-            raise ZeroDivisionError
+def test_a_cached_file_is_written_once_and_an_interrupted_one_leaves_nothing(tmp_path):
+    def fail_halfway(file: Path) -> None:
+        assert file.parent.parent == tmp_path, "on the same file system, so that a rename moves it"
+        file.write_text("partial")
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fail_halfway()
+        cached_file(tmp_path / "tokens.arrow", fail_halfway)
     assert list(tmp_path.iterdir()) == []
+    for content in ("first", "second"):
+        cached_file(tmp_path / "tokens.arrow", lambda file, content=content: file.write_text(content))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["first"]
