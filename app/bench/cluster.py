@@ -7,27 +7,20 @@ a message of n bytes takes α + β n. docs/scaling.md#a-cluster explains the for
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from statistics import fmean, variance
 from typing import NamedTuple
 
 import pandas as pd
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from ..common.errors import UserError
 from ..common.formats import format_bandwidth
 from ..distributed.world import powers_of_two
 from ..plan.memory import BUCKET_CAP
 from ..plan.traffic import FIRST_BUCKET_CAP
-from ..profiling.breakdown import CATEGORIES, EXPOSED
-from ..runs.schema import PROFILE, PROFILE_SUMMARY, SETTINGS
 from .core import Page, format_seconds
 
 LARGEST_CLUSTER = 1024  # ranks
@@ -105,61 +98,17 @@ ALGORITHMS = ("ring", "tree", "hierarchical")
 
 
 @dataclass(frozen=True)
-class StepProfile:
-    """The mean time of a rank's step without exchanges, in seconds."""
+class Step:
+    """One rank's step without exchanges, in seconds, and how much it varies among ranks."""
 
-    rows: float  # of the rank in the step
-    forward: float  # until the forward pass has ended; like `backward`, proportional to the rows
-    backward: float
-    update: float  # and all else that does not depend on the rows
-    variation: float  # coefficient of variation of the ranks' times in the same step
-    source: str  # the flag
+    seconds: float
+    rows: int  # to which it is proportional
+    parameters: float
+    variation: float = 0.0  # coefficient of variation of the ranks' times in the same step
 
-
-def from_step_time(milliseconds: float, rows: int) -> StepProfile:
-    """Divide the time of a step into a forward and a backward pass."""
-    forward = FORWARD_SHARE * milliseconds / 1000
-    return StepProfile(rows, forward, milliseconds / 1000 - forward, 0.0, 0.0, f"--step_ms {milliseconds:g}")
-
-
-def read_profile(run: Path) -> StepProfile:
-    """Read the times of a run that was started with `--profile N`. What they contain of communication is left out.
-
-    Raises:
-        UserError: the run has no profile, or its files cannot be read.
-    """
-    try:
-        settings = json.loads((run / SETTINGS.name).read_text(encoding="utf-8"))
-        ranks = [
-            [{name: float(step[name]) / 1000 for name in CATEGORIES} for step in steps]
-            for steps in json.loads((run / PROFILE / PROFILE_SUMMARY).read_text(encoding="utf-8"))["ranks"]
-        ]
-        mean = {name: fmean(step[name] for steps in ranks for step in steps) for name in CATEGORIES}
-        seconds = [[sum(step.values()) - step[EXPOSED] for step in steps] for steps in ranks]
-        return StepProfile(
-            rows=settings["train_batch_size"] // settings["world_size"],
-            forward=mean["data wait"] + mean["forward"],
-            backward=mean["backward"],
-            update=mean["optimizer"] + mean["other"],
-            variation=variation_among_ranks(seconds),
-            source=f"--profile {run}",
-        )
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
-        hint = "it has to be the folder of a run that was started with --profile N"
-        raise UserError(f"--profile {run}: {problem!r}: {hint}") from None
-
-
-def variation_among_ranks(seconds: Sequence[Sequence[float]]) -> float:
-    """Return the coefficient of variation of the times of the same step on several ranks; 0 for one rank.
-
-    Differences between steps, such as of the length of rows, are not counted: all ranks share them.
-
-    Args:
-        seconds: for each rank, its steps.
-    """
-    if len(seconds) == 1:
-        return 0.0
-    return math.sqrt(fmean(variance(step) / fmean(step) ** 2 for step in zip(*seconds, strict=True)))
+    @property
+    def forward(self) -> float:
+        return FORWARD_SHARE * self.seconds
 
 
 def bucket_sizes(parameters: float) -> list[int]:
@@ -183,44 +132,41 @@ def expected_maximum(count: int) -> float:
 # ---- the section of the report ---------------------------------------------------------------------------------------
 
 
-def predict_step(
-    step: StepProfile, parameters: float, *, rows: float, cluster: Cluster, ranks: int
-) -> dict[str, float]:
+def predict_step(step: Step, cluster: Cluster, *, rows: float, ranks: int) -> dict[str, float]:
     """Return the seconds of a step with this number of rows on each rank, with each algorithm."""
-    slowdown = 1 + step.variation * expected_maximum(ranks)  # a step lasts as long as the slowest rank's
-    buckets, scale = bucket_sizes(parameters), slowdown * rows / step.rows
+    # A step lasts as long as the slowest rank's computation.
+    scale = (1 + step.variation * expected_maximum(ranks)) * rows / step.rows
+    buckets = bucket_sizes(step.parameters)
     seconds = {}
     for name in ALGORITHMS:
         ready, end = scale * step.forward, 0.0
         for size in buckets:  # they are ready at a constant rate over the backward pass
-            ready += scale * step.backward * size / sum(buckets)
+            ready += scale * (step.seconds - step.forward) * size / sum(buckets)
             end = max(ready, end) + cluster.all_reduce(name, ranks, size)  # one exchange after another
-        seconds[name] = end + slowdown * step.update
+        seconds[name] = end
     return seconds
 
 
-def show_cluster(page: Page, step: StepProfile, parameters: float, *, cluster: Cluster, batch: int) -> None:
+def show_cluster(page: Page, step: Step, cluster: Cluster, *, batch: int) -> None:
     """Predict strong and weak scaling. `batch`: the rows that all ranks divide among them in strong scaling."""
-    page.section(
-        "cluster",
-        "A cluster",
-        f"Predicted, not measured, from {step.source}: a step of {step.rows:g} rows takes "
-        f"{format_seconds(step.forward + step.backward + step.update)} without exchanges, of which the forward pass "
-        f"takes {format_seconds(step.forward)} and the backward pass {format_seconds(step.backward)}. Gradients of "
-        f"{parameters:,.0f} parameters are exchanged in {len(bucket_sizes(parameters))} bucket(s). Within a node of "
+    about = (
+        f"Predicted, not measured: a step of {step.rows} rows takes {format_seconds(step.seconds)} without exchanges, "
+        f"of which the forward pass takes {format_seconds(step.forward)}. Gradients of {step.parameters:,.0f} "
+        f"parameters are exchanged in {len(bucket_sizes(step.parameters))} bucket(s). Within a node of "
         f"{cluster.ranks_per_node} ranks: {cluster.within}. Between nodes, whose ranks share one link: "
-        f"{cluster.between}. The ranks' computation varies by {step.variation:.1%} (--straggler_percent).",
+        f"{cluster.between}. The ranks' computation varies by {step.variation:.1%} (--straggler_percent)."
     )
+    page.section("cluster", "A cluster", about)
     sizes = powers_of_two(cluster.ranks_per_node, LARGEST_CLUSTER)
-    modes = {"strong": {n: batch / n for n in sizes if n <= batch}, "weak": dict.fromkeys(sizes, step.rows)}
+    modes = {"strong": {n: batch / n for n in sizes if n <= batch}, "weak": dict.fromkeys(sizes, float(step.rows))}
     for mode, rows in modes.items():
         times = pd.DataFrame(
-            {n: predict_step(step, parameters, rows=of_rank, cluster=cluster, ranks=n) for n, of_rank in rows.items()}
+            {n: predict_step(step, cluster, rows=of_rank, ranks=n) for n, of_rank in rows.items()}
         ).T.rename_axis("ranks")
         speedup = times.iloc[0] / times
         efficiency = speedup.div(speedup.index.to_numpy(), axis=0) if mode == "strong" else speedup
         shown = times.map(format_seconds).join(efficiency.map("{:.0%}".format).add_prefix("efficiency, "))
-        per = f"{batch} rows per step" if mode == "strong" else f"{step.rows:g} rows per rank"
+        per = f"{batch} rows per step" if mode == "strong" else f"{step.rows} rows per rank"
         page.table(f"{mode} scaling, {per}: time of a step", shown)
         label = "speedup over one rank" if mode == "strong" else "efficiency"
         page.chart(f"{mode} scaling on a cluster: {label}", speedup, label, log=True)

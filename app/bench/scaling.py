@@ -4,13 +4,11 @@
     python -m app.bench.scaling --ranks 1 2 --links 1:5 --rounds 5
     python -m app.bench.scaling --ranks 1 2 4 --links --strategies ddp zero1 zero2 zero3
     python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100 --straggler_percent 3
-    python -m app.bench.scaling --profile runs/ddp_loop/latest --parameters 60e6
 
 Trains short runs of app.ddp_loop with 1, 2, 4 and 8 ranks on this machine's GPUs. Without GPUs, the ranks share the
 CPU, and there are runs on two network namespaces with a link between them (needs root; left out otherwise). With
-`--step_ms` or `--profile` it trains none, and predicts a cluster of up to 1,024 ranks: from the time of a step without
-exchanges, or from the folder of a run with `--profile N`. Writes scaling.html, .md and .json into `--output_dir`.
-docs/scaling.md explains what is measured, and the formulas.
+`--step_ms` it trains none, and predicts a cluster of up to 1,024 ranks from the time of one rank's step. Writes
+scaling.html, .md and .json into `--output_dir`. docs/scaling.md explains what is measured, and the formulas.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +35,7 @@ from ..flags import link
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from .cluster import Cluster, Hop, StepProfile, from_step_time, read_profile, show_cluster
+from .cluster import Cluster, Hop, Step, show_cluster
 from .core import Page, format_seconds
 from .jobs import alternate_jobs, time_steps
 from .models import CHINESE, model_folder
@@ -66,42 +63,28 @@ def main() -> int:
     parser = OneLineParser(description=__doc__)
     add_scaling_flags(parser)
     arguments = parser.parse_args()
-    source = next((name for name in ("step_ms", "profile") if getattr(arguments, name) is not None), None)
-    for name in MEASUREMENT_FLAGS if source else CLUSTER_FLAGS:
+    measures = arguments.step_ms is None
+    for name in CLUSTER_FLAGS if measures else MEASUREMENT_FLAGS:
         if getattr(arguments, name) != parser.get_default(name):
-            where = f"with --{source}, nothing is measured" if source else "give --step_ms or --profile, too"
+            where = "give --step_ms, too" if measures else "with --step_ms, nothing is measured"
             raise UserError(f"--{name}: {where}")
-    if source is None:
-        measure(arguments)
-    else:
-        predict(arguments, step_profile(arguments, source))
+    measure(arguments) if measures else predict(arguments)
     return 0
 
 
-def predict(arguments: argparse.Namespace, step: StepProfile) -> None:
+def predict(arguments: argparse.Namespace) -> None:
     """Predict a cluster, without measuring anything."""
+    if arguments.parameters is None:
+        raise UserError("--step_ms: add --parameters, the model's number of them, such as 60e6")
+    variation = arguments.straggler_percent / 100
+    step = Step(arguments.step_ms / 1000, arguments.rows, arguments.parameters, variation)
     node, between = (
         Hop(getattr(arguments, f"{kind}_latency_us") / 1e6, 8e-9 / getattr(arguments, f"{kind}_gbit"))
         for kind in ("node", "link")
     )
     page = new_page(arguments, {})
-    cluster = Cluster(arguments.ranks_per_node, node, between)
-    show_cluster(page, step, arguments.parameters, cluster=cluster, batch=arguments.cluster_batch_size)
+    show_cluster(page, step, Cluster(arguments.ranks_per_node, node, between), batch=arguments.cluster_batch_size)
     page.write("scaling")
-
-
-def step_profile(arguments: argparse.Namespace, source: str) -> StepProfile:
-    """Return the step that `--step_ms` or `--profile` describes."""
-    if arguments.step_ms is not None and arguments.profile is not None:
-        raise UserError("--step_ms and --profile exclude each other: give only one of them")
-    if arguments.parameters is None:
-        raise UserError(f"--{source}: add --parameters, the model's number of them, such as 60e6")
-    if arguments.profile is None:
-        step = from_step_time(arguments.step_ms, arguments.rows)
-    else:
-        step = read_profile(Path(arguments.profile))
-    percent = arguments.straggler_percent
-    return step if percent is None else replace(step, variation=percent / 100)
 
 
 def new_page(arguments: argparse.Namespace, facts: dict[str, str]) -> Page:
@@ -144,11 +127,8 @@ def measure(arguments: argparse.Namespace) -> None:
         jobs = {name: partial(train, run, steps=arguments.steps) for name, run in runs.items()}
         seconds = alternate_jobs(jobs, arguments.rounds)["seconds"].unstack() / arguments.steps
     cores = "Each rank has a GPU." if gpus else f"All ranks share {len(usable_cores())} CPU core(s)."
-    page.section(
-        "measured",
-        "Strong and weak scaling on this machine",
-        f"{cores} Medians, and the range, of {arguments.rounds} alternating rounds of {arguments.steps} steps.",
-    )
+    about = f"{cores} Medians, and the range, of {arguments.rounds} alternating rounds of {arguments.steps} steps."
+    page.section("measured", "Strong and weak scaling on this machine", about)
     for mode, of_mode in modes.items():
         show(page, mode, of_mode, seconds=seconds)
     page.write("scaling")
@@ -184,32 +164,23 @@ def time_run(run: Run, *, steps: int, threads: int, flags: Sequence[Any]) -> pd.
 
 
 def show(page: Page, mode: str, runs: Sequence[Run], *, seconds: pd.DataFrame) -> None:
-    """Show a table of one kind of scaling, and charts of it.
+    """Show a table of one kind of scaling, and a chart if there is a run of one rank, which comes first.
 
     Args:
         seconds: of a step: a row for each round, a column for each run.
     """
-    one = next((str(run) for run in runs if run.ranks == 1 and run.strategy == "ddp"), None)
-    rows, curves = {}, dict[str, dict[int, float]]()
-    for run in runs:
-        times, name = seconds[str(run)], f"{run.strategy}, {run.ranks} rank(s)"
-        rows[f"{name}, {run.link}" if run.link else name] = {
-            "rows per rank": run.batch // run.ranks,
-            "step": format_seconds(times.median()),
-            "range": f"{format_seconds(times.min())} to {format_seconds(times.max())}",
-            "examples/s": f"{run.batch / times.median():.1f}",
-        }
-        page.numbers.setdefault(mode, {})[str(run)] = times.tolist()
-        if one is not None:
-            speedup = (seconds[one] / times).median()  # T(1) / T(N), of the same round
-            efficiency = speedup / (run.ranks if mode == "strong" else 1)
-            rows[next(reversed(rows))] |= {"T(1) / T(N)": f"{speedup:.2f}", "efficiency": f"{efficiency:.0%}"}
-            if run.link is None:
-                curves.setdefault(run.strategy, {})[run.ranks] = speedup
-    page.table(f"{mode} scaling", pd.DataFrame(rows).T.rename_axis("configuration"))
-    if curves:
+    times, ranks = seconds[[str(run) for run in runs]], [run.ranks for run in runs]
+    page.numbers[mode] = times.to_dict("list")
+    shown = {"step": times.median(), "lowest": times.min(), "highest": times.max()}
+    table = pd.DataFrame(shown).map(format_seconds).rename_axis("run")
+    if ranks[0] == 1:
+        speedup = times.rdiv(times.iloc[:, 0], axis=0).median()  # T(1) / T(N), of the same round
+        table["T(1) / T(N)"] = speedup.map("{:.2f}".format)
+        table["efficiency"] = (speedup / (ranks if mode == "strong" else 1)).map("{:.0%}".format)
+        curves = pd.Series({(run.ranks, run.strategy): speedup[str(run)] for run in runs if not run.link}).unstack()
         label = "speedup over one rank" if mode == "strong" else "efficiency"
-        page.chart(f"{mode} scaling: {label}", pd.DataFrame(curves).rename_axis("ranks"), label)
+        page.chart(f"{mode} scaling: {label}", curves.rename_axis("ranks"), label)
+    page.table(f"{mode} scaling", table)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,9 @@ def add_scaling_flags(parser: OneLineParser) -> None:
     add("--rounds", type=count, default=3, metavar="N", help="rounds, of which the medians are used (default: 3)")
     add("--ranks_per_node", type=count, default=8, metavar="N", help="of the cluster (default: 8)")
     add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
-    add("--profile", metavar="RUN", help="the same, from the folder of a run with --profile N")
-    add("--parameters", type=parameters, metavar="N", help="of the model with --step_ms or --profile, such as 60e6")
-    straggler = "standard deviation of the ranks' computation in a step (default: that of the --profile, otherwise 0)"
-    add("--straggler_percent", type=percentage, metavar="X", help=straggler)
+    add("--parameters", type=parameters, metavar="N", help="of the model with --step_ms, such as 60e6")
+    straggler = "standard deviation of the ranks' computation in a step (default: 0)"
+    add("--straggler_percent", type=percentage, default=0.0, metavar="X", help=straggler)
     add("--cluster_batch_size", type=count, default=1024, metavar="N", help="its rows, strong scaling (default: 1024)")
     for kind, (where, gbit, microseconds) in ASSUMED.items():
         about = f"Gbit/s {where} (default: {gbit:g})"

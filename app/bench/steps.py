@@ -5,6 +5,7 @@ All of them are `app.ddp_loop.train_step` itself, with all of its settings: prec
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from ..distributed.collectives import all_gather_object, raise_on_all_ranks, red
 from ..distributed.world import World
 from ..flags import SIZES, STEP_SECONDS
 from ..model.inputs import to_device
-from ..model.vocabulary import tokens_of_model, trim_vocabulary
+from ..model.vocabulary import tokens_of_model, trim_vocabulary, trimmed_vocabulary
+from ..plan.step import Plan, plan_step
 from ..setting_groups import TINY_BERT
 from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from ..strategies.base import Strategy
@@ -127,6 +129,23 @@ def distribute(
     strategy = make_strategy(settings, data.plan, world)
     loader = data.train_loader(strategy.logical_ranks, settings, world)
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)
+
+
+def build_planned(name: str, settings: Settings, data: ReviewData, *, world: World) -> tuple[Bench, Plan]:
+    """Prepare a model as `build_named` and `distribute` do, and plan its step as app.plan does. Collective."""
+    model = build_named(name, settings, data, world=world, trim=False)
+    config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
+    bench = distribute(settings, data, model, world=world)
+    with raise_on_all_ranks(world):
+        plan = plan_step(
+            settings,
+            config,
+            bench.data.plan,
+            n_tokens=None if vocabulary is None else len(vocabulary.used),
+            device=world.device,
+            topology=world.topology,
+        )
+    return bench, plan
 
 
 def timed(work: Callable[[], object], world: World) -> float:

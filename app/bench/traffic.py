@@ -9,7 +9,6 @@ Counts the third step under each strategy: in the first one, DDP exchanges all g
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,19 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..common.errors import RunError
 from ..common.formats import markdown_table
-from ..distributed.collectives import all_gather_object, raise_on_all_ranks
+from ..distributed.collectives import all_gather_object
 from ..distributed.process_group import join
 from ..distributed.world import Topology, World
 from ..flags import BENCHMARKS, measure_tiny_bert
-from ..model.vocabulary import trimmed_vocabulary
 from ..plan.memory import bytes_of
-from ..plan.step import plan_step
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
 from ..program import launch
 from ..settings import Settings
-from ..training.build import ReviewData, build_data, build_model
+from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
-from .steps import Bench, distribute, with_each_strategy
+from .steps import Bench, build_planned, with_each_strategy
 
 
 def main(settings: Settings) -> None:
@@ -53,19 +50,8 @@ def compare(settings: Settings, data: ReviewData, world: World) -> None:
         RunError: a rank has called other collectives than predicted.
     """
     settings = replace(settings, max_steps=STEPS)  # PowerSGD begins to compress after a share of all steps
-    model = build_model(settings, data, world).model
-    config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
-    bench = distribute(settings, data, model, world=world)
-    with raise_on_all_ranks(world):
-        plan = plan_step(
-            settings,
-            config,
-            bench.data.plan,
-            n_tokens=None if vocabulary is None else len(vocabulary.used),
-            device=world.device,
-            topology=world.topology,
-        )
-        predicted = plan.traffic(settings.strategy)
+    bench, plan = build_planned(settings.model, settings, data, world=world)
+    predicted = plan.traffic(settings.strategy)
     counted = count_third_step(bench)
     rows = rows_of(predicted, counted)
     header = ["operation", "among", "what", "bytes", "predicted", "counted"]

@@ -15,15 +15,12 @@ from app.bench.cluster import (
     ALGORITHMS,
     Cluster,
     Hop,
-    StepProfile,
+    Step,
     bucket_sizes,
     expected_maximum,
-    from_step_time,
     predict_step,
-    read_profile,
     ring_all_reduce,
     tree_all_reduce,
-    variation_among_ranks,
 )
 from app.program import run_program
 
@@ -82,13 +79,13 @@ def test_the_slowest_of_several_ranks_in_closed_form():
 
 
 def test_steps_by_hand():
-    """8 rows take 2 s, then 0.5 s for the update; two ranks exchange one bucket in two messages of 0.5 s."""
-    step = StepProfile(8, forward=1.0, backward=1.0, update=0.5, variation=0.2, source="")
+    """8 rows take 2 s; two ranks exchange one bucket in two messages of 0.5 s."""
+    step = Step(2.0, rows=8, parameters=25, variation=0.2)
     cluster = Cluster(2, Hop(0.5, 0.0), Hop(1.0, 0.0))
-    one, two = (predict_step(step, 25, rows=8, cluster=cluster, ranks=n) for n in (1, 2))
-    assert one == dict.fromkeys(ALGORITHMS, pytest.approx(2.5))
-    assert two["ring"] == pytest.approx(2.5 * (1 + 0.2 / math.sqrt(math.pi)) + 2 * 0.5)
-    assert predict_step(step, 25, rows=16, cluster=cluster, ranks=1)["ring"] == pytest.approx(4.5)
+    one, two = (predict_step(step, cluster, rows=8, ranks=n) for n in (1, 2))
+    assert one == dict.fromkeys(ALGORITHMS, pytest.approx(2.0))
+    assert two["ring"] == pytest.approx(2.0 * (1 + 0.2 / math.sqrt(math.pi)) + 2 * 0.5)
+    assert predict_step(step, cluster, rows=16, ranks=1)["ring"] == pytest.approx(4.0)
 
 
 def test_buckets_wait_for_each_other_by_hand():
@@ -98,7 +95,7 @@ def test_buckets_wait_for_each_other_by_hand():
     assert bucket_sizes(60e6) == [MIB, *[25 * MIB] * 9, last]
     ready = 0.25 - last / 240_000_000 * 0.25 * 2 / 3
     exchanges = 2 * 30 * 10e-6 + 2 * 15 / 16 * (25 * MIB + last) * 8 / 100e9
-    steps = predict_step(from_step_time(250, rows=8), 60e6, rows=8, cluster=cluster, ranks=16)
+    steps = predict_step(Step(0.25, rows=8, parameters=60e6), cluster, rows=8, ranks=16)
     assert steps["ring"] == pytest.approx(ready + exchanges)
 
 
@@ -124,45 +121,3 @@ def test_60_million_parameters_scale_to_256_gpus_over_100_gbit_but_not_over_10(m
 def test_nodes_of_a_cluster_are_complete(monkeypatch, tmp_path):
     found = predict(monkeypatch, tmp_path / "out", "--step_ms", "250", "--ranks_per_node", "6")
     assert list(map(int, found["ring"])) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
-
-
-def step(forward: float) -> dict[str, float]:
-    parts = {"data wait": 1.0, "forward": forward, "backward": 20.0, "exposed communication": 7.0}
-    return parts | {"optimizer": 4.0, "other": 1.0, "step": 33.0 + forward, "communication": 9.0}
-
-
-def write_run(folder, ranks):
-    (folder / "profile").mkdir(parents=True)
-    settings = {"path": "ddp_loop", "world_size": 2, "train_batch_size": 64}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / "profile" / "summary.json").write_text(json.dumps({"steps": [5, 6], "unit": "ms", "ranks": ranks}))
-    return folder
-
-
-def test_a_profile_without_what_ranks_wait_for_each_other(monkeypatch, tmp_path, capsys):
-    run = write_run(tmp_path / "run", [[step(8.0), step(10.0)], [step(12.0), step(10.0)]])
-    profile = read_profile(run)
-    assert profile.rows == 32
-    assert (profile.forward, profile.backward, profile.update) == pytest.approx((0.011, 0.020, 0.005))
-    # The first step takes 34 and 38 ms: variance 8 and mean 36. The second one takes equally long on both ranks.
-    assert profile.variation == pytest.approx((8 / 36**2 / 2) ** 0.5)
-    found = predict(monkeypatch, tmp_path / "out", "--profile", str(run))
-    assert found["ring"]["1"] == pytest.approx(0.036)
-    assert "varies by 5.6%" in " ".join(capsys.readouterr().out.split())
-
-
-def test_steps_of_different_length_are_no_stragglers():
-    assert variation_among_ranks([[1.0, 2.0], [1.0, 2.0]]) == 0
-    assert variation_among_ranks([[1.0, 2.0]]) == 0
-
-
-@pytest.mark.parametrize("ranks", [[], [[]], [[{"forward": 1.0}]], "text", [[step(8.0)], []]])
-def test_a_damaged_profile_is_one_line(ranks, monkeypatch, tmp_path, capsys):
-    run = write_run(tmp_path / "run", ranks)
-    monkeypatch.setattr(sys, "argv", ["scaling", "--profile", str(run), "--parameters", "6e7"])
-    monkeypatch.chdir(tmp_path)
-    assert run_program(scaling.main) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "it has to be the folder of a run that was started with --profile N" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

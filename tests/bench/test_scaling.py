@@ -23,14 +23,12 @@ from app.program import run_program
         (["--links", "1:-1"], "--links: 1:-1: must be Gbit/s:milliseconds, such as 1:5"),
         (["--links", "0:1"], "--links: 0:1: must be Gbit/s:milliseconds, such as 1:5"),
         (["--steps", "many"], "--steps: many: must be a whole number, 1 or more"),
-        (["--link_gbit", "10"], "--link_gbit: give --step_ms or --profile, too"),
-        (["--parameters", "6e7"], "--parameters: give --step_ms or --profile, too"),
+        (["--link_gbit", "10"], "--link_gbit: give --step_ms, too"),
+        (["--parameters", "6e7"], "--parameters: give --step_ms, too"),
         (["--step_ms", "250"], "--step_ms: add --parameters"),
         (["--step_ms", "250", "--parameters", "0.5"], "--parameters: 0.5: must be from 1 to 1e+12"),
-        (["--step_ms", "250", "--profile", "runs"], "--step_ms and --profile exclude each other"),
         (["--step_ms", "250", "--parameters", "6e7", "--ranks", "2"], "--ranks: with --step_ms, nothing is measured"),
-        (["--profile", "nowhere", "--parameters", "6e7"], "--profile nowhere: FileNotFoundError"),
-        (["--straggler_percent", "60"], "--straggler_percent/--straggler-percent: 60: must be from 0 to 50"),
+        (["--straggler_percent", "60"], "--straggler_percent: 60: must be from 0 to 50"),
         (["--speed", "1"], "unknown argument --speed 1"),
     ],
 )
@@ -96,8 +94,8 @@ def test_strong_and_weak_scaling_of_known_times(jobs, monkeypatch, tmp_path, cap
     assert measured["weak"]["ddp, 2 ranks, 1 Gbit/s, 500 ms, 16 rows"] == [10.5, 10.5]
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ddp, 4")]
     strong, weak = ([cell.strip() for cell in row] for row in rows)
-    assert strong == ["ddp, 4 rank(s)", "8", "10 s", "10 s to 10 s", "3.2", "3.20", "80%"]
-    assert weak == ["ddp, 4 rank(s)", "8", "10 s", "10 s to 10 s", "3.2", "0.80", "80%"]
+    assert strong == ["ddp, 4 rank(s), 32 rows", "10 s", "10 s", "10 s", "3.20", "80%"]
+    assert weak == ["ddp, 4 rank(s), 32 rows", "10 s", "10 s", "10 s", "0.80", "80%"]
     assert (tmp_path / "out" / "scaling.html").read_text().count("<svg") == 2
 
 

@@ -16,11 +16,11 @@ from app.program import run_program
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--precision=bf16"], "--precision: each recipe has its own: select them with --recipes"),
+        (["--precision=bf16"], "--precision=bf16: each recipe has its own: select them with --recipes"),
         (["--bf16"], "--bf16: each recipe has its own"),
-        (["--max_steps=5"], "--max_steps: has no effect on this benchmark: remove the flag"),
-        (["--logging-steps=10"], "--logging_steps: has no effect"),  # the default, but the user expects an effect
-        (["--resume_from_checkpoint=auto"], "--resume_from_checkpoint: has no effect"),
+        (["--max_steps=5"], "--max_steps=5: has no effect on this benchmark: remove the flag"),
+        (["--logging-steps=10"], "--logging_steps=10: has no effect"),  # the default, but the user expects an effect
+        (["--resume_from_checkpoint=auto"], "--resume_from_checkpoint=auto: has no effect"),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(flags, message):

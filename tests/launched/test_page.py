@@ -16,7 +16,7 @@ import pytest
 from helpers.jobs import unavailable
 from helpers.run_folders import edit_json, write_run
 
-from app.bench.page import Section, Table, as_html
+from app.bench.core import Page
 from app.report.comparison import compare_seeds
 from app.report.render import write_comparison
 from app.runs.reader import read_run
@@ -147,9 +147,11 @@ def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(meas
         "efficiency, recursive doubling",
         "bucket of 25 MiB ready",
     ] * 3
-    table = Table("step times", header, [["1"] * len(header)])
+    laboratory = Page("Scaling", {}, tmp_path)
+    laboratory.section("one", "One node", "Text.")
+    laboratory.table("step times", pd.DataFrame([["1"] * len(header)], columns=header))
+    laboratory.write("laboratory")
     page = tmp_path / "laboratory.html"
-    page.write_text(as_html("Scaling", {}, [Section("one", "One node", ["Text."], [table])]), "utf-8")
     seen = measure(page, width)
     assert (seen["broken"], seen["beyond"]) == ([], [])
     rule = "overflow-wrap: normal; hyphens: none; "
