@@ -13,7 +13,7 @@
 # MASTER_ADDR       address of node 0
 # MASTER_PORT       a free port on node 0
 # NPROC_PER_NODE    processes on this node; default: one per GPU, or 2 without GPUs
-# MAX_RESTARTS      with c10d: how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
+# MAX_RESTARTS      how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
 #                   checkpoint, which must be on a file system that all nodes share (--output_dir)
 # RDZV_CONF         with c10d: more of torchrun's --rdzv_conf, such as last_call_timeout=10,keep_alive_interval=2
 # RDZV_ID           with c10d: a name of the job, which keeps the nodes of others out (default: none)
@@ -28,7 +28,6 @@ for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
   [ -n "${!name:-}" ] || refuse "$name is not set; required: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 done
 [ $# -ge 2 ] || refuse "usage: multi_node.sh static|c10d MODULE [settings]; MODULE: app.ddp_loop or app.trainer_run"
-[ "$1" != static ] || [ "${MAX_RESTARTS:-0}" = 0 ] || refuse "MAX_RESTARTS needs c10d: static nodes count restarts apart"
 case $1 in static | c10d) ;; *) refuse "the first argument must be static or c10d, not $1" ;; esac
 if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
 command -v torchrun >/dev/null || refuse "torchrun not found: run bash run_scripts/setup.sh on this node first"
@@ -49,7 +48,7 @@ case $1 in
     --local_addr="${LOCAL_ADDR:-$address}"
     --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)${RDZV_CONF:+,$RDZV_CONF}") ;;
 esac
-# Each attempt of a c10d job gets a new store: in torchrun's own, new ranks would read the addresses that dead ones left.
+# Without this a node that rejoins waits for a key that node 0 has published only once (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # SIGUSR1, which schedulers send before the time limit, would otherwise end torchrun before its ranks have saved.
 exec torchrun --nnodes="$NNODES" --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -196,16 +195,19 @@ def test_ctrl_c_on_a_rank_of_run_rank_is_one_line(rank):
     ],
 )
 def test_invalid_values_of_torchruns_flags_are_one_line(flags, problem, monkeypatch):
-    monkeypatch.setattr(agent, "SignalForwarder", nullcontext)  # pytest's handlers stay
+    monkeypatch.setattr(agent, "forward_signals", lambda: None)  # pytest's handlers stay
     with pytest.raises(UserError, match=problem):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
 
 
 def test_a_node_without_contact_is_one_line(monkeypatch):
-    monkeypatch.setattr(agent, "SignalForwarder", nullcontext)
+    monkeypatch.setattr(agent, "forward_signals", lambda: None)
     flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "to be restored")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     with pytest.raises(RunError, match=r"^no contact with the other nodes: .*timed out"):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=1", *flags])
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "restarts on several nodes need it"
 
 
 @pytest.fixture

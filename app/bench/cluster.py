@@ -18,7 +18,6 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from ..common.formats import format_bandwidth
-from ..distributed.world import powers_of_two
 from ..plan.memory import BUCKET_CAP
 from ..plan.traffic import FIRST_BUCKET_CAP
 from .core import Page, format_seconds
@@ -145,6 +144,13 @@ def predict_step(step: Step, cluster: Cluster, *, rows: float, ranks: int) -> di
             end = max(ready, end) + cluster.all_reduce(name, ranks, size)  # one exchange after another
         seconds[name] = end
     return seconds
+
+
+def powers_of_two(ranks_per_node: int, most: int) -> list[int]:
+    """Return numbers of ranks up to `most`: powers of two on one node, and then on powers of two of complete nodes."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    one_node = [ranks for ranks in powers if ranks < ranks_per_node]
+    return one_node + [ranks_per_node * nodes for nodes in powers if ranks_per_node * nodes <= most]
 
 
 def show_cluster(page: Page, step: Step, cluster: Cluster, *, batch: int) -> None:

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
-from ..distributed.collectives import all_gather_object, raise_on_all_ranks, reduce_mean
+from ..distributed.collectives import all_gather, all_gather_object, raise_on_all_ranks
 from ..distributed.world import World
 from ..flags import SIZES, STEP_SECONDS
 from ..model.inputs import to_device
@@ -155,7 +155,7 @@ def timed(work: Callable[[], object], world: World) -> float:
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=world.device)
-    return float(reduce_mean(seconds, world))
+    return float(all_gather(seconds, world).mean())
 
 
 def distribute_named(

@@ -114,13 +114,6 @@ def wait_for_device(world: World) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def reduce_sum(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Sum a tensor of any shape and dtype over the ranks, in place, on every rank."""
-    dist.all_reduce(values, op=dist.ReduceOp.SUM)
-    wait_for_device(world)  # every caller reads the result next
-    return values
-
-
 def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the tensors of all ranks, which have the same shape and dtype, stacked in rank order."""
     gathered = values.new_empty(world.size * values.numel())  # flat: gloo cannot gather into further dimensions
@@ -138,15 +131,6 @@ def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = F
         return [all_gather_single(rows.view(-1), rows[ranks.rank], group=ranks.group, async_op=async_op)]
     # gloo's all-gather would receive the rows elsewhere and copy them.
     return [dist.broadcast(row, group_src=rank, group=ranks.group, async_op=async_op) for rank, row in enumerate(rows)]
-
-
-def reduce_mean(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Average a floating-point tensor over the ranks, in place, on every rank."""
-    if dist.get_backend() == "nccl":  # gloo has no AVG
-        dist.all_reduce(values, op=dist.ReduceOp.AVG)
-        wait_for_device(world)
-        return values
-    return reduce_sum(values, world).div_(world.size)
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

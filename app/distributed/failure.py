@@ -61,21 +61,18 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
     Only the first rank that knows a cause prints it; those of other ranks are in torchrun's error files. If no rank
     knows one, as after a SIGKILL, the lowest surviving rank prints which ranks are missing.
     """
-    cause, note = _prepare_report(problem), _note(problem) or "before training"
-    line = None
+    cause, note, line = _prepare_report(problem), _note(problem) or "before training", None
     if is_lost_contact(problem):
         answered, is_reported = _ask_other_ranks(world)
         missing = [rank for rank in range(world.size) if rank not in answered]
         if not is_reported and min(answered) == world.rank:
             who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
             line = f"rank {world.rank} {who}, {note}"
-    else:
-        get_error_handler().record_exception(problem)
-        if _is_first_to_report(world):
-            reason = _reason_outside_program(problem)
-            if not (reason or isinstance(problem, OSError)):
-                traceback.print_exception(problem)
-            line = f"rank {world.rank} failed {note}: {f'{reason}: ' if reason else ''}{cause}"
+    elif _is_first_to_report(world):
+        reason = _reason_outside_program(problem)
+        if not (reason or isinstance(problem, OSError)):
+            traceback.print_exception(problem)
+        line = f"rank {world.rank} failed {note}: {f'{reason}: ' if reason else ''}{cause}"
     if line is not None:
         print(f"error: {line}", file=sys.stderr, flush=True)
     exit_now(1)
@@ -89,7 +86,6 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
     elif is_lost_contact(problem):
         line = f"rank {rank} could not connect to the other ranks: {cause}"
     else:
-        get_error_handler().record_exception(problem)
         traceback.print_exception(problem)
         line = f"rank {rank} failed at startup: {cause}"
     print(f"error: {line}", file=sys.stderr, flush=True)
@@ -97,8 +93,12 @@ def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
 
 
 def _prepare_report(problem: Exception) -> str:
-    """Ignore SIGTERM, which torchrun sends when the first rank exits, and return the cause as one line."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # our line has to be printed first
+    """Write torchrun's error file if this rank knows the cause, and return it as one line."""
+    # torchrun sends SIGTERM when the first rank exits: our line has to be printed first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not is_lost_contact(problem):
+        with suppress(OSError):  # the disk may be full
+            get_error_handler().record_exception(problem)
     return escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
 
 

@@ -4,8 +4,7 @@
     with TorchrunJob(command) as job:
         status = job.wait(timeout=300)
 
-The job never outlives the `with` block: whatever ends the block (an exception, Ctrl-C, SIGTERM, SIGHUP) ends all of the
-job's processes.
+The job never outlives the `with` block: an exception that ends it, such as Ctrl-C, ends all of the job's processes.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from ..common.paths import CLONE
-from ..common.terminal import as_interrupt
 from .processes import CPU_PROCESSES
 
 # Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
@@ -94,7 +92,6 @@ class TorchrunJob:
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
         job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))
         self.environment = inherited | dict(environment or {}) | {JOB_VARIABLE: job_ids}
-        self._signals = ExitStack()
 
     def start(self) -> None:
         """Start the job. Call it through the `with` statement."""
@@ -144,15 +141,10 @@ class TorchrunJob:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the job and of jobs that it started, in any session and with any parent."""
-        return [p for p in psutil.process_iter() if self.job_id in (_variable(p, JOB_VARIABLE) or "").split("/")]
+        return [p for p in psutil.process_iter() if self.job_id in _variable(p, JOB_VARIABLE).split("/")]
 
     def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
-        """Return the process of a rank, or None if there is none.
-
-        Args:
-            rank: the global rank.
-            restart_count: how often torchrun has restarted the job's ranks; by default any number.
-        """
+        """Return the process of a rank, after so many restarts if that is given, or None if there is none."""
         # Only torchrun's own children: a data loader's workers inherit the rank's environment.
         with suppress(psutil.Error):
             for process in psutil.Process(self.torchrun.pid).children():
@@ -184,47 +176,35 @@ class TorchrunJob:
             time.sleep(POLL_SECONDS)
         return alive
 
-    def terminate(self) -> None:
-        """End a running job: ask torchrun to end its ranks, and kill the rest after `grace_seconds`."""
-        if self.running and self.grace_seconds:
-            self.torchrun.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.torchrun.wait(self.grace_seconds)
-        self.torchrun.kill()  # before the ranks, which it could restart
-        self.torchrun.wait()
-        # torchrun has waited for its ranks; only its helpers may take a moment longer.
-        self.kill_leftovers(timeout=min(self.grace_seconds, 2.0))
-
     def __enter__(self) -> TorchrunJob:
-        self._signals.enter_context(as_interrupt(signal.SIGTERM, signal.SIGHUP))
         try:
             self.start()
         except BaseException:  # such as an interrupt
-            if hasattr(self, "torchrun"):  # its environment cannot be read before it has been set up
-                self.torchrun.kill()
-                self.torchrun.wait()
-            self.kill_leftovers(timeout=0)
-            self._signals.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *failure: object) -> None:
-        with self._signals, _ignore_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self.terminate() if self.running else self.kill_leftovers()
+        # A second Ctrl-C must not interrupt this.
+        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            if not (hasattr(self, "torchrun") and self.running):
+                self.kill_leftovers()
+                return
+            if self.grace_seconds:
+                self.torchrun.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self.torchrun.wait(self.grace_seconds)
+            self.torchrun.kill()  # before the ranks, which it could restart
+            self.torchrun.wait()
+            self.kill_leftovers(timeout=min(self.grace_seconds, 2.0))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
-def _variable(process: psutil.Process, name: str) -> str | None:
+def _variable(process: psutil.Process, name: str) -> str:
+    """Return an environment variable of a process; empty without it, or if the process has ended."""
     with suppress(psutil.Error):  # it has ended, or belongs to another user
-        value: str | None = process.environ().get(name)
-        return value
-    return None
-
-
-@contextmanager
-def _ignore_signals(*numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return str(process.environ().get(name, ""))
+    return ""

@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 from torch.distributed.rendezvous import rendezvous
 
@@ -32,6 +33,7 @@ from .failure import ON_ALL_RANKS, exit_line, exit_now, report_failure, report_f
 from .world import Topology, World, common_ranks_per_node, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
+CONNECT_SECONDS, POLL_SECONDS = 5.0, 0.1
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -52,7 +54,11 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     try:
         raise_if_any_failed(problem, world)
         yield world
-        _wait_for_all_to_finish(world)
+        try:
+            barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
+        except Exception as failure:
+            failure.add_note("after its own work was done")  # for the error line, which would say "before training"
+            raise
     except ON_ALL_RANKS as outcome:
         _exit_in_order(outcome, world)
     except Exception as failure:
@@ -73,9 +79,9 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
 
         use_reachable_interface()
     timeout = timedelta(seconds=settings.ddp_timeout)
-    store = open_store(timeout)
-    device_type, problem = _device_type(settings.use_cpu, local_size, problem)
-    own = RankDevice(device_type, socket.gethostname(), problem, local_rank, local_size)
+    store = _open_store(timeout)
+    device_type, unusable = _device_type(settings.use_cpu, local_size)
+    own = RankDevice(device_type, socket.gethostname(), problem or unusable, local_rank, local_size)
     # Through the store, because the backend depends on the devices of all ranks.
     pickled = synchronize(store, pickle.dumps(own), rank, size, "device/", timeout.total_seconds())
     ranks: list[RankDevice] = [pickle.loads(device) for device in pickled]
@@ -93,9 +99,8 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         if settings.deterministic:
             use_deterministic_algorithms()  # before the CUDA context and before NCCL read their environment variables
         torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
-        problem = _bf16_problem(settings.precision, device)
+        problem = _problem_of_precision(settings, device)
         if settings.tf32:
-            problem = problem or _tf32_problem(device)
             torch.backends.cuda.matmul.allow_tf32 = True  # here, in both training paths: Trainer leaves it as it is
         limit = nccl_timeout(timeout)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
@@ -104,25 +109,46 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
 
 
-def open_store(timeout: timedelta) -> Store:
+def _open_store(timeout: timedelta) -> Store:
     """Return the store in which the ranks of this attempt find each other.
 
     `torchrun --max-restarts` starts new processes over its own store, whose keys outlive the old ones: the new ranks
     would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288). So each attempt
-    has its own prefix. With c10d on several nodes, the restart count may differ between them (pytorch#108158): there,
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets torchrun give each attempt a new store.
+    has its own prefix or, on several nodes, whose restart counts may differ (pytorch#108158), its own store. With
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and c10d, torchrun itself has a new store for each attempt.
     """
     if not started_by_torchrun():
         become_single_process()
         return HashStore()
-    terminate_with_torchrun()
+    _terminate_with_torchrun()
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    rank, size, _, local_size = rank_and_sizes()
+    if size > local_size:
+        return _store_of_rank_0(store, rank, timeout)
+    return PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def terminate_with_torchrun() -> None:
+def _store_of_rank_0(store: Store, rank: int, timeout: timedelta) -> TCPStore:
+    """Return a new store on rank 0, whose port the ranks find in torchrun's store."""
+    master, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        own = TCPStore(master, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store.set("port of rank 0", str(own.port))
+        return own
+    while True:
+        port = int(store.get("port of rank 0"))
+        try:
+            socket.create_connection((master, port), CONNECT_SECONDS).close()
+            return TCPStore(master, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except OSError:  # the port is still that of a rank 0 that has died
+            if time.monotonic() > deadline:
+                raise RunError(f"rank {rank} cannot connect to rank 0 at {master}") from None
+            time.sleep(POLL_SECONDS)
+
+
+def _terminate_with_torchrun() -> None:
     """Let Linux send SIGTERM to this process when torchrun dies: after a SIGKILL torchrun cannot end its workers."""
     if sys.platform != "linux":
         return
@@ -144,29 +170,23 @@ class RankDevice:
     local_size: int = 1
 
 
-def _device_type(use_cpu: bool, local_size: int, problem: str | None) -> tuple[str, str | None]:
+def _device_type(use_cpu: bool, local_size: int) -> tuple[str, str | None]:
     """Return the device type that this rank would use, and its problem or None, without creating a CUDA context."""
-    if use_cpu:
-        return "cpu", problem
     host = socket.gethostname()
-    if not torch.cuda.is_available():
-        unusable = unusable_accelerator()
-        return "cpu", problem or (unusable and f"{host}: {unusable}")
-    gpus = torch.cuda.device_count()
-    if local_size > gpus:
-        problem = problem or (
-            f"--nproc_per_node={local_size}: {host} has {gpus} GPU(s) and each rank needs one: start fewer, or add "
-            f"--use_cpu"
-        )
-    return "cuda", problem
+    if use_cpu or not torch.cuda.is_available():
+        unusable = None if use_cpu else unusable_accelerator()
+        return "cpu", unusable and f"{host}: {unusable}"
+    if local_size <= (gpus := torch.cuda.device_count()):
+        return "cuda", None
+    too_few = f"{host} has {gpus} GPU(s) and each rank needs one: start fewer, or add --use_cpu"
+    return "cuda", f"--nproc_per_node={local_size}: {too_few}"
 
 
 def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str | None]:
-    """Choose the device type that all ranks use: ranks that start different backends would wait for each other forever.
+    """Return the device type that all ranks use, and the problem of this rank or None.
 
-    Returns:
-        The device type, and the problem of this rank or None. If any rank has a problem, all use the CPU and gloo to
-        report it.
+    Ranks that start different backends would wait for each other forever. If any rank has a problem, all use the CPU
+    and gloo to report it.
     """
     if any(device.problem is not None for device in ranks):
         return "cpu", ranks[rank].problem
@@ -179,22 +199,19 @@ def common_device_type(ranks: Sequence[RankDevice], rank: int) -> tuple[str, str
     )
 
 
-def _bf16_problem(precision: str, device: torch.device) -> str | None:
+def _problem_of_precision(settings: Settings, device: torch.device) -> str | None:
+    """Return why the device cannot compute with the settings' precision, or None."""
+    gpu = f"{device} ({torch.cuda.get_device_name(device)})"
     # On older GPUs PyTorch emulates bfloat16, which is slower than fp32.
-    if precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+    if settings.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return f"--precision bf16: {gpu} does not support bfloat16: use --precision fp16 or fp32"
+    if not settings.tf32:
         return None
-    return (
-        f"--precision bf16: {device} ({torch.cuda.get_device_name(device)}) does not support bfloat16: use "
-        f"--precision fp16 or fp32"
-    )
-
-
-def _tf32_problem(device: torch.device) -> str | None:
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return "--tf32: the environment variable NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
         return None
-    return f"--tf32: {device} ({torch.cuda.get_device_name(device)}) has no TF32: remove it"
+    return f"--tf32: {gpu} has no TF32: remove it"
 
 
 def nccl_timeout(timeout: timedelta) -> timedelta:
@@ -209,15 +226,6 @@ def nccl_timeout(timeout: timedelta) -> timedelta:
     and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.
     """
     return timeout + max(timeout, NCCL_GRACE)
-
-
-def _wait_for_all_to_finish(world: World) -> None:
-    """Wait for the other ranks: one that fails in its last action, such as writing the results, fails the run."""
-    try:
-        barrier(world)
-    except Exception as failure:
-        failure.add_note("after its own work was done")  # for the error line, which would say "before training"
-        raise
 
 
 def _exit_in_order(outcome: Exception, world: World) -> NoReturn:

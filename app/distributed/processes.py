@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from ..common.errors import UserError, shorten
 from ..settings import Settings
 
@@ -13,31 +11,16 @@ CPU_PROCESSES = 2
 def default_nproc_per_node(settings: Settings, nodes: int = 1) -> int:
     """Return the number of GPUs if there are any, otherwise 2; fewer if the batch cannot be divided among so many.
 
-    In that case, a line on standard error says so.
-
-    Args:
-        nodes: the number of nodes, each of which starts as many processes.
-
     Raises:
         UserError: this machine has an accelerator that cannot be used.
     """
-    gpus = count_gpus(settings.use_cpu)
     if not settings.use_cpu:
         from ..common.machine import unusable_accelerator  # here, because it imports torch
 
         if (problem := unusable_accelerator()) is not None:
             raise UserError(problem)
-    most = gpus or CPU_PROCESSES
-    usable = next((n for n in range(most, 0, -1) if settings.divides_among(n * nodes)), most)
-    if usable < most:
-        cause = f"--train_batch_size {settings.train_batch_size}"
-        if settings.logical_ranks is not None:
-            cause = f"--logical_ranks {settings.logical_ranks}"
-        elif (steps := settings.gradient_accumulation_steps) > 1:
-            cause += f" in {steps} accumulation steps"
-        used = f"{usable} of {most} {'GPUs' if gpus else 'processes'}" + (" of each node" if nodes > 1 else "")
-        print(f"{used} are used: {cause} cannot be divided among {most * nodes}", file=sys.stderr)
-    return usable
+    most = count_gpus(settings.use_cpu) or CPU_PROCESSES
+    return next((n for n in range(most, 0, -1) if settings.divides_among(n * nodes)), most)
 
 
 def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> int:
@@ -47,8 +30,7 @@ def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> 
         nodes: the number of nodes. Of a range such as `1:2`, the largest number counts.
 
     Raises:
-        UserError: neither `auto` nor a positive whole number, more than this machine has GPUs, or as for
-            `default_nproc_per_node`.
+        UserError: neither `auto` nor a positive whole number, or more than this machine has GPUs.
     """
     if value == "auto":
         largest = nodes.rpartition(":")[2]
@@ -70,14 +52,8 @@ def count_gpus(use_cpu: bool) -> int:
 
 
 def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
-    """Check that each process gets a GPU, if there are any: NCCL does not let two ranks share one.
-
-    Raises:
-        UserError: more processes than GPUs.
-    """
+    """Raise `UserError` if there are GPUs, but fewer than processes: NCCL does not let two ranks share one."""
     gpus = count_gpus(use_cpu)
     if 0 < gpus < nproc_per_node:
-        raise UserError(
-            f"--nproc_per_node {nproc_per_node}: this machine has {gpus} GPU(s) and each process needs one: start at "
-            f"most {gpus}, or add --use_cpu"
-        )
+        problem = f"this machine has {gpus} GPU(s) and each process needs one"
+        raise UserError(f"--nproc_per_node {nproc_per_node}: {problem}: start at most {gpus}, or add --use_cpu")

@@ -77,13 +77,6 @@ def create_node_groups(rank: int, topology: Topology, timeout: timedelta) -> tup
     return tuple(groups)
 
 
-def powers_of_two(ranks_per_node: int, most: int) -> list[int]:
-    """Return numbers of ranks up to `most`: powers of two on one node, and then on powers of two of complete nodes."""
-    powers = [1 << exponent for exponent in range(most.bit_length())]
-    one_node = [ranks for ranks in powers if ranks < ranks_per_node]
-    return one_node + [ranks_per_node * nodes for nodes in powers if ranks_per_node * nodes <= most]
-
-
 @dataclass(frozen=True)
 class World:
     """One rank's view of the job. `join` creates it."""

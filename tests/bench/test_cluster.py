@@ -18,6 +18,7 @@ from app.bench.cluster import (
     Step,
     bucket_sizes,
     expected_maximum,
+    powers_of_two,
     predict_step,
     ring_all_reduce,
     tree_all_reduce,
@@ -121,3 +122,9 @@ def test_60_million_parameters_scale_to_256_gpus_over_100_gbit_but_not_over_10(m
 def test_nodes_of_a_cluster_are_complete(monkeypatch, tmp_path):
     found = predict(monkeypatch, tmp_path / "out", "--step_ms", "250", "--ranks_per_node", "6")
     assert list(map(int, found["ring"])) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
+
+
+def test_numbers_of_ranks_fill_the_nodes():
+    assert powers_of_two(6, 1024) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
+    for inside in (1, 8, 4096):
+        assert powers_of_two(inside, 1024) == [2**n for n in range(11)]

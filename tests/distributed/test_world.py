@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from helpers.worlds import process_group_of
 
-from app.distributed.world import Topology, common_ranks_per_node, powers_of_two
+from app.distributed.world import Topology, common_ranks_per_node
 
 
 def places(*nodes: int) -> list[tuple[str, int, int]]:
@@ -65,9 +65,3 @@ def test_one_level_needs_no_group(monkeypatch, inside):
     with process_group_of(4, 6, inside) as world:
         assert world.levels == (world.all_ranks,)
         assert (world.all_ranks.group, world.all_ranks.size, world.all_ranks.rank) == (None, 6, 4)
-
-
-def test_numbers_of_ranks_fill_the_nodes():
-    assert powers_of_two(6, 1024) == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384, 768]
-    for inside in (1, 8, 4096):
-        assert powers_of_two(inside, 1024) == [2**n for n in range(11)]
