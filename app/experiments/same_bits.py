@@ -9,14 +9,6 @@ checkpoints, and is resumed with another number of ranks and another strategy. O
 the final weights, the losses, gradient norms and learning rates of all steps, the evaluations, and the predictions. The
 exit status is 1 unless all hashes are equal. Any training flag applies to all cells. On GPUs, --deterministic is set.
 
---vary trains these cells with each value of further settings: {1, 2, 4} accumulation steps, {random, group_by_length}
-sampling, {fp32, bf16} precision, as many logical ranks as ranks, instead of --logical_ranks, {no, balanced} class
-weights, {no, 0.1} label smoothing, and {no, 1} patience of early stopping. The cells of each
-combination of values must have one hash.
-
-    python -m app.experiments.same_bits --vary accumulation sampling precision --strategies ddp \\
-        --interruptions uninterrupted
-
 On CPUs that emulate bf16, a run with bf16 takes minutes, unless --max_steps and --train_batch_size are smaller.
 """
 
@@ -25,14 +17,12 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..cli import OneLineParser, as_flags, count, parse_flags
+from ..cli import OneLineParser, as_flags, count, parse_given
 from ..common.errors import RunError, UserError
 from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
@@ -48,16 +38,6 @@ from ..setting_groups import LARGEST_COUNT
 from ..settings import STRATEGIES, Settings
 
 INTERRUPTIONS = ("uninterrupted", "killed")
-# What --vary can name: the setting, and its values. Those of logical_ranks are the numbers of ranks.
-VARIED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "accumulation": ("gradient_accumulation_steps", (1, 2, 4)),
-    "sampling": ("train_sampling_strategy", ("random", "group_by_length")),
-    "precision": ("precision", ("fp32", "bf16")),
-    "logical_ranks": ("logical_ranks", ()),
-    "class_weights": ("class_weights", (None, "balanced")),
-    "label_smoothing": ("label_smoothing_factor", (0.0, 0.1)),
-    "early_stopping": ("early_stopping_patience", (None, 1)),
-}
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
 # affects rounding and a machine may have fewer cores than ranks.
 DEFAULTS: dict[str, Any] = {
@@ -65,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     **{"validation_size": 0.1, "eval_strategy": "steps", "eval_steps": 25, "save_strategy": "steps", "save_steps": 10},
 }
 TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
+HEADER = ("path", "ranks", "strategy", "interruption", "hash")
 
 
 @dataclass(frozen=True)
@@ -75,28 +56,15 @@ class Cell:
     ranks: int
     strategy: str
     resumed: tuple[int, str] | None = None  # the number of ranks and the strategy after the interruption
-    training: tuple[tuple[str, Any], ...] = ()  # names of `VARIED` and their values: equal ones, equal hashes
-
-    @property
-    def values(self) -> list[str]:
-        """The values of the settings that are varied."""
-        return [str(value) for _, value in self.training]
-
-    @property
-    def columns(self) -> list[str]:
-        """The cell's columns of the table, without the hash."""
-        resumed = f"killed, resumed with {self.resumed[0]} x {self.resumed[1]}" if self.resumed else "none"
-        return [*self.values, self.path_name, str(self.ranks), self.strategy, resumed]
 
     @property
     def folder_name(self) -> str:
-        killed = ["killed"] if self.resumed else []
-        return "-".join([self.path_name, str(self.ranks), self.strategy, *self.values, *killed])
+        return f"{self.path_name}-{self.ranks}-{self.strategy}{'-killed' if self.resumed else ''}"
 
-    def settings(self, settings: Settings) -> Settings:
-        """Return the settings of all cells with the values and the strategy of this cell."""
-        values = {VARIED[name][0]: value for name, value in self.training}
-        return replace(settings, strategy=self.strategy, **values)  # type: ignore[arg-type]
+    def row(self, hash_: str) -> list[str]:
+        """Return the cell's row of the table."""
+        resumed = f"killed, resumed with {self.resumed[0]} x {self.resumed[1]}" if self.resumed else "none"
+        return [self.path_name, str(self.ranks), self.strategy, resumed, hash_[:DIGITS]]
 
 
 def main() -> int:
@@ -106,19 +74,18 @@ def main() -> int:
     hashes: dict[Cell, str] = {}
     cells = build_cells(options, rng)
     for number, cell in enumerate(cells, start=1):
-        started = time.monotonic()
-        train_cell(cell, cell.settings(settings), folder, rng=rng)
+        train_cell(cell, with_strategy(settings, cell.strategy), folder, rng=rng)
         hashes[cell] = hash_run(folder / cell.folder_name)
-        seconds = time.monotonic() - started
-        line = " | ".join([*cell.columns, hashes[cell][:DIGITS]])
-        print(f"{number} of {len(cells)}, {seconds:.0f} s: {line}", flush=True)
+        print(f"{number} of {len(cells)}: {' | '.join(cell.row(hashes[cell]))}", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
-    problems = [problem for of_training in trainings(hashes) if (problem := find_difference(of_training, folder))]
-    print(f"\n{as_markdown(hashes)}", *problems, f"written to {folder}/same_bits.md", sep="\n")
-    return 1 if problems else 0
+    difference = find_difference(hashes, folder)
+    print(f"\n{as_markdown(hashes)}", *([difference] if difference else []), sep="\n")
+    print(f"written to {folder}/same_bits.md")
+    return 1 if difference else 0
 
 
 def add_arguments(parser: OneLineParser) -> None:
+    parser.set_defaults(**DEFAULTS)
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
     for name, choices, help_text in (
         ("paths", PATHS, "training paths"),
@@ -126,57 +93,47 @@ def add_arguments(parser: OneLineParser) -> None:
         ("interruptions", INTERRUPTIONS, "kinds of runs"),
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help=help_text)
-    parser.add_argument("--vary", nargs="+", choices=VARIED, default=[], help="settings with several values, see above")
-    parser.set_defaults(**DEFAULTS)
 
 
-def parse() -> tuple[Any, Settings]:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
-    options = argparse.Namespace(**{name: list(dict.fromkeys(values)) for name, values in own_flags.items()})
-    settings = replace(settings, strategy=options.strategies[0])  # each cell has its own
+def parse() -> tuple[argparse.Namespace, Settings]:
+    given = parse_given(__doc__, sys.argv[1:], add_arguments)
+    names = ("ranks", "paths", "strategies", "interruptions")
+    options = argparse.Namespace(**{name: list(dict.fromkeys(given.pop(name))) for name in names})
+    settings = Settings(**given | {"strategy": options.strategies[0]})  # each cell has its own
     check_exists(settings.csv_path)
     if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
-    if "killed" in options.interruptions and not 2 * settings.save_steps < settings.max_steps:
+    if "killed" in options.interruptions and not (
+        settings.save_strategy == "steps" and 2 * settings.save_steps < settings.max_steps
+    ):
         raise UserError(
-            f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, because "
-            "runs are killed after a checkpoint in the first half"
+            f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, with "
+            "--save_strategy steps, because runs are killed after a checkpoint in the first half"
         )
-    if "killed" in options.interruptions and settings.save_strategy != "steps":
-        raise UserError(f"--save_strategy {settings.save_strategy}: must be steps, because runs are killed after one")
-    for name in options.vary:
-        field = VARIED[name][0]
-        if (value := getattr(settings, field)) != getattr(Settings(**DEFAULTS), field):
-            raise UserError(f"--{field} {value}: --vary {name} sets other values: remove one of the two flags")
-    logical_ranks = settings.logical_ranks
-    if "logical_ranks" not in options.vary and (logical_ranks is None or logical_ranks & (logical_ranks - 1)):
-        raise UserError(f"--logical_ranks {logical_ranks}: must be a power of two")
+    if len(options.ranks) > 1 and settings.logical_ranks is None:
+        raise UserError("--ranks: several numbers of ranks have the same bits only with --logical_ranks")
     check_gpus(max(options.ranks), settings.use_cpu)
-    from ..data.sampler import plan_batches  # here, like the others that import torch: --help needs none of it
+    from ..data.sampler import plan_batches  # here, because it imports torch: --help needs none of it
 
     # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook or --reduce_dtype.
-    for cell in build_cells(options, random.Random(0)):
-        plan_batches(cell.settings(settings), LARGEST_COUNT, cell.ranks)
+    for ranks, strategy in product(options.ranks, options.strategies):
+        plan_batches(with_strategy(settings, strategy), LARGEST_COUNT, ranks)
     return options, settings
 
 
-def build_cells(options: Any, rng: random.Random) -> list[Cell]:
+def build_cells(options: argparse.Namespace, rng: random.Random) -> list[Cell]:
     """Return all cells. Each killed run is resumed with another number of ranks and strategy, if there are others."""
-    cells = []
-    for values in product(*(VARIED[name][1] or options.ranks for name in options.vary)):
-        training = dict(zip(options.vary, values, strict=True))
-        numbers = [training["logical_ranks"]] if "logical_ranks" in training else options.ranks
-        places = list(product(numbers, options.strategies))
-        for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
-            others = [place for place in places if place != (ranks, strategy)] or places
-            elsewhere = [place for place in others if place[0] != ranks and place[1] != strategy] or others
-            resumed = rng.choice(elsewhere) if interruption == "killed" else None
-            cells.append(Cell(path_name, ranks, strategy, resumed, tuple(training.items())))
+    cells, places = [], list(product(options.ranks, options.strategies))
+    for path_name, (ranks, strategy), interruption in product(options.paths, places, options.interruptions):
+        others = [place for place in places if place != (ranks, strategy)] or places
+        elsewhere = [place for place in others if place[0] != ranks and place[1] != strategy] or others
+        resumed = rng.choice(elsewhere) if interruption == "killed" else None
+        cells.append(Cell(path_name, ranks, strategy, resumed))
     return cells
 
 
 def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Random) -> None:
-    """Train one cell into its folder. The settings have the values of this cell.
+    """Train one cell into its folder. The settings have its strategy.
 
     Raises:
         RunError: a job failed, took too long, or ended before it could be killed.
@@ -194,7 +151,7 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
                 target.kill()
                 job.wait(TIME_LIMIT)
             ranks, strategy = cell.resumed
-            resumed = replace(settings, strategy=strategy, output_dir=None, resume_from_checkpoint=str(run))  # type: ignore[arg-type]
+            resumed = replace(with_strategy(settings, strategy), output_dir=None, resume_from_checkpoint=str(run))
             job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
         with job:
             status = job.wait(TIME_LIMIT)
@@ -204,11 +161,13 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
         raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")
 
 
+def with_strategy(settings: Settings, strategy: str) -> Settings:
+    return replace(settings, strategy=strategy)  # type: ignore[arg-type]
+
+
 def has_saved(run: Path, step: int) -> bool:
     """Return whether a run has a complete checkpoint of this step or a later one."""
-    from ..checkpoint.manager import latest_first, step_of, was_complete
-
-    return any(was_complete(folder) and step_of(folder) >= step for folder in latest_first(run / CHECKPOINTS))
+    return any(int(folder.name.partition("-")[2]) >= step for folder in (run / CHECKPOINTS).glob("checkpoint-*"))
 
 
 def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path) -> TorchrunJob:
@@ -216,23 +175,9 @@ def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path) -> T
     return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
 
 
-def trainings(hashes: Mapping[Cell, str]) -> list[dict[Cell, str]]:
-    """Divide the cells, which are in the order of `build_cells`, into those that must have one hash."""
-    return [dict(cells) for _, cells in groupby(hashes.items(), key=lambda item: item[0].training)]
-
-
-def as_markdown(hashes: Mapping[Cell, str]) -> str:
-    """Return the table, and for each training whether all of its hashes are equal."""
-    varied = [name for name, _ in next(iter(hashes)).training]
-    header = [*varied, "path", "ranks", "strategy", "interruption", "hash"]
-    rows = [[*cell.columns, hash_[:DIGITS]] for cell, hash_ in hashes.items()]
-    conclusions = "\n".join(conclude(cells) for cells in trainings(hashes))
-    return f"{markdown_table(header, rows, text_columns=len(header))}\n{conclusions}\n"
-
-
-def conclude(hashes: Mapping[Cell, str]) -> str:
-    """Say whether the cells of one training have one hash."""
-    training = ", ".join(f"{name} {value}" for name, value in next(iter(hashes)).training)
+def as_markdown(hashes: dict[Cell, str]) -> str:
+    """Return the table, and whether all hashes are equal."""
+    rows = [cell.row(hash_) for cell, hash_ in hashes.items()]
     different = len(set(hashes.values()))
     if len(hashes) == 1:
         conclusion = "1 cell: nothing to compare it with"
@@ -240,11 +185,11 @@ def conclude(hashes: Mapping[Cell, str]) -> str:
         conclusion = f"all {len(hashes)} cells have one hash: bitwise identical"
     else:
         conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"
-    return f"{training}: {conclusion}" if training else conclusion
+    return f"{markdown_table(HEADER, rows, text_columns=len(HEADER))}\n{conclusion}\n"
 
 
-def find_difference(hashes: Mapping[Cell, str], folder: Path) -> str | None:
-    """Return the first difference between two runs of a training, or None if all its cells have one hash."""
+def find_difference(hashes: dict[Cell, str], folder: Path) -> str | None:
+    """Return the first difference between two cells, or None if all have one hash."""
     from ..report.bitwise import first_difference
     from ..runs.reader import read_run
 

@@ -1,6 +1,6 @@
 """Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
 
-The cells are some of those of `app.experiments.same_bits --vary`, on fewer rows. Runs share jobs
+Runs share jobs
 with those of other files. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
 """
 
@@ -106,15 +106,15 @@ def test_each_test_row_is_predicted_once_and_scored_as_scikit_learn_does(trained
 @pytest.mark.launched
 def test_same_bits_trains_both_paths(launch, hotel_csv, tmp_path):
     write_subset(hotel_csv, tmp_path / "reviews.csv", 1000)
-    flags = ["--vary", "logical_ranks", "--ranks", 2, "--strategies", "ddp", "--interruptions", "uninterrupted"]
+    flags = ["--logical_ranks", 2, "--ranks", 2, "--strategies", "ddp", "--interruptions", "uninterrupted"]
     flags += ["--max_steps", 20, "--eval_steps", 15, "--train_batch_size", 48]
     done = launch("app.experiments.same_bits", "--csv", "reviews.csv", *flags, "--output_dir", "table", limit=500)
     assert done.status == 0, done.out + done.err
     table = (tmp_path / "table" / "same_bits.md").read_text()
     assert table in done.out
-    assert "logical_ranks 2: all 2 cells have one hash: bitwise identical\n" in table
+    assert "all 2 cells have one hash: bitwise identical\n" in table
     for path in PATHS:
-        run = read_run(tmp_path / "table" / f"{path}-2-ddp-2")
+        run = read_run(tmp_path / "table" / f"{path}-2-ddp")
         assert (run.path, run.settings["world_size"], run.settings["logical_ranks"]) == (path, 2, 2)
         assert len(run.steps) == 20
         assert [line["step"] for line in run.evaluations] == [15, 20]
