@@ -55,11 +55,7 @@ def load_metrics() -> None:
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
-    """Score predicted logits.
-
-    Args:
-        logits: Float (n, classes).
-        labels: Class ids, int64 (n,).
+    """Score predicted logits, float (n, classes), of rows with these class ids, int64 (n,).
 
     Raises:
         RunError: The loss is not finite, so the weights are unusable.

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 from transformers import PreTrainedModel
 
 from ..distributed.collectives import saved_buffers
 from ..distributed.world import Topology
 from ..strategies.base import sharded_groups
-from ..strategies.compression import MATRIX_RANK, is_compressed, matrix_shape
+from ..strategies.compression import MATRIX_RANK, MIN_COMPRESSION_RATE
 from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, shard_bytes, total_bytes
 
 FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
@@ -167,9 +168,10 @@ def _low_rank(what: str, parameters: Sequence[torch.Tensor]) -> list[Collective]
     """Return PowerSGD's collectives: gradients that it does not compress, and the factors P and Q of the others."""
     complete = rows = columns = 0
     for parameter in parameters:
-        n, m = matrix_shape(parameter)
+        n = parameter.shape[0] if parameter.ndim else 1
+        m = parameter.numel() // n
         rank = min(n, m, MATRIX_RANK)
-        if is_compressed(n, m):
+        if _should_compress(n, m, rank, MIN_COMPRESSION_RATE)[0]:
             rows, columns = rows + n * rank, columns + m * rank
         else:
             complete += n * m

@@ -69,16 +69,6 @@ class Strategy(Protocol):
         """Return the complete state dict on rank 0, and an empty one on the other ranks. Collective."""
 
 
-class PlainAdamW:
-    """The optimizer of the strategies in which AdamW itself need not know how parameters are distributed."""
-
-    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, **options)
-
-    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
-
-
 class GradientCheck:
     """Check once, after the first backward pass over a global batch, that it has reached every parameter.
 

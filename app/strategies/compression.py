@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..common.machine import DTYPES
@@ -85,19 +85,6 @@ def register_power_sgd(wrapped: DistributedDataParallel, world: World, *, total_
         random_seed=seed,
     )
     wrapped.register_comm_hook(state, powerSGD_hook)
-
-
-def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return the rows and columns of the matrix that PowerSGD makes of a parameter's gradient."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return rows, parameter.numel() // rows
-
-
-def is_compressed(rows: int, columns: int) -> bool:
-    """Return whether PowerSGD approximates a matrix: the factors must have less than half as many elements."""
-    rank = min(rows, columns, MATRIX_RANK)
-    compressed: bool = _should_compress(rows, columns, rank, MIN_COMPRESSION_RATE)[0]
-    return compressed
 
 
 class BlockingGroup:

@@ -19,7 +19,6 @@ from .base import (
     CLIP,
     MICRO_BATCH,
     GradientCheck,
-    PlainAdamW,
     Tensors,
     add_gradients_per_block,
     clip_by_norm,
@@ -29,7 +28,7 @@ from .optimization import loss_factor
 from .reduction import FixedOrderAllReduce, TreeSum
 
 
-class DDPStrategy(PlainAdamW):
+class DDPStrategy:
     """`torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, "PyTorch Distributed"). Implements `Strategy`."""
 
     name: str = "ddp"
@@ -80,6 +79,12 @@ class DDPStrategy(PlainAdamW):
     def fix_order(self) -> None:
         """Add gradients in the order of the tree. Measurements of DDP's own all-reduce override this."""
         self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
+
+    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **options)
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:

@@ -24,7 +24,6 @@ from .base import (
     MICRO_BATCH,
     SHARDED_FORWARD,
     GradientCheck,
-    PlainAdamW,
     Tensors,
     clip_by_norm,
     local_parts,
@@ -65,7 +64,7 @@ class ShardedAdamW(torch.optim.AdamW):
         return has_complex
 
 
-class FullyShardStrategy(PlainAdamW):
+class FullyShardStrategy:
     """`torch.distributed.fsdp.fully_shard`, as ZeRO-2 or ZeRO-3 (Rajbhandari et al. 2020). Implements `Strategy`.
 
     The parameters of one transformer block at a time are gathered before its forward pass. ZeRO-3 frees them after it
@@ -120,6 +119,9 @@ class FullyShardStrategy(PlainAdamW):
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         return ShardedAdamW(groups, **options)
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:

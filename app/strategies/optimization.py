@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.optim.adam import adam
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -109,7 +110,10 @@ class VectorTails:
         self.updated = []
         for group in optimizer.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None and tail_of(p) is not None]
-            padded = [[pad(part) for part in self._tails(optimizer, p)] for p in parameters]
+            padded = [
+                [pad(part, (0, VECTOR_BYTES // part.element_size() - len(part))) for part in self._tails(optimizer, p)]
+                for p in parameters
+            ]
             if not padded:
                 continue
             weights, gradients, averages, squares = (list(tensors) for tensors in zip(*padded, strict=True))
@@ -164,10 +168,3 @@ def tail_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if n == 0 or local.device.type != "cpu" or not local.is_contiguous():
         return None
     return local.view(-1)[-n:]
-
-
-def pad(tail: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tail that fills a vector."""
-    padded = tail.new_zeros(VECTOR_BYTES // tail.element_size())
-    padded[: len(tail)] = tail
-    return padded

@@ -1,4 +1,4 @@
-"""Atomic writes and staging folders."""
+"""Atomic writes and files of the cache."""
 
 from __future__ import annotations
 
