@@ -166,8 +166,8 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
     step = prepared.resume.step  # 0, unless the run resumes from a checkpoint
     if prepared.resume.checkpoint is not None:
         state.load(prepared.resume.checkpoint)
-    # True if the checkpoint was saved right before an evaluation.
-    if record.begin(plan, wrapped, save=state.save, stop=stop, profile_step=prepared.profiler.step):
+    # True if the run was interrupted between the checkpoint and the evaluation of the same step.
+    if record.begin(state, wrapped, stop):
         evaluate_during_training(step, prepared, world)
 
     # 6. THE DATA. The sampler is a DistributedSampler: every rank computes the same permutation of the rows, and
@@ -198,15 +198,13 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
                 evaluate_during_training(step, prepared, world)
                 if record.early_stopping.stops:  # every rank has the same scores, so all ranks stop here
                     break
-    record.best.load(model, step)
+    record.best.load(state)
 
 
 def evaluate_during_training(step: int, prepared: Preparation, world: World) -> None:
     """Evaluate after a step, and keep the weights if they are the best so far."""
     scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world=world)
-    prepared.record.after_evaluation(
-        step, prepared.eval_set.name, asdict(scores), strategy=prepared.strategy, model=prepared.model
-    )
+    prepared.record.after_evaluation(step, prepared.eval_set.name, asdict(scores))
 
 
 # 8. EXACT EVALUATION.

@@ -20,18 +20,14 @@ rest, because it would train differently. Trainer's default, and its replacement
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .checkpoint.state import unreadable
-from .distributed.collectives import raise_on_all_ranks
 from .distributed.preemption import StopRequest
 from .distributed.process_group import join
 from .distributed.world import World
@@ -85,47 +81,28 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     trainer.add_callback(RecordCallback(trainer, prepared, world, stop=stop))
-    train(trainer, prepared, world)
+    train(trainer, prepared)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
     scores = score(logits, prepared.test_set.labels)
     prepared.record.finish(prepared.strategy, prepared.model, tokenizer=data.tokenizer, logits=logits, scores=scores)
     return scores
 
 
-def train(trainer: ReviewTrainer, prepared: Preparation, world: World) -> None:
+def train(trainer: ReviewTrainer, prepared: Preparation) -> None:
     """Train up to the last step, from the beginning or from a checkpoint.
 
     Raises:
         Preempted: the run was asked to stop, and has saved a checkpoint.
         RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
-    checkpoint = prepared.resume.checkpoint
-    with copy_trainer_state(checkpoint, world) as folder, suppress(NothingLeftToTrain):
-        trainer.train(resume_from_checkpoint=folder)
+    resume, plan = prepared.resume, prepared.plan
+    with TemporaryDirectory() as folder, suppress(NothingLeftToTrain):
+        epoch, size = resume.step / plan.steps_per_epoch, plan.micro_size
+        counters = TrainerState(global_step=resume.step, epoch=epoch, train_batch_size=size)
+        counters.save_to_json(str(Path(folder, TRAINER_STATE_NAME)))  # all that Trainer reads of a checkpoint
+        trainer.train(resume_from_checkpoint=folder if resume.step else None)
     assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
-    if prepared.settings.load_best_model_at_end:
-        prepared.record.best.load(prepared.model, trainer.state.global_step)
-
-
-@contextmanager
-def copy_trainer_state(checkpoint: Path | None, world: World) -> Iterator[str | None]:
-    """Copy Trainer's counters from a checkpoint to a temporary folder, and yield the folder. Collective.
-
-    Trainer reads them more than once. Meanwhile, the run to which the checkpoint belongs may remove it.
-
-    Raises:
-        AgreedError: the checkpoint has been removed already.
-    """
-    if checkpoint is None:
-        yield None
-        return
-    with TemporaryDirectory() as folder:
-        with raise_on_all_ranks(world):
-            try:
-                shutil.copy(checkpoint / TRAINER_STATE_NAME, folder)
-            except OSError as problem:
-                raise unreadable(checkpoint, problem) from None
-        yield folder
+    prepared.record.best.load(prepared.record.state)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
 """Where a run resumes, whether the checkpoint fits the requested training, and why the results would differ.
 
-`find_resume`, `restore_settings` and `check_compatible` are called in this order, the last one when the data and the
-model are known.
+The first of these rules that applies decides:
+
+1. torchrun has restarted this job: continue in the folder that its earlier processes wrote to.
+2. No `--resume_from_checkpoint`: start a new run.
+3. `--resume_from_checkpoint auto`: continue the run in `--output_dir`, or else the path's latest run unless it has
+   finished. Without one, start a new run.
+4. `--resume_from_checkpoint RUN`, without `--output_dir`: continue that run.
+5. `--resume_from_checkpoint RUN/checkpoints/checkpoint-N`, or with `--output_dir`: start a new run from it.
+
+A run is only ever continued from its latest checkpoint. Nothing of it is deleted: the lines of its logs after the
+checkpoint are replaced when the first step of the resumed run is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,34 +26,28 @@ import torch
 import transformers
 
 from ..common.errors import AlreadyFinished, UserError
-from ..common.machine import Arithmetic, changes_of_arithmetic, device_name
+from ..common.machine import Arithmetic, changes_of_arithmetic
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
 from ..metrics.early_stopping import EarlyStopping
 from ..model.identity import ModelIdentity, changed_keys
-from ..runs.parse import parse_object
-from ..runs.schema import BEST_PREFIX, EVALUATIONS, LOGS, SETTINGS, STEPS
+from ..runs.folder import lock
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
-from ..setting_groups import BUILT_IN
 from ..settings import Settings
-from .find import (
-    ResumePoint,
-    check_recorded_settings,
-    find_checkpoint,
-    folder_of_this_job,
-    read_run_state,
-    read_settings,
-)
-from .manager import problem_of
+from .manager import PREFIX, latest_first, problem_of
 
-LOG_FORMATS = {file.name: file for file in (STEPS, EVALUATIONS)}
 # A checkpoint is rejected if one of these settings has another value. The settings of `setting_effects.ROUNDING` may
 # have one, which `changes_since` announces.
 MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
 # With --load_best_model_at_end or --early_stopping_patience, these too. The batch size affects the rounding of the
 # scores, and with it the choice between two that are nearly equal.
 BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
+CONTENT = {
+    "model_code_sha256": "the model's Python code has changed",
+    "tokens_sha256": "the tokenizer returns other tokens for the same reviews, or pads differently",
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Resume:
     """Where a run continues. With nothing set, it starts from the beginning in a new folder."""
 
     folder: Path | None = None  # the run's own folder, if it exists already
-    checkpoint: Path | None = None  # a complete checkpoint, in `folder` or in another run's folder
+    checkpoint: Path | None = None  # in `folder` or in another run's folder
     state: dict[str, Any] = field(default_factory=dict)  # the content of the checkpoint's run_state.json
     # The settings of the run so far, from the checkpoint or, without one, from the settings.json in `folder`.
     recorded: dict[str, Any] = field(default_factory=dict)
@@ -65,137 +70,191 @@ class Resume:
         """The number of completed optimizer steps."""
         return int(self.state.get("step", 0))
 
-    @property
-    def best(self) -> Path | None:
-        """The best weights before the checkpoint, if the run kept any."""
-        step = self.state.get("best", {}).get("step", 0)
-        return self.checkpoint.parent / f"{BEST_PREFIX}{step}" if self.checkpoint and step else None
-
-    def lines_of(self, log: str, before: int | None = None) -> list[str]:
-        """Return the lines of a log of the run up to the checkpoint's step; later steps are repeated.
-
-        Args:
-            before: the checkpoint's own step, if its evaluation is repeated: the lines end before it.
+    def lines_of(self, log: str) -> list[str]:
+        """Return the lines of a log up to the checkpoint's step. Later ones are repeated.
 
         Raises:
-            UserError: the log is damaged, or a step or an evaluation is missing.
+            UserError: a line is damaged, or a step is missing.
         """
         if self.checkpoint is None:
             return []
         path = self.checkpoint.parent.parent / log
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        kept: list[str] = []
-        steps: list[int] = []
-        for line in text.splitlines(keepends=True):
-            try:
-                step = parse_object(line, f"{path}, line {len(kept) + 1}", LOG_FORMATS[log])["step"]
-            except UserError as problem:
-                if not line.endswith("\n"):
-                    break  # the last line, which a killed run had not completed
-                raise UserError(f"{problem}, so the run cannot be resumed") from None
-            if step > self.step or step == before:
-                break
-            kept.append(line)
-            steps.append(step)
-        if log == STEPS.name and steps != list(range(1, self.step + 1)):
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a kill may cut the last
+            steps = [json.loads(line)["step"] for line in lines]
+            kept = [(step, line) for step, line in zip(steps, lines, strict=True) if step <= self.step]
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise UserError(f"{path}: damaged, so the run cannot be resumed: {problem}") from None
+        if log == STEPS.name and [step for step, _ in kept] != list(range(1, self.step + 1)):
             raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run cannot be resumed from it")
-        # A checkpoint is written before the evaluation of its own step, so it counts only the earlier ones. Older
-        # versions did not record the number.
-        earlier, recorded = sum(step < self.step for step in steps), self.state.get("evaluations") or 0
-        if log == EVALUATIONS.name and earlier < recorded:
-            raise UserError(f"{path}: lacks evaluations before {self.checkpoint}, so the run cannot be resumed from it")
-        return kept
+        return [line for _, line in kept]
+
+
+# ---- find the checkpoint --------------------------------------------------------------------------------------------
 
 
 def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
-    """Find the checkpoint that `--resume_from_checkpoint` requests, or that this job wrote before it was restarted.
+    """Find the checkpoint to resume from, by the rules at the top of this file. Collective.
 
-    Collective. The run's own folder, if it exists, is locked before anything in it is looked up, so that no other job
-    can add or remove checkpoints after that. If a new run starts from another run's checkpoint, that run is not locked.
+    The run's own folder, if it exists, is locked before anything in it is looked up.
 
     Raises:
-        AgreedError: there is no such checkpoint, it is damaged or not visible on every rank, or another job is writing
-            to its folder.
-        AlreadyFinished: torchrun has restarted a job whose run was complete.
+        AgreedError: there is no such checkpoint, it is damaged, or another job is writing to its folder.
+        AlreadyFinished: the run is complete.
     """
     launchers = sorted({launcher for launcher in all_gather_object(launcher_id(), world) if launcher is not None})
-    point = ResumePoint()
-    recorded: dict[str, Any] = {}
-    # Rank 0 looks for all: another node may see an older state of a network file system.
-    with raise_on_all_ranks(world):
+    found = Resume()
+    with raise_on_all_ranks(world):  # rank 0 looks for all: another node may see an older state of a network folder
         if world.is_main_process:
-            # Not only if TORCHELASTIC_RESTART_COUNT is above 0: torchrun does not count the restarts after a node has
-            # joined or left.
             own = folder_of_this_job(path_name, settings, launchers)
-            point = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
-            recorded = read_settings(point.folder) if point.folder else {}
-    folder, checkpoint, finished, recorded = broadcast_object(
-        (point.folder, point.checkpoint, point.finished, recorded), world
-    )
-    if finished:
-        raise AlreadyFinished(f"{folder}: the run had finished before this restart; nothing is left to do")
-    state: dict[str, Any] = {}
-    # Every rank reads the checkpoint, so that one that some node does not see is reported now.
-    with raise_on_all_ranks(world):
-        if checkpoint is not None:
-            state = read_run_state(checkpoint)
-            # Not from settings.json, which a later start in the same folder may have written.
-            recorded = state["settings"] | {"threads": state.get("threads")}
-        elif folder is not None:  # the run was stopped before its first checkpoint
-            known = {name: value for name, value in recorded.items() if name in settings.as_dict()}
-            check_recorded_settings(folder / SETTINGS.name, known)
-    changes = changes_since(state, settings, world, arithmetic=gather_arithmetic(world))
-    return Resume(folder, checkpoint, state, recorded, point.lock, launchers, changes)
+            found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
+    lock_fd, is_finished = found.lock, bool(found.folder and (found.folder / METRICS.name).is_file())
+    found, is_finished = broadcast_object((replace(found, lock=None), is_finished), world)
+    if is_finished:
+        if lock_fd is not None:
+            os.close(lock_fd)
+        raise AlreadyFinished(f"{found.folder}: the run has finished; nothing is left to do")
+    changes = changes_since(found.state, settings, world, arithmetic=gather_arithmetic(world))
+    return replace(found, lock=lock_fd, launchers=launchers, changes=changes)
 
 
-def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
-    """Fill in the settings that a resumed run takes over unless they are given. Collective.
+def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
+    """Return the run folder that earlier processes of this job wrote to; None if there is none. Call it on rank 0.
 
-    Four affect the bits of the results: the number of logical ranks and the number of threads per rank, which
-    otherwise depend on the number of processes; the global batch size, which `--per_device_train_batch_size` would
-    multiply by it; and the attention implementation, whose default depends on the device. `ddp_find_unused_parameters`
-    follows from the model.
-
-    Returns:
-        Settings with `logical_ranks`. The number of threads is set for this process.
+    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
     """
-    recorded = resume.recorded
-    # The nodes may have different numbers of cores, but a micro-batch must not depend on the node that computes it.
-    default = min(all_gather_object(torch.get_num_threads(), world))
-    torch.set_num_threads(settings.threads or recorded.get("threads") or default)
-    per_device = settings.per_device_train_batch_size
-    if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
-        settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
-    # Not with power_sgd, where the setting is invalid. Such a run is rejected later, because another --ddp_comm_hook
-    # wrote its checkpoint.
-    takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
-    return replace(
-        settings,
-        logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
-        # A run that was started on a GPU keeps the GPU's default on a CPU, where the default is another one.
-        attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
-        ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
-    )
+    places = [Path(settings.output_dir)] if settings.output_dir else sorted((RUNS / path_name).glob("*"), reverse=True)
+    if settings.resume_from_checkpoint not in (None, "auto"):
+        places.insert(0, Path(str(settings.resume_from_checkpoint)))
+    for folder in places:
+        if set(launchers) & set(read_settings(folder).get("launchers") or []):
+            return folder.resolve()
+    return None
+
+
+def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]) -> Resume:
+    """Do the work of `find_resume` on rank 0.
+
+    Args:
+        own: the result of `folder_of_this_job`.
+        warn: prints a line about each damaged checkpoint that is skipped.
+    """
+    requested, output_dir = settings.resume_from_checkpoint, settings.output_dir
+    if own is not None:
+        is_other = requested not in (None, "auto") and Path(str(requested)).resolve() != own
+        return _continue_run(own, path_name, warn, until_then=Path(str(requested)) if is_other else None)
+    if requested is None:
+        return Resume()
+    if requested == "auto":
+        run = Path(output_dir) if output_dir else RUNS / path_name / LATEST
+        if not read_settings(run) or (output_dir is None and (run / METRICS.name).is_file()):
+            warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
+            return Resume()  # `reject_used` rejects an --output_dir that holds anything else
+    else:
+        run = Path(requested)
+        if output_dir is not None or not read_settings(run):
+            return _read_state(None, _requested_checkpoint(run, warn), path_name)
+    return _continue_run(run.resolve(), path_name, warn)
+
+
+def _continue_run(run: Path, path_name: str, warn: Callable[[str], None], *, until_then: Path | None = None) -> Resume:
+    """Lock a run, and find its latest checkpoint, or the one to start from until it has written its first."""
+    lock_fd = lock(run)
+    recorded = read_settings(run)
+    _check_path(run, recorded, path_name)
+    if (run / METRICS.name).is_file():  # it has finished
+        return Resume(run, recorded=recorded, lock=lock_fd)
+    checkpoint = _latest(run, warn)
+    if checkpoint is None and until_then is not None:
+        checkpoint = _requested_checkpoint(until_then, warn)
+    if checkpoint is not None:
+        return replace(_read_state(run, checkpoint, path_name), lock=lock_fd)
+    warn(f"{run} has no complete checkpoint, so training starts from the beginning")
+    return Resume(run, recorded=recorded, lock=lock_fd)
+
+
+def _latest(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the latest checkpoint of a run that can be used; None if it has not written any.
+
+    Raises:
+        UserError: there are only others. To start again would repeat the work, although the cause may be temporary.
+    """
+    folder = run / CHECKPOINTS
+    skipped: list[str] = []
+    if folder.is_symlink() and not folder.exists():  # for example to a disk that is not mounted
+        raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
+    for checkpoint in latest_first(folder):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            for line in skipped:
+                warn(line)
+            return checkpoint
+        skipped.append(f"{checkpoint} is skipped: {problem}")
+    if skipped:
+        raise UserError(f"{run}: none of its checkpoints can be used: {skipped[0]}")
+    return None
+
+
+def _requested_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
+    """Return a checkpoint that is named, or the latest one of a run that is named."""
+    checkpoint = path if (path / RUN_STATE).is_file() else _latest(path, warn)
+    if checkpoint is None:
+        reason = "has no complete checkpoint" if path.is_dir() else "no such folder"
+        raise UserError(f"--resume_from_checkpoint {path}: {reason}")
+    if (problem := problem_of(checkpoint)) is not None:
+        raise UserError(f"--resume_from_checkpoint {checkpoint}: {problem}")
+    return checkpoint.absolute()
+
+
+def _read_state(folder: Path | None, checkpoint: Path, path_name: str) -> Resume:
+    """Read what a checkpoint records, which `problem_of` has found to be complete and of this version."""
+    try:
+        state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
+        recorded = state["settings"] | {"threads": state["threads"]}
+        _check_path(checkpoint, state, path_name)
+        # Names decide which checkpoint is the latest, and which ones are rotated.
+        if checkpoint.name != (name := f"{PREFIX}{state['step']}"):
+            raise UserError(f"{checkpoint}: holds step {state['step']}, so it was renamed or copied: name it {name}")
+    except (OSError, KeyError, TypeError) as problem:
+        raise UserError(f"{checkpoint / RUN_STATE}: damaged: {problem!r}") from None
+    return Resume(folder, checkpoint, state, recorded)
+
+
+def _check_path(place: Path, recorded: Mapping[str, Any], path_name: str) -> None:
+    if recorded.get("path", path_name) != path_name:
+        raise UserError(f"{place}: only {recorded['path']}, which wrote it, can resume it")
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """Return the content of a run's settings.json; empty if there is none, or if it belongs to another program."""
+    try:
+        content = json.loads((run / SETTINGS.name).read_text(encoding="utf-8"))
+        return dict(content) if content["world_size"] and content["path"] else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+# ---- compare it with this run ---------------------------------------------------------------------------------------
 
 
 def changes_since(
     state: Mapping[str, Any], settings: Settings, world: World, *, arithmetic: Arithmetic
 ) -> tuple[str, ...]:
     """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
-    recorded = state.get("settings", {})
+    if not state:
+        return ()
+    recorded = state["settings"]
     # On a CPU, the optimizer is always there.
-    offloaded_before = recorded.get("cpu_offload") if world.device.type == "cuda" else None
-    before = state.get("arithmetic")  # older checkpoints record the name of rank 0's device only
-    # (name, value before, value now). A value before of None was not recorded, or does not matter.
+    offloaded_before = recorded["cpu_offload"] if world.device.type == "cuda" else None
     pairs = [
-        *(changes_of_arithmetic(before, arithmetic) if before else []),
-        *([] if before else [("device", state.get("device"), device_name(world.device))]),
-        ("torch", state.get("torch"), torch.__version__),
-        ("transformers", state.get("transformers"), transformers.__version__),
+        *changes_of_arithmetic(state["arithmetic"], arithmetic),
+        ("torch", state["torch"], torch.__version__),
+        ("transformers", state["transformers"], transformers.__version__),
         ("optimizer on the CPU", offloaded_before, settings.cpu_offload),
-        ("evaluation batch size", recorded.get("eval_batch_size"), settings.eval_batch_size),
-        ("accumulation steps", recorded.get("gradient_accumulation_steps"), settings.gradient_accumulation_steps),
-        ("threads per rank", state.get("threads"), settings.threads or state.get("threads")),
+        ("evaluation batch size", recorded["eval_batch_size"], settings.eval_batch_size),
+        ("accumulation steps", recorded["gradient_accumulation_steps"], settings.gradient_accumulation_steps),
+        ("threads per rank", state["threads"], settings.threads or state["threads"]),
     ]
     return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
 
@@ -203,83 +262,39 @@ def changes_since(
 def check_compatible(
     resume: Resume,
     *,
-    path_name: str,
     settings: Settings,
     fingerprint: str,
     total_steps: int,
     model: ModelIdentity = ModelIdentity(),  # noqa: B008  # it is immutable
 ) -> None:
-    """Check that a checkpoint belongs to the same training path, rows, model and schedule.
-
-    Otherwise the resumed run would not be bitwise identical to an uninterrupted one.
-
-    Args:
-        settings: with the default learning rate filled in.
-        fingerprint: the split's.
+    """Check that a checkpoint belongs to the same rows, model and schedule: otherwise bits would differ.
 
     Raises:
-        UserError: the checkpoint does not fit, and the message lists all differences; or a log or the best weights are
-            damaged.
+        UserError: the checkpoint does not fit, and the message lists all differences; or a log is damaged.
     """
     if resume.checkpoint is None:
         return
-    state = resume.state
-    # A checkpoint that is older than a setting was trained with the setting's present default.
-    recorded = Settings().as_dict() | state["settings"]
+    state, recorded, now = resume.state, resume.state["settings"], model.as_dict()
     chooses = settings.load_best_model_at_end or settings.early_stopping_patience is not None
     names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if chooses else ())]
     pairs = [
         *((name, recorded.get(name), getattr(settings, name)) for name in names),
         ("total steps", state["total_steps"], total_steps),
         ("split fingerprint", state["fingerprint"][:16], fingerprint[:16]),
-        ("path", state["path"], path_name),
+        ("the model's commit", state["model_commit"], model.commit),
     ]
     differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
-    differences += _differences_in_name(state, recorded["model"], settings.model, commit=model.commit)
-    # The settings, classes and rows that are compared above also affect config and tokens.
-    if not differences and state.get("model_config") is not None:
-        differences = _differences_in_content(state, settings.model, model)
+    differences += [text for key, text in CONTENT.items() if state[key] != now[key]]
+    if changed := changed_keys(state["model_config"] or {}, now["model_config"] or {}):
+        differences.append(f"the model's config has changed: {', '.join(changed)}")
     if differences:
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
-    for log in LOGS:
-        resume.lines_of(log)  # raises if a log is damaged
-    stopping, patience = EarlyStopping(settings), settings.early_stopping_patience
-    stopping.add_all(resume.lines_of(EVALUATIONS.name, before=resume.step))
+    resume.lines_of(STEPS.name)  # raises if it is damaged
+    stopping, evaluations = EarlyStopping(settings), resume.lines_of(EVALUATIONS.name)
+    patience = settings.early_stopping_patience
+    stopping.add_all(line for line in evaluations if json.loads(line)["step"] < resume.step)
     if stopping.stops:
         raise UserError(
             f"cannot resume from {resume.checkpoint}: with --early_stopping_patience {patience} the run stops before "
             "it: raise the patience, or resume from an earlier checkpoint"
         )
-    if settings.load_best_model_at_end and resume.best is not None and (problem := problem_of(resume.best)):
-        raise UserError(f"cannot resume from {resume.checkpoint}: {resume.best}, the best weights before it: {problem}")
-
-
-def _differences_in_name(state: Mapping[str, Any], before: str, now: str, *, commit: str | None) -> list[str]:
-    """Compare names and commits of two models. Of two local folders, only the content counts if it was recorded."""
-    differences = []
-    recorded_commit = state.get("model_commit")
-    built_in = not {before, now}.isdisjoint(BUILT_IN)
-    are_folders = not built_in and recorded_commit is None and commit is None  # no commit: not on the Hub
-    # Older versions did not record the content. The folder may have been moved since.
-    if not are_folders or state.get("model_config") is None:
-        names = [str(Path(model).resolve()) if Path(model).is_dir() else model for model in (before, now)]
-        if names[0] != names[1]:
-            differences.append(f"model was {names[0]} and is {names[1]}")
-    if "model_commit" in state and recorded_commit != commit:
-        differences.append(
-            f"the model's commit was {recorded_commit} and is {commit} (add --revision {recorded_commit})"
-        )
-    return differences
-
-
-def _differences_in_content(state: Mapping[str, Any], name: str, model: ModelIdentity) -> list[str]:
-    differences = []
-    if keys := changed_keys(state["model_config"], model.config or {}):
-        differences.append(f"config.json of --model {name} has changed: {', '.join(keys)}")
-    if state.get("model_code_sha256") != model.code:
-        differences.append(f"the Python code of --model {name} has changed")
-    if state.get("tokens_sha256") != model.tokens:
-        differences.append(
-            f"the tokenizer of --model {name} returns other tokens for the same reviews, or pads differently"
-        )
-    return differences

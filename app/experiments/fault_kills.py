@@ -49,9 +49,8 @@ class RunFiles:
         """Return the step of the checkpoint that is being written, or 0 if there is none since the restart."""
         with suppress(OSError, StopIteration):  # the staging directory may disappear while it is listed
             if self.is_training():
-                from ..checkpoint.manager import step_of  # here: it imports torch, and --help needs none of it
-
-                return step_of(next(self.folder.glob("checkpoints/.*/checkpoint-*")))
+                name = next(self.folder.glob("checkpoints/.checkpoint-*.tmp")).name
+                return int(name.removeprefix(".checkpoint-").removesuffix(".tmp"))
         return 0
 
     def _versions(self) -> set[tuple[int, int]]:

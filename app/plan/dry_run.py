@@ -50,7 +50,6 @@ def check_sources(path_name: str, settings: Settings, sources: Sources, *, resum
     )
     check_compatible(
         resume,
-        path_name=path_name,
         settings=settings,
         fingerprint=sources.split.fingerprint,
         total_steps=sources.batches.total_steps,

@@ -39,6 +39,7 @@ class StepProfiler:
         self.step_number, self.first = record.resume.step, record.resume.step + FIRST
         self.last = min(self.first + self.requested - 1, total_steps)
         self.profile: profile | None = None
+        record.profile_step = self.step
 
     def __enter__(self) -> StepProfiler:
         if self.first <= self.last:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
-from ..checkpoint.state import load_complete_weights, write_weights
-from ..common.errors import RunError
+from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, remove, step_of
+from ..checkpoint.state import TrainingState
+from ..common.errors import RunError, UserError
+from ..common.files import commit
 from ..common.formats import labeled
 from ..distributed.collectives import first_failure
-from ..model.vocabulary import complete_state
-from ..runs.schema import BEST_PREFIX, MODEL, RUN_STATE
-from ..strategies.base import Strategy, Tensors
-from .run_folder import RunFolder
+from ..runs.schema import BEST_PREFIX
+from ..settings import Settings
 
 
-@dataclass(frozen=True)
-class Best:
-    """The step after which the validation metric was best so far, and its value. Step 0 means not evaluated yet."""
+class Best(NamedTuple):
+    """The step after which the validation metric was best, and its value. Step 0 means not evaluated yet."""
 
     step: int = 0
     value: float | None = None
@@ -33,78 +29,77 @@ class Best:
         """The name of the folder that holds the weights."""
         return f"{BEST_PREFIX}{self.step}"
 
-    def is_improved_by(self, value: float, metric: str) -> bool:
-        """Return whether a value of the metric is strictly better. Of equal values the first one stays the best."""
-        if self.value is None:
-            return True
-        return value < self.value if metric == "loss" else value > self.value
+
+def best_of(lines: Iterable[str], metric: str, up_to: int | None = None) -> Best:
+    """Return the best of the evaluations in some lines of evaluations.jsonl; of equal ones the first."""
+    best = Best()
+    for line in map(json.loads, lines):
+        value = line[metric]
+        better = best.value is None or (value < best.value if metric == "loss" else value > best.value)
+        if better and (up_to is None or line["step"] <= up_to):
+            best = Best(line["step"], value)
+    return best
 
 
 class BestWeights:
-    """Keep the weights after the evaluation with the best validation metric so far. Every rank holds one."""
+    """The weights after the best evaluation so far, which follows from the lines of evaluations.jsonl alone."""
 
-    def __init__(self, run_folder: RunFolder, checkpoints: CheckpointManager, best: Best) -> None:
-        settings = run_folder.info.settings
+    def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[str]) -> None:
+        """`evaluations` are the lines of the run so far, to which it adds."""
+        self.checkpoints, self.evaluations = checkpoints, evaluations
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
-        self.checkpoints, self.run_folder, self.best = checkpoints, run_folder, best
+        self.unsaved: list[str] = []  # lines of evaluations whose weights could not be written
 
-    def keep(self, step: int, strategy: Strategy, model: torch.nn.Module, *, metrics: Mapping[str, float]) -> None:
-        """Save the weights if the validation metric is better than after all earlier steps. Collective."""
-        if not (self.enabled and self.best.is_improved_by(metrics[self.metric], self.metric)):
+    def best(self, up_to: int | None = None) -> Best:
+        """Return the best evaluation, or the best one up to a step."""
+        return best_of([line for line in self.evaluations if line not in self.unsaved], self.metric, up_to)
+
+    def take_over(self, checkpoint: Path) -> None:
+        """Check the best weights before a checkpoint, and copy those of another run. Call it on rank 0.
+
+        Raises:
+            UserError: they are damaged, or cannot be copied.
+        """
+        best = self.best()
+        if not self.enabled or not best.step:
             return
-        before, self.best = self.best, Best(step, metrics[self.metric])
-        state = strategy.gather_model_state(model)
-        if self.checkpoints.world.is_main_process:
-            state = complete_state(model, state)
-        if not self.run_folder.is_reset:  # the next step changes the weights before they are written
-            state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-        self.run_folder.write_after_reset(lambda: self._save(state, before))
+        source, target = checkpoint.parent / best.name, self.checkpoints.folder / best.name
+        if (problem := problem_of(source)) is not None:
+            raise UserError(f"cannot resume from {checkpoint}: {source}, the best weights before it: {problem}")
+        if source.resolve() != target.resolve():
+            staging = target.with_name(f".{target.name}.tmp")
+            try:
+                shutil.copytree(source, staging, dirs_exist_ok=True)
+                commit(staging, target)
+            except OSError as failure:
+                raise UserError(f"{target}: cannot be written: {failure.strerror or failure}") from None
 
-    def _save(self, state: Tensors, before: Best) -> None:
-        """Write the weights, and remove those that they replace. If that fails, `before` stays the best. Collective."""
-        is_main = self.checkpoints.world.is_main_process
+    def keep(self, step: int, state: TrainingState) -> None:
+        """Save the weights if the last evaluation, after this step, is the best one. Collective."""
+        best = self.best()
+        if self.enabled and best.step == step:
+            saved = self.checkpoints.save(best.name, lambda folder: state.save(folder, weights_only=True))
+            self.unsaved += [] if saved else self.evaluations[-1:]
 
-        def fill(folder: Path) -> None:
-            if is_main:
-                write_weights(folder, state)
+    def remove_unused(self) -> None:
+        """Remove weights that are neither the best nor needed to resume from a checkpoint. Call it on rank 0."""
+        folder = self.checkpoints.folder
+        used = {self.best(step).name for step in [None, *map(step_of, latest_first(folder))]}
+        for path in [path for path in folder.glob(f"{BEST_PREFIX}*") if path.name not in used]:
+            remove(path)
 
-        if not self.checkpoints.save(self.best.name, fill, (MODEL,)):
-            self.best = before
-        elif is_main:
-            remove_unused_best(self.checkpoints.folder, self.best)
-
-    def load(self, model: torch.nn.Module, last_step: int) -> None:
-        """Load the best weights into the model, or the rank's shards, if requested and there are any. Collective.
-
-        Args:
-            last_step: the step after which the model has its present weights.
+    def load(self, state: TrainingState) -> None:
+        """Load the best weights, if requested and there are any. Collective.
 
         Raises:
             RunError: the weights are damaged.
         """
-        if not self.enabled or not self.best.step:
+        best, world = self.best(), self.checkpoints.world
+        if not self.enabled or not best.step:
             return
-        world, folder = self.checkpoints.world, self.checkpoints.folder / self.best.name
-        if self.run_folder.is_reset or self.best.step != last_step:  # otherwise the model has them, not saved yet
-            problem = problem_of(folder) if world.is_main_process else None
-            if (problem := first_failure(problem, world)) is not None:
-                raise RunError(f"{folder}: the best weights are damaged: {problem}")
-            load_complete_weights(folder, model)
-        metric = f"validation {self.metric} {self.best.value:.4f}"
-        world.print_main(labeled("best weights", f"of step {self.best.step}: {metric}"))
-
-
-def remove_unused_best(checkpoints: Path, best: Best) -> None:
-    """Remove the best weights that are neither `best` nor needed to resume from a checkpoint.
-
-    Call it on rank 0.
-    """
-    used = {best.name}
-    for checkpoint in latest_first(checkpoints):
-        # A damaged checkpoint needs none: it cannot be resumed.
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            step = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))["best"]["step"]
-            used.add(Best(step).name)
-    for folder in checkpoints.glob(f"{BEST_PREFIX}*"):
-        if folder.name not in used:
-            remove(folder)
+        folder = self.checkpoints.folder / best.name
+        problem = problem_of(folder) if world.is_main_process else None
+        if (problem := first_failure(problem, world)) is not None:
+            raise RunError(f"{folder}: the best weights are damaged: {problem}")
+        state.load(folder, weights_only=True)
+        world.print_main(labeled("best weights", f"of step {best.step}: validation {self.metric} {best.value:.4f}"))

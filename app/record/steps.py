@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.profiler import record_function
 from ..common.errors import RunError
 from ..common.files import flush
 from ..data.sampler import BatchPlan
-from ..distributed.collectives import all_gather, all_gather_object, stop_or_warn
+from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
@@ -227,60 +225,34 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
 
 
 class MetricsLog:
-    """An append-only log. Lines that could not be written are kept in memory and written with the next ones.
+    """An append-only log. Lines that could not be written, such as on a full disk, are written with the next ones.
 
-    The file therefore never lacks a line between two others, and ends with a complete line even after a failed write.
+    A resumed run keeps the lines up to its checkpoint. Others are removed when the first new line is appended.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Sequence[str] = ()) -> None:
+        """`kept` are the lines of the run so far, which another run's folder may hold."""
         self.path = path
-        self.pending = b""
+        self.kept, self.pending = "".join(kept).encode(), b""
         self.size: int | None = None  # bytes that are known to be complete lines
 
-    def append(self, lines: str) -> None:
-        """Append complete lines, which end with a line feed; an empty string writes only the pending lines.
+    def append(self, lines: Sequence[str]) -> None:
+        """Append complete lines; without any, write only those that are pending.
 
         Raises:
             OSError: the lines could not be written; they remain pending.
         """
-        self.pending += lines.encode()
-        if not self.pending:
+        self.pending += "".join(lines).encode()
+        if self.size is not None and not self.pending:
             return
-        with self.path.open("ab", buffering=0) as file:  # unbuffered: closing the file must not write again
-            length = file.seek(0, os.SEEK_END)
-            self.size = length if self.size is None else min(self.size, length)
-            file.truncate(self.size)  # a file system may report a failed write as late as in close()
-            try:
-                written = 0
-                while written < len(self.pending):  # a nearly full disk may accept only part of it
-                    written += file.write(self.pending[written:])
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(self.size)
-                raise
-        self.size += len(self.pending)
-        self.pending = b""
-
-    def append_or_keep(self, lines: str, warn: Callable[[str], None]) -> None:
-        """Append complete lines. If that fails, such as on a full disk, warn once and keep them in memory.
-
-        Raises:
-            OSError: the log's folder is gone.
-        """
-
-        def raise_if_folder_is_gone() -> None:
-            if not self.path.parent.is_dir():
-                raise  # the OSError that is being handled: the lines can never be written
-
-        kept = "training continues, and the lines are kept in memory until they can be written"
-        warn_once = (lambda _: None) if self.pending else warn
-        with stop_or_warn(
-            self.path, on_failure="continue", warn=warn_once, clean_up=raise_if_folder_is_gone, consequence=kept
-        ):
-            self.append(lines)
-
-    def count_lines(self) -> int:
-        return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
+        with self.path.open("a+b") as file:
+            if self.size is None:
+                file.seek(0)
+                is_there = file.read(len(self.kept)) == self.kept
+                self.size, self.pending = (len(self.kept), self.pending) if is_there else (0, self.kept + self.pending)
+            file.truncate(self.size)  # removes what a killed run, or a write that failed, has left
+            file.write(self.pending)
+        self.size, self.pending = self.size + len(self.pending), b""
 
     def flush(self) -> None:
         """Write all pending lines, and flush the file to disk.
@@ -288,6 +260,6 @@ class MetricsLog:
         Raises:
             OSError: the lines could not be written or flushed.
         """
-        self.append("")
-        if self.path.exists():
+        if self.size is not None or self.kept or self.path.exists():
+            self.append(())
             flush(self.path)

@@ -1,7 +1,10 @@
-"""Read a finished run. Its files are untrusted: everything is checked before it is used."""
+"""Read a finished run."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,14 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError
 from .csv_escape import escape, unescape
-from .parse import parse_object
-from .schema import (
-    EVALUATIONS,
-    METRICS,
-    PREDICTIONS,
-    SETTINGS,
-    SPLIT,
-    STEPS,
-    JsonFormat,
-    prediction_columns,
-    probability_column,
-)
+from .schema import EVALUATIONS, METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS, prediction_columns, probability_column
+
+# The keys that every version has written.
+REQUIRED = {
+    SETTINGS: ("path", "world_size", "csv", "seed"),
+    SPLIT: ("fingerprint", "n_test", "classes"),
+    METRICS: ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes"),
+}
 
 
 @dataclass(frozen=True)
@@ -73,92 +72,69 @@ def read_run(folder: Path) -> Run:
     """Read the run in a folder.
 
     Raises:
-        UserError: there is no such folder, a file is missing, damaged or incomplete, or files contradict one another.
+        UserError: there is no such folder, a file is missing or damaged, or files contradict one another.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
     settings, split, metrics = (read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
-    run = Run(
-        folder,
-        settings,
-        split,
-        _read_lines(folder, STEPS),
-        _read_lines(folder, EVALUATIONS) if (folder / EVALUATIONS.name).exists() else [],
-        metrics,
-        _read_predictions(folder / PREDICTIONS, split["classes"], is_escaped="csv_escape" in split),
-    )
-    _check(run)
+    evaluations = _read_lines(folder / EVALUATIONS) if (folder / EVALUATIONS).exists() else []
+    steps, path = _read_lines(folder / STEPS), folder / PREDICTIONS
+    with one_line_errors(path):
+        predictions = _read_predictions(path, split["classes"], is_escaped="csv_escape" in split)
+        run = Run(folder, settings, split, steps, evaluations, metrics, predictions)
+        accuracy = float((predictions["label"] == predictions["predicted"]).mean())
+        is_complete = len(predictions) == metrics["n_test"] > 0 and not predictions["row"].duplicated().any()
+        if not is_complete or not abs(accuracy - metrics["accuracy"]) <= 1e-9:
+            raise UserError(f"{path}: is not from the same run as {METRICS.name}, or damaged")
+        for column in ("label", "predicted"):
+            run.class_ids(column)  # raises if split.json does not list a class
+        if [step["step"] for step in steps] != list(range(1, len(steps) + 1)):
+            raise UserError(f"{folder / STEPS}: steps are missing or repeated: it must count 1, 2, 3, …")
     return run
 
 
-def _check(run: Run) -> None:
-    if [step["step"] for step in run.steps] != list(range(1, len(run.steps) + 1)):
-        raise UserError(f"{run.folder / STEPS.name}: steps are missing or repeated: it must count 1, 2, 3, …")
-    path, predictions, n_test = run.folder / PREDICTIONS, run.predictions, run.metrics["n_test"]
-    if run.split["n_test"] != n_test:
-        raise UserError(f"{run.folder / SPLIT.name}: n_test is {run.split['n_test']}, but {n_test} in {METRICS.name}")
-    if not 0 < len(predictions) == n_test or predictions["row"].duplicated().any():
-        raise UserError(f"{path}: must hold each of {n_test} test rows once")
-    run.class_ids("label")
-    probabilities, predicted = run.probabilities.to_numpy(), run.class_ids("predicted")
-    for i in np.flatnonzero(probabilities[np.arange(n_test), predicted] != probabilities.max(axis=1))[:1]:
-        row = predictions["row"].iloc[i]
-        raise UserError(f"{path}: row {row}: predicted is not the most probable class")
-    accuracy = float((predictions["label"] == predictions["predicted"]).mean())
-    if abs(accuracy - run.metrics["accuracy"]) > 1e-9:
-        raise UserError(
-            f"{path}: its accuracy is {accuracy:.6f}, but {run.metrics['accuracy']:.6f} in {METRICS.name}: the files "
-            "are not from the same run"
-        )
-
-
-def _read_text(path: Path) -> str:
+@contextmanager
+def one_line_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of code that reads a file into one line that names it."""
     try:
-        return path.read_text(encoding="utf-8")
+        yield
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: missing: the run has not finished, or this is not a run folder") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path}: cannot be read: {problem}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
+        text = " ".join(f"{type(problem).__name__}: {problem}".split())
+        raise UserError(f"{path}: damaged or incomplete, or of another version: {text}") from None
 
 
-def read_object(folder: Path, file: JsonFormat) -> dict[str, Any]:
+def read_object(folder: Path, file: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a run.
 
     Raises:
-        UserError: it is missing, cannot be read, or does not have this format.
+        UserError: it is missing, or cannot be read.
     """
-    path = folder / file.name
-    return parse_object(_read_text(path), str(path), file)
+    with one_line_errors(folder / file):
+        content = dict(json.loads((folder / file).read_text(encoding="utf-8")))
+        if missing := [key for key in REQUIRED[file] if content.get(key) is None]:
+            raise UserError(f"{folder / file}: lacks {', '.join(missing)}")
+        return content
 
 
-def _read_lines(folder: Path, file: JsonFormat) -> list[dict[str, Any]]:
-    path = folder / file.name
-    text = _read_text(path)
-    if not text.endswith("\n"):
-        raise UserError(f"{path}: is empty or ends in the middle of a line")
-    return [
-        parse_object(line, f"{path}, line {number}", file) for number, line in enumerate(text.splitlines(), start=1)
-    ]
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    with one_line_errors(path):
+        return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _read_predictions(path: Path, classes: list[str], is_escaped: bool) -> pd.DataFrame:
     """Read predictions.csv. The first version escaped less: a `'` before a class that begins like a formula."""
-    _read_text(path)
     columns, numbers = prediction_columns(classes), [probability_column(name) for name in classes]
     headers = {escape(name) if is_escaped else name: name for name in columns}
     dtypes = {header: "int64" if name == "row" else "str" for header, name in headers.items()}
-    try:
-        predictions: pd.DataFrame = pd.read_csv(path, dtype=dtypes, keep_default_na=False).rename(columns=headers)
-        for name in numbers:  # with Python's float, which reads back exactly what `repr` has written
-            if name in predictions:
-                predictions[name] = [float(number) for number in predictions[name]]
-    except (ValueError, OverflowError, pd.errors.ParserError, pd.errors.EmptyDataError) as problem:
-        raise UserError(f"{path}: damaged or incomplete: {' '.join(str(problem).split())}") from None
-    missing = [name for name in columns if name not in predictions.columns]
-    if missing:
-        raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}")
+    predictions: pd.DataFrame = pd.read_csv(path, dtype=dtypes, keep_default_na=False).rename(columns=headers)[columns]
     if not isinstance(predictions.index, pd.RangeIndex):
-        raise UserError(f"{path}: damaged: its rows have more fields than its header")
+        raise ValueError("its rows have more fields than its header")
+    for name in numbers:  # with Python's float, which reads back exactly what `repr` has written
+        predictions[name] = [float(number) for number in predictions[name]]
     if is_escaped:
         for name in ("label", "predicted", "review"):
             predictions[name] = predictions[name].map(unescape)

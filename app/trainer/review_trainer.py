@@ -5,14 +5,12 @@ The docstring of each override explains what would differ without it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoint.state import TrainingState
@@ -133,9 +131,7 @@ class ReviewTrainer(Trainer):
         metrics = super().evaluate(*args, **kwargs)
         scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         scores["n"] = len(prepared.eval_set)
-        prepared.record.after_evaluation(
-            self.state.global_step, prepared.eval_set.name, scores, strategy=prepared.strategy, model=prepared.model
-        )
+        prepared.record.after_evaluation(self.state.global_step, prepared.eval_set.name, scores)
         if prepared.record.early_stopping.stops:  # otherwise it is true after the last step already
             self.control.should_training_stop = True
         return metrics
@@ -196,28 +192,15 @@ class RecordCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """If the run resumes, load the training state right before the first step. Trainer has loaded its counters."""
-        if self.prepared.resume.checkpoint is not None:
-            self._training_state().load(self.prepared.resume.checkpoint)
-        self.begin()
-
-        if self.prepared.resume.step == self.prepared.plan.total_steps or self.prepared.record.early_stopping.stops:
+        prepared, trainer = self.prepared, self.trainer
+        optimization = Optimization(trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale)
+        training_state = TrainingState(prepared.model, optimization, prepared.strategy, self.world)
+        if prepared.resume.checkpoint is not None:
+            training_state.load(prepared.resume.checkpoint)
+        if prepared.record.begin(training_state, trainer.wrapped, self.stop):
+            trainer.evaluate()  # the run was interrupted between the checkpoint and the evaluation of the same step
+        if prepared.resume.step == prepared.plan.total_steps or prepared.record.early_stopping.stops:
             raise NothingLeftToTrain
-
-    def begin(self) -> None:
-        """Start the record, and repeat the evaluation after the checkpoint's own step if there was one."""
-        prepared, wrapped, profile_step = self.prepared, self.trainer.wrapped, self.prepared.profiler.step
-        if prepared.record.begin(prepared.plan, wrapped, save=self.save, stop=self.stop, profile_step=profile_step):
-            self.trainer.evaluate()
-
-    def save(self, folder: Path) -> None:
-        """Write the training state of a checkpoint, and Trainer's counters.
-
-        Trainer's own checkpoint would follow the evaluation, be written in place, and be resumed from even if it is
-        incomplete (huggingface/transformers#35782).
-        """
-        self._training_state().save(folder)
-        if self.world.is_main_process:
-            self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Set the sampler's epoch: Trainer does that only for samplers that accelerate has wrapped."""
@@ -238,8 +221,3 @@ class RecordCallback(TrainerCallback):
         control.should_evaluate = self.prepared.record.after_step(
             state.global_step, losses, trainer.grad_norm, learning_rate=self.learning_rate, batches=batches
         )
-
-    def _training_state(self) -> TrainingState:
-        trainer, prepared = self.trainer, self.prepared
-        optimization = Optimization(trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale)
-        return TrainingState(prepared.model, optimization, prepared.strategy, self.world)

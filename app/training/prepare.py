@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..checkpoint.resume import Resume, check_compatible, find_resume, restore_settings
+from ..checkpoint.resume import Resume, check_compatible, find_resume
 from ..common.errors import UserError
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
@@ -101,7 +102,6 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         loss = build_loss(settings, data)
         check_compatible(
             resume,
-            path_name=path_name,
             settings=settings,
             fingerprint=data.split.fingerprint,
             total_steps=data.plan.total_steps,
@@ -119,9 +119,14 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         world=world,
         model=identity,
     )
-    rows_of_step = partial(data.rows_of_step, strategy.logical_ranks, settings)
-    run_folder = open_run(info, resume)
-    record = RunRecord(run_folder, rows_of_step, trimmed_vocabulary(classifier.model))
+    info = open_run(info, resume)
+    record = RunRecord(
+        info,
+        resume,
+        plan=data.plan,
+        rows_of_step=partial(data.rows_of_step, strategy.logical_ranks, settings),
+        vocabulary=trimmed_vocabulary(classifier.model),
+    )
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)
@@ -187,6 +192,32 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
         if world.is_main_process and resume.folder is None:
             reject_used(settings.output_dir)
     return restore_settings(settings, resume, world), resume
+
+
+def restore_settings(settings: Settings, resume: Resume, world: World) -> Settings:
+    """Fill in the settings that a resumed run takes over unless they are given. Collective.
+
+    The results depend on them: the number of logical ranks and of threads per rank, which otherwise follow from the
+    number of processes; the global batch size, which `--per_device_train_batch_size` would multiply by it; and the
+    attention implementation, whose default depends on the device. `ddp_find_unused_parameters` follows from the model.
+
+    Returns:
+        Settings with `logical_ranks`. The number of threads is set for this process.
+    """
+    recorded = resume.recorded
+    # The nodes may have different numbers of cores, but a micro-batch must not depend on the node that computes it.
+    default = min(all_gather_object(torch.get_num_threads(), world))
+    torch.set_num_threads(settings.threads or recorded.get("threads") or default)
+    per_device = settings.per_device_train_batch_size
+    if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
+        settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
+    takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
+    return replace(
+        settings,
+        logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
+        attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
+        ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
+    )
 
 
 def complete_settings(

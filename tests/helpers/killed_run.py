@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from app.checkpoint.manager import commit_checkpoint
+from app.checkpoint.manager import sha256_of
 from app.common.machine import device_name
-from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SETTINGS, STEPS
+from app.model.identity import ModelIdentity
+from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SCHEDULE, SETTINGS, STEPS
 from app.settings import Settings
 
 CPU = device_name(torch.device("cpu"))
@@ -24,26 +27,30 @@ def folder(tmp_path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def make_run(folder: Path, **settings) -> Path:
+def make_run(folder: Path, **settings: Any) -> Path:
     mine = Settings(learning_rate=1e-3, **settings).as_dict()
-    state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "world_size": 1}
-    state |= {"format_version": RUN_STATE_VERSION, "device": CPU, "threads": 3}
-    for name, files in (("checkpoint-4", {RUN_STATE: state | {"settings": mine, "best": {"step": 2}}}), ("best-2", {})):
-        staging = folder / CHECKPOINTS / ".writing" / name
-        staging.mkdir(parents=True)
-        for file, content in (files | {"weights": 1}).items():
-            (staging / file).write_text(json.dumps(content))
-        commit_checkpoint(staging, folder / CHECKPOINTS / name)
+    state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "settings": mine}
+    state |= {"threads": 3, "arithmetic": {}, "torch": torch.__version__, "transformers": transformers.__version__}
+    write_checkpoint(folder / CHECKPOINTS / f"checkpoint-{STEP}", state | ModelIdentity().as_dict())
+    write_checkpoint(folder / CHECKPOINTS / "best-2", {})
     (folder / SETTINGS.name).write_text(json.dumps(RECORDED))
     (folder / STEPS.name).write_text("".join(map(step_line, range(1, 6))) + '{"step": 6, "lo')
     (folder / EVALUATIONS.name).write_text(evaluation_line(2) + evaluation_line(5))
     return folder
 
 
+def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint whose schedule.json is its only other file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCHEDULE).write_text("{}")
+    state = {"format_version": RUN_STATE_VERSION, "files": {SCHEDULE: sha256_of(folder / SCHEDULE)}} | state
+    (folder / RUN_STATE).write_text(json.dumps(state))
+
+
 def step_line(step: int) -> str:
     numbers = dict.fromkeys(["epoch", "loss", "learning_rate", "examples", "tokens", "padded_tokens", "seconds"], 1.5)
-    return json.dumps({"step": step} | numbers) + "\n"
+    return json.dumps({"step": step, "grad_norm": 1.5} | numbers) + "\n"
 
 
-def evaluation_line(step: int) -> str:
-    return json.dumps({"step": step, "epoch": 1.0, "rows": "test", "accuracy": 0.5, "loss": 0.7}) + "\n"
+def evaluation_line(step: int, accuracy: float = 0.5) -> str:
+    return json.dumps({"step": step, "epoch": 1.0, "rows": "test", "accuracy": accuracy, "loss": 0.7}) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from app.data.split import count_duplicates
 from app.model.identity import ModelIdentity
 from app.record.run_folder import RunInfo, open_run
 from app.record.run_record import RunRecord
-from app.runs.schema import RUN_STATE, checkpoint_files
 from app.settings import Settings
 from app.training.build import read_and_split
 
@@ -38,22 +36,11 @@ def new_record(world, tmp_path, review_csv) -> Iterator[Callable[..., tuple[RunR
             world=world,
             model=ModelIdentity(),
         )
-        record = RunRecord(open_run(info, resume or Resume()), lambda step: [step])
+        resume = resume or Resume()
+        record = RunRecord(open_run(info, resume), resume, plan=plan, rows_of_step=lambda step: [step])
         records.append(record)
         return record, plan
 
     yield create
     for record in records:
-        record.run_folder.unlock()
-
-
-@pytest.fixture
-def fill() -> Callable[[Path], None]:
-    """Write a checkpoint's files, except the one that the record writes."""
-
-    def write(folder: Path) -> None:
-        for name in checkpoint_files(1):
-            if name != RUN_STATE:
-                (folder / name).write_text(name)
-
-    return write
+        record.unlock()

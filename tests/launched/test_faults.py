@@ -155,7 +155,7 @@ def test_a_completely_full_disk(shared, mount, path_name, then):
         assert any("No space left" in line for line in done.out.splitlines() if line.startswith("warning: ")), done.out
         assert steps_of(disk / "run") == list(range(1, 51))
         assert steps_of(disk / "run", "evaluations.jsonl") == [15, 30, 45, 50]
-        assert (disk / "run" / "checkpoints" / "checkpoint-50" / "COMPLETE").is_file()
+        assert (disk / "run" / "checkpoints" / "checkpoint-50" / "run_state.json").is_file()
         read_run(disk / "run")
     else:
         assert done.status == 1
@@ -219,7 +219,7 @@ def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(sha
     step = int(line.split()[3])
     assert 5 <= step < 9
     assert steps_of(folder) == list(range(1, step + 1))
-    assert (folder / "checkpoints" / f"checkpoint-{step}" / "COMPLETE").is_file()
+    assert (folder / "checkpoints" / f"checkpoint-{step}" / "run_state.json").is_file()
     assert not (folder / "metrics.json").exists()
 
 

@@ -7,7 +7,6 @@ node or a restart needs a job of its own.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ REFERENCES = dict.fromkeys(
     ["best", "tiny", "constant", "overflow", "evaluated", "early", "long", "slow"], ("ddp_loop", 1, "ddp")
 )
 AT_THE_END, DAMAGED = "after the last step", "two damaged checkpoints"
-IN_EVALUATION, WITHOUT_REQUESTED = "SIGKILL in an evaluation", "SIGKILL without the requested checkpoint"
+IN_EVALUATION = "SIGKILL in an evaluation"
 NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
 
 
@@ -125,7 +124,6 @@ SLOW_CELLS = [
     Cell("ddp_loop", PLAIN, PLAIN, "SIGUSR1 to torchrun", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
     *(Cell(path, PLAIN, PLAIN, IN_EVALUATION, "evaluated") for path in PATHS),
-    *(Cell(path, PLAIN, PLAIN, WITHOUT_REQUESTED, "evaluated") for path in PATHS),
     Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "slow"),
     Cell("ddp_loop", (2, "zero3"), (2, "zero3"), NODE_MISSING, "slow"),
 ]
@@ -177,7 +175,7 @@ def shared_runs(cells: Iterable[Cell]) -> SharedRuns:
     runs: SharedRuns = {}
     for cell in cells:
         sources = [reference_of(cell)]
-        if resumed_step(cell) is not None or cell.interruption == WITHOUT_REQUESTED:
+        if resumed_step(cell) is not None:
             sources.append((cell.path, *cell.before))
         for path, ranks, strategy in sources:
             name = name_of(cell.variant, path, ranks, strategy)
@@ -225,13 +223,6 @@ def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureReques
         assert f"(step {step})" in outcome.out
     elif cell.interruption == IN_EVALUATION:
         assert kill_in_evaluation(cell.path, [*flags, f"--output_dir={run}"], folder) == [4]
-    elif cell.interruption == WITHOUT_REQUESTED:
-        # It resumes another run in that run's folder, and rotates the requested checkpoint away before it is killed.
-        shutil.copytree(folder / cell.source, run)
-        requested = run / "checkpoints" / "checkpoint-2"
-        flags += ["--save_steps=1", "--save_total_limit=1", f"--resume_from_checkpoint={requested}"]
-        assert kill_in_evaluation(cell.path, flags, folder) == [2, 4]
-        assert not requested.exists()
     elif cell.interruption == NODE_RETURNS:
         lose_and_return(NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run))
     else:

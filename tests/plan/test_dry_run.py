@@ -71,5 +71,5 @@ def test_other_programs_refuse_the_flag_of_one_run(program, monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["program", "--dry_run", "--use_cpu"])
     assert run_program(program.main) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --dry_run: only app.")
+    assert line.startswith("error: unknown argument --dry_run: only app.")
     assert not list(tmp_path.iterdir())

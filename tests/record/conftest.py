@@ -1,3 +1,3 @@
 """Fixtures that open run records without training."""
 
-from helpers.record_fixtures import fill, new_record  # noqa: F401
+from helpers.record_fixtures import new_record  # noqa: F401

@@ -1,34 +1,110 @@
-"""The best weights: what counts as better, and which are kept."""
+"""The best weights: what counts as better, which are kept, and what another run takes over."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from app.record.best import Best, remove_unused_best
-from app.runs.schema import RUN_STATE
+import pytest
+from helpers.run_records import add_steps, begin
+
+from app.checkpoint.resume import Resume
+from app.common.errors import RunError, UserError
+from app.record.best import best_of
+from app.record.run_record import RunRecord
+from app.runs.schema import RUN_STATE, SCHEDULE
+
+SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
+BEST = {"validation_size": 0.2, "load_best_model_at_end": True}
+
+
+def folders(record: RunRecord) -> list[str]:
+    return sorted(path.name for path in record.checkpoints.folder.glob("best-*"))
+
+
+def evaluate(record: RunRecord, step: int, accuracy: float) -> None:
+    record.after_evaluation(step, "validation", SCORES | {"accuracy": accuracy})
 
 
 @pytest.mark.parametrize(
-    ("best", "value", "metric", "is_improved"),
+    ("values", "metric", "best"),
     [
-        (None, 0.1, "accuracy", True),
-        (0.5, 0.6, "accuracy", True),
-        (0.5, 0.5, "accuracy", False),
-        (0.5, 0.4, "f1", False),
-        (0.5, 0.4, "loss", True),
-        (0.5, 0.5, "loss", False),
-        (0.5, 0.6, "loss", False),
+        ([0.5], "accuracy", 1),
+        ([0.5, 0.6, 0.6], "accuracy", 2),
+        ([0.5, 0.4], "f1", 1),
+        ([0.5, 0.4, 0.4, 0.6], "loss", 2),
+        ([], "loss", 0),
     ],
 )
-def test_only_a_strictly_better_value_is_an_improvement(best, value, metric, is_improved):
-    assert Best(1, best).is_improved_by(value, metric) is is_improved
+def test_only_a_strictly_better_value_is_an_improvement(values, metric, best):
+    lines = [json.dumps({"step": step, metric: value}) for step, value in enumerate(values, start=1)]
+    assert best_of(lines, metric).step == best
+    assert best_of(lines, metric, up_to=1).step == min(best, 1)
 
 
-@pytest.mark.parametrize("content", ["[]", '{"best": null}', "{", pytest.param("[" * 100_000, id="nested too deeply")])
-def test_a_damaged_checkpoint_keeps_no_best_weights_from_being_removed(tmp_path, content):
-    for name in ("best-3", "best-5", "best-7", "checkpoint-6", "checkpoint-8"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint-6" / RUN_STATE).write_text('{"best": {"step": 5}}')
-    (tmp_path / "checkpoint-8" / RUN_STATE).write_text(content)
-    remove_unused_best(tmp_path, Best(7))
-    assert sorted(path.name for path in tmp_path.glob("best-*")) == ["best-5", "best-7"]
+def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
+    record, plan = new_record(**BEST | {"save_strategy": "no"})
+    begin(record, plan)
+    for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
+        evaluate(record, step, accuracy)
+        assert folders(record) == [record.best.best().name]
+    assert folders(record) == ["best-6"]
+
+
+def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record):
+    record, plan = new_record(**BEST | {"save_total_limit": 1})
+    begin(record, plan)
+    evaluate(record, 1, 0.5)
+    add_steps(record, *range(1, 6))
+    record.save_checkpoint(5)
+    evaluate(record, 6, 0.6)
+    evaluate(record, 7, 0.7)
+    assert folders(record) == ["best-1", "best-7"]  # checkpoint-5 resumes with best-1
+    add_steps(record, *range(6, 11))
+    record.save_checkpoint(10)
+    assert folders(record) == ["best-7"]
+
+
+def test_weights_that_could_not_be_saved_are_not_the_best(new_record, monkeypatch):
+    record, plan = new_record(**BEST)
+    begin(record, plan)
+    evaluate(record, 1, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(record.checkpoints, "save", lambda *_: False)  # the disk is full
+        evaluate(record, 2, 0.6)
+    assert record.best.best().step == 1
+    record.best.load(record.state)
+    assert [folder.name for folder in record.state.loaded] == ["best-1"]
+
+
+def test_damaged_weights_are_not_loaded(new_record):
+    record, plan = new_record(**BEST)
+    begin(record, plan)
+    evaluate(record, 1, 0.5)
+    (record.checkpoints.folder / "best-1" / SCHEDULE).write_text("[]")
+    with pytest.raises(RunError, match=r"best-1: the best weights are damaged: .* has changed"):
+        record.best.load(record.state)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(new_record, tmp_path, is_damaged):
+    record, plan = new_record(**BEST)
+    begin(record, plan)
+    add_steps(record, *range(1, 5))
+    evaluate(record, 4, 0.5)
+    add_steps(record, 5)
+    record.save_checkpoint(5)
+    checkpoint = record.checkpoints.folder / "checkpoint-5"
+    if is_damaged:
+        (record.checkpoints.folder / "best-4" / SCHEDULE).unlink()
+    resume = Resume(None, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
+    other, plan = new_record(resume, **BEST, output_dir=str(tmp_path / "other"))
+    if is_damaged:
+        with pytest.raises(UserError, match=r"best-4, the best weights before it: schedule.json is missing"):
+            begin(other, plan)
+        assert not list(Path(other.folder).rglob("*.json"))
+        return
+    begin(other, plan)
+    assert folders(other) == ["best-4"]
+    other.best.load(other.state)
+    assert other.state.loaded == [other.checkpoints.folder / "best-4"]

@@ -7,44 +7,38 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.run_records import (
     Copies,
-    References,
     add_steps,
     begin,
     correct_predictions,
     evaluations_on_disk,
     steps_on_disk,
 )
-from helpers.worlds import fake_world
 from torch import nn
 
 from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError
-from app.distributed import collectives
-from app.model.identity import ModelIdentity
-from app.record import run_folder as folder_module
 from app.record import run_record as record_module
 from app.record import steps as steps_module
-from app.record.run_folder import RunFolder, RunInfo
 from app.record.run_record import RunRecord
 from app.record.steps import MetricsLog
 from app.runs.folder import lock
-from app.runs.schema import EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS
-from app.settings import Settings
+from app.runs.schema import LATEST, RUN_STATE, RUNS, SETTINGS
+
+SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
 
 # ---- the console -----------------------------------------------------------------------------------------------------
 
 
-def test_each_logging_interval_prints_one_line_with_the_loss(new_record, capsys, fill):
+def test_each_logging_interval_prints_one_line_with_the_loss(new_record, capsys):
     record, plan = new_record(logging_steps=3, max_steps=8)
     begin(record, plan)
     add_steps(record, 1, 2)
-    record.save_checkpoint(2, fill)  # writes the steps too
+    record.save_checkpoint(2)  # writes the steps too
     add_steps(record, 3)
     add_steps(record, 4, 5, 6)
     record.write_steps()
@@ -63,107 +57,6 @@ def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
     )
 
 
-def test_only_the_main_process_prints(tmp_path, monkeypatch, capsys):
-    record = record_of_rank_1(tmp_path, monkeypatch)
-    record.run_folder.is_reset = True
-    record.plan = SimpleNamespace(total_steps=1, steps_per_epoch=1)
-    record.steps.start_clock()
-    monkeypatch.setattr(steps_module, "all_gather", lambda values, world: torch.stack([values] * world.size))
-    add_steps(record, 1)
-    record.write_evaluation(1, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def record_of_rank_1(folder: Path, monkeypatch) -> RunRecord:
-    """The record of the second of two ranks; the first one never has a problem."""
-    settings = Settings(load_best_model_at_end=True, validation_size=0.2)
-    info = RunInfo(
-        path_name="ddp_loop",
-        settings=settings,
-        table=None,
-        split=None,
-        duplicates={},
-        world=fake_world(1, 2),
-        devices=["cpu"] * 2,
-        model=ModelIdentity(),
-    )
-    monkeypatch.setattr(record_module, "all_gather_object", lambda value, world: [value] * world.size)
-    monkeypatch.setattr(collectives, "first_failure", lambda problem, world: problem)
-    return RunRecord(RunFolder(folder, info, Resume(), lock=None), lambda step: [step])
-
-
-def test_every_rank_takes_part_in_gathering_the_model(tmp_path, monkeypatch):
-    """Under a sharded strategy it is a collective, for which rank 0 would wait."""
-    record = record_of_rank_1(tmp_path, monkeypatch)
-    record.run_folder.is_reset = True
-    strategy = Copies()
-    record.best.keep(1, strategy, nn.Linear(2, 2), metrics={"accuracy": 0.5})
-    assert strategy.gathered == 1
-    assert record.best.best.step == 1
-    record.finish(strategy, nn.Linear(2, 2), tokenizer=None, logits=None, scores=None)
-    assert strategy.gathered == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- the best weights ------------------------------------------------------------------------------------------------
-
-BEST = {"validation_size": 0.2, "load_best_model_at_end": True}
-
-
-def best_folders(record: RunRecord) -> list[str]:
-    return sorted(path.name for path in record.checkpoints.folder.glob("best-*"))
-
-
-def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
-    record, plan = new_record(**BEST | {"save_strategy": "no"})
-    begin(record, plan)
-    for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
-        record.best.keep(step, Copies(), nn.Linear(2, 2), metrics={"accuracy": accuracy})
-        assert best_folders(record) == [f"best-{record.best.best.step}"]
-    assert best_folders(record) == ["best-6"]
-
-
-def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record, fill):
-    record, plan = new_record(**BEST | {"save_total_limit": 1})
-    begin(record, plan)
-    record.best.keep(1, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.5})
-    add_steps(record, *range(1, 6))
-    record.save_checkpoint(5, fill)
-    record.best.keep(6, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.6})
-    record.best.keep(7, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.7})
-    assert best_folders(record) == ["best-1", "best-7"]  # checkpoint-5 resumes with best-1
-    add_steps(record, *range(6, 11))
-    record.save_checkpoint(10, fill)
-    assert best_folders(record) == ["best-7"]
-
-
-def test_the_best_weights_are_loaded(new_record, capsys):
-    record, plan = new_record(**BEST | {"metric_for_best_model": "loss"})
-    begin(record, plan)
-    strategy, best, last = Copies(), nn.Linear(2, 2), nn.Linear(2, 2)
-    record.best.keep(1, strategy, best, metrics={"loss": 0.5})
-    record.best.keep(2, strategy, last, metrics={"loss": 0.75})
-    record.best.load(last, record.steps.last_step)
-    assert torch.equal(last.weight, best.weight)
-    assert "best weights  of step 1: validation loss 0.5000" in capsys.readouterr().out
-
-
-def test_damaged_best_weights_are_not_loaded(new_record):
-    record, plan = new_record(**BEST)
-    begin(record, plan)
-    record.best.keep(1, Copies(), nn.Linear(2, 2), metrics={"accuracy": 0.5})
-    (record.checkpoints.folder / "best-1" / "model.safetensors").write_bytes(b"")
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-    with pytest.raises(RunError, match=r"best-1: the best weights are damaged: model\.safetensors"):
-        record.best.load(model, record.steps.last_step)
-    assert torch.equal(model.weight, before)
-
-
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 
 
@@ -173,9 +66,9 @@ def disk(monkeypatch):
     state = {"full": False}
     append = MetricsLog.append
 
-    def append_if_not_full(self: MetricsLog, lines: str) -> None:
+    def append_if_not_full(self: MetricsLog, lines: list[str]) -> None:
         if state["full"]:
-            self.pending += lines.encode()
+            self.pending += "".join(lines).encode()
             if self.pending:
                 raise OSError(errno.ENOSPC, "No space left on device")
         append(self, lines)
@@ -184,7 +77,7 @@ def disk(monkeypatch):
     return state
 
 
-def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_record, disk, capsys, fill):
+def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_record, disk, capsys):
     record, plan = new_record()
     begin(record, plan)
     add_steps(record, 1, 2)
@@ -192,7 +85,7 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_reco
     add_steps(record, 3)
     add_steps(record, 4, 5)
     assert steps_on_disk(record) == [1, 2]
-    record.save_checkpoint(5, fill)
+    record.save_checkpoint(5)
     assert record.checkpoints.latest_valid is None, "a checkpoint without its log lines can't be resumed"
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2
@@ -201,7 +94,7 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(new_reco
     disk["full"] = False
     add_steps(record, 6)
     assert steps_on_disk(record) == [1, 2, 3, 4, 5, 6]
-    record.save_checkpoint(6, fill)
+    record.save_checkpoint(6)
     assert record.checkpoints.latest_valid == record.checkpoints.folder / "checkpoint-6"
 
 
@@ -212,7 +105,7 @@ def test_a_full_disk_ends_the_run_if_that_is_requested_or_the_folder_is_gone(new
     disk["full"] = True
     if is_gone:
         record.folder.rename(record.folder.with_name("elsewhere"))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(FileNotFoundError if is_gone else RunError):
         add_steps(record, 1)
 
 
@@ -220,16 +113,17 @@ def test_a_full_disk_ends_the_run_if_that_is_requested_or_the_folder_is_gone(new
 
 
 @pytest.fixture
-def interrupted(new_record, fill):
-    """A run with checkpoints after steps 5 and 10 and an evaluation after each, killed after step 12."""
+def interrupted(new_record) -> RunRecord:
+    """A run with checkpoints after steps 5 and 10 and an evaluation after the first one, killed after step 12."""
     record, plan = new_record(eval_strategy="steps", eval_steps=5)
     begin(record, plan)
-    for step in (5, 10):
-        add_steps(record, *range(step - 4, step + 1))
-        record.save_checkpoint(step, fill)
-        record.write_evaluation(step, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
+    add_steps(record, *range(1, 6))
+    record.save_checkpoint(5)
+    record.after_evaluation(5, "test", SCORES)
+    add_steps(record, *range(6, 11))
+    record.save_checkpoint(10)
     add_steps(record, 11, 12)
-    (record.folder / METRICS.name).write_text("{}")
+    record.unlock()
     return record
 
 
@@ -239,137 +133,53 @@ def resume_at(record: RunRecord, step: int) -> Resume:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != SETTINGS.name]
+    return {path: path.read_bytes() for path in files}
 
 
-def test_nothing_is_removed_before_the_first_steps_are_written(interrupted, new_record):
+@pytest.mark.parametrize("step", [5, 10])
+def test_resuming_removes_nothing_and_the_first_line_cuts_the_log(interrupted, new_record, step):
     before = contents(interrupted.folder)
-    record, plan = new_record(resume_at(interrupted, 5), eval_strategy="steps", eval_steps=5)
+    record, plan = new_record(resume_at(interrupted, step), eval_strategy="steps", eval_steps=5)
+    begin(record, plan)
+    assert contents(interrupted.folder) == before
+    totals = record.steps.totals
+    assert (totals.examples, totals.tokens) == (4 * step, 12 * step)
+    with pytest.raises(RunError, match=f"step {step + 1}: the gradient norm is nan"):
+        add_steps(record, step + 1, grad_norm=float("nan"))
+    assert contents(interrupted.folder) == before
+    add_steps(record, step + 1)
+    assert steps_on_disk(record) == list(range(1, step + 2))
+    assert len(list(record.checkpoints.folder.iterdir())) == 2
+
+
+def test_a_new_folder_gets_the_lines_so_far_with_the_first_new_one(interrupted, new_record, tmp_path):
+    resume = replace(resume_at(interrupted, 10), folder=None)
+    before = contents(interrupted.folder)
+    record, plan = new_record(resume, output_dir=str(tmp_path / "new"), eval_strategy="steps", eval_steps=5)
     assert begin(record, plan)
-    record.write_evaluation(5, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    record.steps.last_step = 5
-    record.write_steps()  # before the evaluation, as there are no steps yet
-    assert contents(interrupted.folder) == before
-    add_steps(record, 6)
-    assert sorted(path.name for path in record.checkpoints.folder.iterdir()) == ["checkpoint-5"]
-    assert steps_on_disk(record) == [1, 2, 3, 4, 5, 6]
-    assert evaluations_on_disk(record) == [5]
-    assert not (record.folder / METRICS.name).exists()
-
-
-def test_a_first_step_that_is_not_finite_removes_nothing(interrupted, new_record):
-    before = contents(interrupted.folder)
-    record, plan = new_record(resume_at(interrupted, 5))
-    begin(record, plan)
-    with pytest.raises(RunError, match="step 6: the gradient norm is nan"):
-        add_steps(record, 6, grad_norm=float("nan"))
-    assert contents(interrupted.folder) == before
-
-
-def test_checkpoints_that_can_not_be_removed_keep_the_results(interrupted, new_record, monkeypatch):
-    """For example, they are on another disk, which is mounted read-only."""
-
-    def refuse(checkpoint: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(checkpoint))
-
-    (interrupted.folder / METRICS.name).write_text("{}")
-    before = contents(interrupted.folder)
-    monkeypatch.setattr(folder_module, "remove", refuse)
-    record, plan = new_record(resume_at(interrupted, 5))
-    begin(record, plan)
-    with pytest.raises(UserError, match=r"run/checkpoints/checkpoint-10: cannot be written: Read-only file system"):
-        add_steps(record, 6)
-    assert contents(interrupted.folder) == before
-
-
-def test_a_run_without_further_steps_replaces_only_its_results(interrupted, new_record, monkeypatch):
-    before = contents(interrupted.folder)
-    record, plan = new_record(replace(resume_at(interrupted, 10), lock=interrupted.run_folder.lock), max_steps=10)
-    interrupted.run_folder.lock = None
-    begin(record, plan)
-    assert contents(interrupted.folder) == before
-    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: None)
-    record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
-    assert not (record.folder / METRICS.name).exists()
-    assert steps_on_disk(record) == list(range(1, 11))
-
-
-def test_the_best_weights_of_a_repeated_evaluation_are_those_before_the_next_step(new_record, fill):
-    flags = BEST | {"eval_strategy": "steps", "eval_steps": 5}
-    first, plan = new_record(**flags)
-    begin(first, plan)
-    add_steps(first, *range(1, 6))
-    first.save_checkpoint(5, fill)
-    first.run_folder.unlock()
-    record, plan = new_record(resume_at(first, 5), **flags)
-    assert begin(record, plan)
-    model, before = nn.Linear(2, 2), nn.Linear(2, 2)
-    before.load_state_dict(model.state_dict())
-    record.best.keep(5, References(), model, metrics={"accuracy": 0.5})
-    assert best_folders(record) == []
-    record.best.load(model, record.steps.last_step)
-    assert torch.equal(model.weight, before.weight), "without a further step, the model has them"
-    with torch.no_grad():
-        model.weight += 1  # the next step
-    add_steps(record, 6)
-    assert best_folders(record) == ["best-5"]
-    record.best.load(model, record.steps.last_step)
-    assert torch.equal(model.weight, before.weight)
-
-
-@pytest.mark.parametrize(("eval_strategy", "is_repeated"), [("steps", True), ("no", False)])
-def test_the_evaluation_after_a_checkpoint_is_repeated(interrupted, new_record, eval_strategy, is_repeated):
-    record, plan = new_record(resume_at(interrupted, 10), eval_strategy=eval_strategy, eval_steps=5)
-    assert begin(record, plan) is is_repeated
+    assert {path.name for path in contents(record.folder)} == {"split.json", ".lock"}
+    record.after_evaluation(10, "test", SCORES)
     add_steps(record, 11)
-    assert evaluations_on_disk(record) == ([5] if is_repeated else [5, 10])
+    assert steps_on_disk(record) == list(range(1, 12))
+    assert evaluations_on_disk(record) == [5, 10]
+    assert contents(interrupted.folder) == before
 
 
-@pytest.mark.parametrize("lost", [[], [5], [10], [5, 10]])
-def test_a_lost_evaluation_is_noticed(new_record, fill, lost):
-    record, plan = new_record(eval_strategy="steps", eval_steps=5, save_total_limit=9)
+@pytest.mark.parametrize(
+    ("step", "eval_strategy", "is_missing"), [(10, "steps", True), (10, "no", False), (5, "steps", False)]
+)
+def test_the_evaluation_after_a_checkpoint_is_made_up_for(interrupted, new_record, step, eval_strategy, is_missing):
+    record, plan = new_record(resume_at(interrupted, step), eval_strategy=eval_strategy, eval_steps=5)
+    assert begin(record, plan) is is_missing
+
+
+def test_a_run_without_further_steps_ends_with_the_lines_up_to_its_checkpoint(interrupted, new_record, monkeypatch):
+    record, plan = new_record(resume_at(interrupted, 10), max_steps=10)
     begin(record, plan)
-    for step in (5, 10, 15):
-        add_steps(record, *range(step - 4, step + 1))
-        record.save_checkpoint(step, fill)
-        record.write_evaluation(step, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    record.run_folder.unlock()
-    log = record.folder / EVALUATIONS.name
-    kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] not in lost]
-    log.write_text("".join(kept))
-    for step in (5, 10, 15):
-        resume = resume_at(record, step)
-        if any(gone < step for gone in lost):
-            with pytest.raises(UserError, match=rf"lacks evaluations before .*checkpoint-{step},"):
-                resume.lines_of(EVALUATIONS.name)
-        else:  # the run repeats the evaluation after the checkpoint's own step
-            assert len(resume.lines_of(EVALUATIONS.name, before=step)) == step // 5 - 1
-
-
-def test_a_folder_that_can_no_longer_be_written_is_a_one_line_error(interrupted, new_record, monkeypatch):
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(UserError, match=r"--output_dir .*run: cannot be written: Read-only file system"):
-        new_record(resume_at(interrupted, 10))
-
-
-def test_a_restarted_job_never_finds_a_later_checkpoint_than_the_one_it_resumes_from(
-    interrupted, new_record, monkeypatch
-):
-    """The job recognizes its folder by settings.json; if it is killed before that, it follows the request again."""
-    write_json = folder_module.write_json
-
-    def write_and_check(path: Path, content: object) -> None:
-        if path.name == SETTINGS.name:
-            assert sorted(p.name for p in interrupted.checkpoints.folder.iterdir()) == ["checkpoint-5"]
-        write_json(path, content)
-
-    monkeypatch.setattr(folder_module, "write_json", write_and_check)
-    record, plan = new_record(resume_at(interrupted, 5))
-    begin(record, plan)
-    add_steps(record, 6)
+    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: "f" * 64)
+    record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
+    assert steps_on_disk(record) == list(range(1, 11))
 
 
 def test_a_new_run_evaluates_nothing_at_its_start(new_record):
@@ -392,14 +202,16 @@ def test_the_folder_records_who_started_the_job(new_record):
     assert json.loads((record.folder / SETTINGS.name).read_text())["launchers"] == ["host:1:2.00"]
 
 
-@pytest.mark.parametrize(("saved", "outcome"), [(6, Preempted), (5, RunError), (None, RunError)])
-def test_a_stop_without_its_checkpoint_is_a_failure(new_record, saved, outcome):
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_stop_without_its_checkpoint_is_a_failure(new_record, monkeypatch, is_saved):
     record, plan = new_record()
     begin(record, plan)
-    record.checkpoints.latest_valid = record.checkpoints.folder / f"checkpoint-{saved}" if saved else None
-    stop = record.preempted(6)
-    assert type(stop) is outcome
-    assert "after step 6 of 20" in str(stop)
+    monkeypatch.setattr(record.stop, "requested", lambda: True, raising=False)
+    if not is_saved:
+        monkeypatch.setattr(record.checkpoints, "save", lambda *_: False)
+    batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(Preempted if is_saved else RunError, match="after step 1 of 20, on request"):
+        record.after_step(1, torch.tensor([0.5]), torch.tensor(1.0), learning_rate=1e-3, batches=[batch])
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import permutations
 from typing import Any
@@ -202,18 +202,18 @@ def test_the_error_names_ranks_and_rows(monkeypatch, losses, grad_norm, hook, sk
     assert str(error) == f"step 4: {message}; the optimizer skipped this step"
 
 
-# ---- the log on a full disk ------------------------------------------------------------------------------------------
+# ---- the log ---------------------------------------------------------------------------------------------------------
 
 
 class Disk:
     """A disk with `room` bytes left. It takes the place of the file that a log opens."""
 
-    def __init__(self, room: int) -> None:
-        self.room, self.content = room, b""
-        self.fails_at_close = self.fails_to_truncate = False
+    def __init__(self, room: int, content: bytes = b"") -> None:
+        self.room, self.content = room, content
+        self.fails_at_close = False
 
-    def open(self, mode: str, buffering: int) -> Disk:
-        assert (mode, buffering) == ("ab", 0)
+    def open(self, mode: str) -> Disk:
+        assert mode == "a+b"
         return self
 
     def __enter__(self) -> Disk:
@@ -223,21 +223,20 @@ class Disk:
         if self.fails_at_close and problem is None:  # as NFS does when a quota is exceeded
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    def seek(self, offset: int, whence: int) -> int:
-        assert (offset, whence) == (0, os.SEEK_END)
-        return len(self.content)
+    def seek(self, offset: int) -> None:
+        assert offset == 0
 
-    def write(self, content: bytes) -> int:
+    def read(self, size: int) -> bytes:
+        return self.content[:size]
+
+    def write(self, content: bytes) -> None:
         accepted = content[: self.room]
-        if not accepted:
-            raise OSError(errno.ENOSPC, "No space left on device")
         self.room -= len(accepted)
         self.content += accepted
-        return len(accepted)
+        if accepted != content:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     def truncate(self, size: int) -> None:
-        if self.fails_to_truncate and size < len(self.content):
-            raise OSError(errno.EIO, "Input/output error")
         self.room += len(self.content) - size
         self.content = self.content[:size]
 
@@ -245,63 +244,55 @@ class Disk:
 @given(
     lines=st.lists(st.text("abé好", max_size=9).map(lambda text: text + "\n"), max_size=12),
     rooms=st.lists(st.integers(0, 30), min_size=12, max_size=12),
+    n_kept=st.integers(0, 3),
+    stale=st.booleans(),
 )
-def test_the_file_is_always_a_prefix_of_complete_lines_and_catches_up_once_there_is_room(lines, rooms):
-    disk = Disk(0)
-    log = MetricsLog(disk)
+def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(lines, rooms, n_kept, stale):
+    kept, lines = lines[:n_kept], lines[n_kept:]
+    disk = Disk(0, ("".join(kept) + "stale\n").encode() if stale else b"")
+    log = MetricsLog(disk, kept)
     for number, (line, room) in enumerate(zip(lines, rooms, strict=False), start=1):
         disk.room += room
-        try:
-            log.append(line)
-            written = number
-        except OSError:
-            written = None
-        expected = "".join(lines[:number]).encode()
-        assert expected.startswith(disk.content)
-        assert disk.content + log.pending == expected
-        assert not disk.content or disk.content.endswith(b"\n")
-        assert written is None or disk.content == expected
+        with suppress(OSError):
+            log.append([line])
+        assert "".join(kept + lines[:number]).encode().startswith(disk.content)
     disk.room += 10_000
-    log.append("")
-    assert disk.content == "".join(lines).encode()
+    log.append([])
+    assert disk.content == "".join(kept + lines).encode()
 
 
 def test_no_line_is_repeated_if_a_failure_is_reported_only_when_the_file_is_closed():
     disk = Disk(100)
     log = MetricsLog(disk)
-    log.append("1\n")
+    log.append(["1\n"])
     disk.fails_at_close = True
     with pytest.raises(OSError, match="quota"):
-        log.append("2\n")
+        log.append(["2\n"])
     disk.fails_at_close = False
-    log.append("3\n")
+    log.append(["3\n"])
     assert disk.content == b"1\n2\n3\n"
 
 
-def test_an_incomplete_line_that_could_not_be_removed_is_removed_later():
-    disk = Disk(3)
-    log = MetricsLog(disk)
-    log.append("1\n")
-    disk.fails_to_truncate = True
-    with pytest.raises(OSError, match="No space left"):
-        log.append("2\n")
-    assert disk.content == b"1\n2"
-    disk.fails_to_truncate, disk.room = False, 100
-    log.append("3\n")
-    assert disk.content == b"1\n2\n3\n"
+@pytest.mark.parametrize(
+    ("before", "after"), [("1\n2\nstale\n", "1\n2\n3\n"), ("1\n2\n", "1\n2\n3\n"), ("1\n", "1\n2\n3\n")]
+)
+def test_a_log_is_cut_after_the_kept_lines_when_the_first_one_is_appended(tmp_path, before, after):
+    """In the last case, a run that started from another one was killed while it copied the lines."""
+    path = tmp_path / "steps.jsonl"
+    path.write_text(before)
+    log = MetricsLog(path, ["1\n", "2\n"])
+    assert path.read_text() == before
+    log.append(["3\n"])
+    assert path.read_text() == after
+    log.flush()
+    assert path.read_text() == after
 
 
-def test_an_existing_log_is_continued(tmp_path):
-    (tmp_path / "steps.jsonl").write_text("1\n")
-    log = MetricsLog(tmp_path / "steps.jsonl")
-    log.append("2\n")
-    log.append("")
-    assert (tmp_path / "steps.jsonl").read_text() == "1\n2\n"
-
-
-def test_a_folder_that_is_gone_is_not_created(tmp_path):
+def test_a_log_without_lines_is_not_created(tmp_path):
+    MetricsLog(tmp_path / "evaluations.jsonl").flush()
+    assert not list(tmp_path.iterdir())
     log = MetricsLog(tmp_path / "gone" / "steps.jsonl")
     with pytest.raises(FileNotFoundError):
-        log.append("1\n")
+        log.append(["1\n"])
     assert log.pending == b"1\n"
     assert not (tmp_path / "gone").exists()

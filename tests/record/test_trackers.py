@@ -65,7 +65,7 @@ def test_trackers_get_steps_and_evaluations_in_full_precision(new_record, fake):
     record, plan = new_record(**FLAGS, learning_rate=1e-3)
     begin(record, plan)
     add_steps(record, 1, 2)
-    record.write_evaluation(2, "test", EVALUATION)
+    record.after_evaluation(2, "test", EVALUATION)
     record.trackers.close()
     (wandb, its_options), (trackio, other_options) = works.started
     assert wandb == trackio == "reviews"

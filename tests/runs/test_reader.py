@@ -6,11 +6,11 @@ import json
 
 import pandas as pd
 import pytest
-from helpers.run_folders import edit_json, edit_step, write_run
+from helpers.run_folders import edit_json, write_run
 
 from app.common.errors import UserError
 from app.runs.reader import read_run
-from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, probability_column
+from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS, probability_column
 
 
 @pytest.fixture
@@ -18,28 +18,17 @@ def run(review_csv, tmp_path):
     return write_run(tmp_path / "run", review_csv())
 
 
-NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
-
-
 @pytest.mark.parametrize(
     ("file", "key", "values"),
     [
-        (METRICS.name, "accuracy", (*NOT_FINITE, "0.9", None, True, [], 0.25)),
-        (METRICS.name, "mfu", (*NOT_FINITE, "abc", {})),
-        (METRICS.name, "confusion_matrix", (3, [3], [["1"]], {})),
-        (METRICS.name, "peak_memory_bytes", ("abc", [], {}, [None], [float("nan")])),
-        (METRICS.name, "n_test", (0, 3, 15.0, 10**400)),
-        (SPLIT.name, "classes", (None, 3, [], ["0", "0"], ["0"], ["0", "2"], [0, 1])),
-        (SPLIT.name, "fingerprint", (None, 3, {})),
-        (SPLIT.name, "n_test", (3,)),
-        (SPLIT.name, "rows_dropped", (3, [])),
-        (SETTINGS.name, "devices", (3, [3], "cpu")),
-        (SETTINGS.name, "cache_dir", (3, [])),
-        (SETTINGS.name, "seed", ("42", 0.5)),
-        (SETTINGS.name, "anything", NOT_FINITE),
+        (METRICS, "accuracy", (float("nan"), "0.9", None, [], 0.25)),
+        (METRICS, "n_test", (0, 3, None)),
+        (SPLIT, "classes", (None, 3, ["0"], [0, 1])),
+        (SPLIT, "fingerprint", (None,)),
+        (SETTINGS, "world_size", (None,)),
     ],
 )
-def test_an_invalid_value_is_named(run, file, key, values):
+def test_a_value_that_does_not_fit_is_one_line(run, file, key, values):
     for value in values:
         edit_json(run / file, **{key: value})
         with pytest.raises(UserError, match=r"\.(json|csv): ") as problem:
@@ -53,20 +42,23 @@ def test_optional_values_may_be_missing_or_null(run):
     assert read_run(run).metrics["mfu"] is None
 
 
-@pytest.mark.parametrize("value", [*NOT_FINITE, 10**400, "1", None])
-def test_an_invalid_number_in_steps_jsonl_is_named_with_its_line(run, value):
-    edit_step(run, 3, loss=value)
-    with pytest.raises(UserError, match=r"steps\.jsonl, line 3: "):
+@pytest.mark.parametrize("change", ["cut", "missing", "repeated"])
+def test_a_damaged_log_is_named(run, change):
+    file = run / STEPS
+    lines = file.read_text().splitlines(keepends=True)
+    changed = {"cut": [*lines[:-1], lines[-1][:5]], "missing": lines[:1] + lines[2:], "repeated": [*lines, lines[-1]]}
+    file.write_text("".join(changed[change]))
+    with pytest.raises(UserError, match=r"steps\.jsonl: "):
         read_run(run)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: [lines[0], *("0," + line for line in lines[1:])], "more fields than its header"),
+        (lambda lines: [lines[0], *("0," + line for line in lines[1:])], "damaged"),
         (lambda lines: [lines[0], "9" * 30 + lines[1][lines[1].index(",") :], *lines[2:]], "damaged or incomplete"),
-        (lambda lines: lines[:1], "must hold each of"),
-        (lambda lines: [*lines, lines[-1]], "must hold each of"),
+        (lambda lines: lines[:1], "is not from the same run as metrics.json, or damaged"),
+        (lambda lines: [*lines, lines[-1]], "is not from the same run as metrics.json, or damaged"),
     ],
 )
 def test_damaged_predictions_are_named(run, change, message):
@@ -75,16 +67,6 @@ def test_damaged_predictions_are_named(run, change, message):
     with pytest.raises(UserError, match=message) as problem:
         read_run(run)
     assert "predictions.csv: " in str(problem.value)
-
-
-def test_a_prediction_that_is_not_the_most_probable_class_is_rejected(run):
-    file = run / PREDICTIONS
-    header, first, *rest = file.read_text("utf-8").splitlines()
-    cells = first.split(",")
-    cells[3], cells[4] = cells[4], cells[3]
-    file.write_text("\n".join([header, ",".join(cells), *rest]) + "\n", "utf-8")
-    with pytest.raises(UserError, match=f"row {cells[0]}: predicted is not the most probable class"):
-        read_run(run)
 
 
 def test_json_that_is_not_an_object_is_rejected(run):

@@ -68,7 +68,7 @@ def trained(world, tmp_path_factory) -> Settings:
 
 
 def start(settings: Settings, world: World) -> None:
-    prepare("ddp_loop", settings, world).record.run_folder.unlock()
+    prepare("ddp_loop", settings, world).record.unlock()
 
 
 def plan(settings: Settings, world: World) -> None:
@@ -79,11 +79,12 @@ def plan(settings: Settings, world: World) -> None:
 @pytest.mark.parametrize("message", CHANGES)
 def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, begin, message):
     """The lock that a failed start leaves to the end of its process is no concern here."""
-    monkeypatch.setattr("app.checkpoint.find.lock", lambda run: os.open(run, os.O_RDONLY))
+    monkeypatch.setattr("app.checkpoint.resume.lock", lambda run: os.open(run, os.O_RDONLY))
+    monkeypatch.chdir(tmp_path)  # a run that starts from a checkpoint has a new folder
     model = write_model(tmp_path / "model", "bert")
     begin(replace(trained, model=str(model)), world)  # the same content in another place
     CHANGES[message](model)
-    with pytest.raises(AgreedError, match=f"--model {model}.* {message}$"):
+    with pytest.raises(AgreedError, match=f"cannot resume from .* {message}$"):
         begin(replace(trained, model=str(model)), world)
     run = Path(str(trained.resume_from_checkpoint)).parents[1]
     assert (run / METRICS.name).exists(), "nothing is removed"
@@ -91,7 +92,7 @@ def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch
 
 
 def test_a_dry_run_compares_the_settings_with_the_checkpoint(trained, world, monkeypatch, capsys):
-    monkeypatch.setattr("app.checkpoint.find.lock", lambda run: os.open(run, os.O_RDONLY))
+    monkeypatch.setattr("app.checkpoint.resume.lock", lambda run: os.open(run, os.O_RDONLY))
     plan(replace(trained, threads=3, eval_batch_size=7), world)
     printed = capsys.readouterr().out
     assert "resumed from" in printed
