@@ -39,9 +39,8 @@ from .common.errors import RunError, UserError, escape_control_characters
 from .common.formats import labeled
 from .common.terminal import has_piped_input, hides_progress, prints_to_terminal
 from .data.loaders import Collator, build_eval_set, form_eval_batches
-from .data.reviews import Indices, ReviewTable, clean, describe_dropped, read_reviews
-from .data.sources import Source, files_of, open_sources
-from .data.split import split_reviews
+from .data.reviews import Indices, ReviewTable, clean, describe_dropped
+from .data.sources import Source, open_file
 from .data.tokenize import TokenRows, lengths_of, occurring_tokens, tokenize, tokenize_in_memory
 from .ddp_loop import evaluate
 from .distributed.collectives import broadcast_object, local_main_process_first, raise_on_all_ranks
@@ -57,6 +56,7 @@ from .record.predictions import write_lines, write_predictions
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
 from .settings import Settings
+from .training.build import read_and_split
 from .training.check_rows import check_rows
 from .training.console import quiet_libraries
 
@@ -259,15 +259,14 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
     settings = task.settings
     if task.part is not None:
         return *read_rows_of_run(task, task.part), True
-    columns: tuple[str, str | None] = (settings.text_column, settings.label_column)
     if task.texts is not None:
-        sources = {"train": Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts}))}
+        source, has_labels = Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts})), False
     else:
-        sources = open_sources({"train": settings.csv_path}, Path(settings.cache_dir))
-    if not task.requires_labels and columns[1] not in sources["train"].table.column_names:
-        columns = (settings.text_column, None)
-    table = clean(sources, columns, class_names=class_names, label_names=settings.label_names)
-    return table, np.arange(len(table), dtype=np.int64), columns[1] is not None
+        source = open_file(settings.csv_path, Path(settings.cache_dir))
+        has_labels = task.requires_labels or settings.label_column in source.table.column_names
+    columns = (settings.text_column, settings.label_column if has_labels else None)
+    table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)
+    return table, np.arange(len(table), dtype=np.int64), has_labels
 
 
 def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
@@ -277,11 +276,8 @@ def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
         UserError: the files have other rows than the run had.
     """
     assert task.run is not None, "define_task has checked it"
-    settings, columns = task.settings, (task.settings.text_column, task.settings.label_column)
-    options: dict[str, Any] = {"label_names": settings.label_names, "cache_dir": Path(settings.cache_dir)}
-    table = read_reviews(files_of(settings.as_dict()), *columns, **options)
-    sizes = {"test_size": settings.test_size, "validation_size": settings.validation_size}
-    split = split_reviews(table, **sizes, seed=settings.seed, columns=columns)
+    settings = replace(task.settings, train_batch_size=1)  # nothing is trained: any number of rows will do
+    table, split, _ = read_and_split(settings, 1, cache_dir=Path(settings.cache_dir))
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
         files = {name: value for name in FILES if (value := getattr(settings, name)) is not None}
         raise UserError(
