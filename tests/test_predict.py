@@ -153,7 +153,7 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
             ["--split=test", "--validation_file=train.csv"],
             "--validation_file: the run in run was trained with --csv and --test_file instead",
         ),
-        (["--split=test", "--test_file=train.csv"], "has the same rows as"),
+        (["--split=test", "--test_file=train.csv"], "train.csv or train.csv: has changed since the run in run"),
         (["--split=test", "--test_file=other.csv"], "train.csv or other.csv: has changed since the run in run"),
     ):
         with pytest.raises(UserError, match=message):

@@ -122,11 +122,12 @@ def clean(
         for part, cleaned in parts.items()
         for reason, rows in cleaned.dropped.items()
     }
+    hashes = {part: source.sha256 or _hash_rows(source, columns) for part, source in sources.items()}
     texts = pa.chunked_array([chunk for cleaned in parts.values() for chunk in cleaned.texts], pa.large_string())
     labels = [_class_ids(cleaned, classes, path=sources[part].path, origin=origin) for part, cleaned in parts.items()]
     return ReviewTable(
         path=path,
-        sha256=_combine_hashes(sources, columns),
+        sha256=hashes["train"] if len(hashes) == 1 else hash_json(hashes),
         rows_read=sum(len(source.table) for source in sources.values()),
         dropped=dropped,
         class_names=rename_classes(classes, names, origin=origin),
@@ -250,18 +251,6 @@ def _select(texts: pa.ChunkedArray, keep: NDArray[np.bool_]) -> list[pa.Array]:
         chunks: list[pa.Array] = texts.filter(pa.array(keep)).chunks
         return chunks
     return [chunk for start, end in zip(starts, ends, strict=True) for chunk in texts.slice(start, end - start).chunks]
-
-
-def _combine_hashes(sources: Mapping[str, Source], columns: tuple[str, str | None]) -> str:
-    """Return the hash of all parts, which is that of the file if there is only one."""
-    hashes = {part: source.sha256 or _hash_rows(source, columns) for part, source in sources.items()}
-    part_of: dict[str, str] = {}
-    for part, sha256 in hashes.items():
-        if (other := part_of.setdefault(sha256, part)) != part:
-            raise UserError(
-                f"{sources[part].path}: has the same rows as {sources[other].path}: give each part a file of its own"
-            )
-    return hashes["train"] if len(hashes) == 1 else hash_json(hashes)
 
 
 def _hash_rows(source: Source, columns: tuple[str, str | None]) -> str:

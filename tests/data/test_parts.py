@@ -206,7 +206,6 @@ def test_best_weights_need_the_validation_rows_of_a_data_set(tmp_path):
         (rows("test", 3).rename(columns={"label": "stars"}), "no column 'label'; the file has 'stars', 'review'"),
         (rows("test", 0), "has no rows"),
         (pd.DataFrame({"label": [1], "review": [None]}), "no row has both a review ('review') and a label"),
-        (rows("train", 20), "has the same rows as {}/train.csv: give each part a file of its own"),
     ],
 )
 def test_what_is_wrong_with_a_part_is_one_line(tmp_path, test, message):
