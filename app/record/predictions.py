@@ -43,7 +43,7 @@ def write_lines(
     writer.writerow(map(escape, prediction_columns(table.class_names, has_labels)))
     for start in range(0, len(part), CHUNK):
         chunk = slice(start, start + CHUNK)
-        rows, labels, texts = (values[part[chunk]] for values in (table.rows, table.labels, table.texts.iloc))
+        rows, labels, texts = table.rows[part[chunk]], table.labels[part[chunk]], table.texts_of(part[chunk])
         probabilities = torch.from_numpy(logits[chunk]).double().softmax(dim=1).numpy()
         predicted = logits[chunk].argmax(axis=1)
         for row, label, best, shares, text in zip(rows, labels, predicted, probabilities, texts, strict=True):
