@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.data.reviews import describe_dropped, read_reviews
+from app.data import reviews as reviews_module
+from app.data.reviews import describe_dropped, read_reviews, sample_rows
 from app.settings import Settings
 
 GOOD = "label,review\n1,很好\n0,很差\n"
@@ -343,6 +344,29 @@ def test_describe_dropped_lists_counts_and_the_first_rows(csv_file):
 
 def test_describe_dropped_is_empty_if_no_rows_were_dropped(csv_file):
     assert describe_dropped(read_reviews(csv_file(GOOD))) == []
+
+
+# --- some of the reviews ---
+
+
+@pytest.mark.parametrize(("n", "at_most", "expected"), [(5, 5, 5), (5, 9, 5), (6, 5, 3), (100, 7, 7), (0, 5, 0)])
+def test_sampled_rows_are_at_equal_distances(monkeypatch, n, at_most, expected):
+    monkeypatch.setattr(reviews_module, "MAX_SAMPLE", at_most)
+    rows = sample_rows(np.arange(10, 10 + n))
+    assert len(rows) == expected
+    assert len(set(np.diff(rows).tolist())) <= 1
+
+
+@given(rows=st.sets(st.integers(0, 49)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
+def test_reviews_of_some_positions(csv_file, rows):
+    path = csv_file(
+        "label,review\n" + "".join(f"{i % 2},\n{i % 2},评{i}\n" for i in range(50))
+    )  # every other is dropped
+    table = read_reviews(path)
+    positions = np.array(sorted(rows), dtype=np.int64)
+    assert table.texts_of(positions).tolist() == [f"评{i}" for i in positions]
+    assert table.sample_texts(positions).tolist() == [f"评{i}" for i in positions]
 
 
 # --- the real file ---
