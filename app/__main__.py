@@ -34,7 +34,7 @@ WITHOUT_RANKS = (
     "bench.growth",
     "bench.speed",
     "experiments.same_bits",
-    "experiments.fault_injection",
+    "experiments.faults",
 )
 OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}
 LARGEST_PORT = 2**16 - 1

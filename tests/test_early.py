@@ -17,7 +17,7 @@ LIGHT = (
     *early.REJECTED,
     *early.WITHOUT_SETTINGS,
     "experiments.same_bits",
-    "experiments.fault_injection",
+    "experiments.faults",
     "data.download",
     "__main__",
 )

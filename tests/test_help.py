@@ -16,7 +16,7 @@ from app.cli import FLAGS_OF_ONE_RUN, OneLineParser
 from app.flags import BENCHMARKS
 from app.settings import GROUPS
 
-WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/fault_injection")
+WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/faults")
 PATHS = {"ddp_loop": {}, "trainer_run": {}}
 REJECTED = PATHS | {name.replace(".", "/"): rejected for name, rejected in BENCHMARKS.items()}
 PROGRAMS = (

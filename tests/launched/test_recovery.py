@@ -373,8 +373,8 @@ def test_a_read_only_folder_is_one_line(world, mount, tmp_path):
 @pytest.mark.launched
 @pytest.mark.slow
 def test_killed_ranks_resume_and_nothing_is_lost(launch):
-    """The fault injection experiment, with a few kills and one of its architectures."""
-    flags = ["--kills", 2, "--seed", 5, "--csv", SAMPLE_CSV, "--models", "bert"]
-    done = launch("app.experiments.fault_injection", *flags, limit=700)
+    """The fault injection experiment, with a few kills."""
+    flags = ["--kills", 2, "--seed", 5, "--csv", SAMPLE_CSV]
+    done = launch("app.experiments.faults", *flags, limit=700)
     assert done.status == 0, done.out + done.err
     assert done.out.splitlines()[-1].startswith("2 kills in ")
