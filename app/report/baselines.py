@@ -12,10 +12,11 @@ from sklearn.metrics import f1_score
 from sklearn.pipeline import make_pipeline
 
 from ..common.errors import UserError
-from ..data.reviews import ReviewTable, read_reviews, sample_rows
-from ..data.sources import files_of
-from ..data.split import Split, split_reviews
+from ..data.reviews import ReviewTable, sample_rows
+from ..data.split import Split
 from ..runs.reader import Run
+from ..settings import TYPES, Settings
+from ..training.build import read_and_split
 from .statistics import wilson_interval
 
 MANY_ROWS = 1_000
@@ -61,16 +62,8 @@ def reread_rows(run: Run) -> tuple[ReviewTable, Split]:
     Raises:
         UserError: the file cannot be read, or its split has another fingerprint than the run's.
     """
-    settings = run.settings
-    columns = (settings.get("text_column") or "review", settings.get("label_column") or "label")
-    table = read_reviews(files_of(settings), *columns)
-    split = split_reviews(
-        table,
-        test_size=settings.get("test_size") or 0.1,
-        validation_size=settings.get("validation_size") or 0.0,
-        seed=settings["seed"],
-        columns=columns,
-    )
+    known = {name: value for name, value in run.settings.items() if name in TYPES and value is not None}
+    table, split, _ = read_and_split(Settings(**known), run.settings["world_size"])
     if split.fingerprint != run.split["fingerprint"]:
-        raise UserError(f"{settings['csv']}: has changed since the run: its split has another fingerprint now")
+        raise UserError(f"{run.settings['csv']}: has changed since the run: its split has another fingerprint now")
     return table, split

@@ -39,7 +39,10 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     compared = _compare(a, b)
     differs = (a.predictions["predicted"] != b.predictions["predicted"]).to_numpy()
     disagreements = _describe_rows(a, b, differs.nonzero()[0])
-    misclassified = _find_misclassified_by_both(a, b)
+    # Most confident first, by the mean of the two confidences.
+    confidence = sum(run.probabilities.to_numpy().max(axis=1) for run in (a, b))
+    wrong = (~_correct(a) & ~_correct(b)).nonzero()[0]
+    misclassified = wrong[np.argsort(-confidence[wrong], kind="stable")]
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
     return {
         "names": run_names(a, b),
@@ -55,7 +58,9 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         ],
         "split_fingerprint": a.split["fingerprint"],
         "csv": a.split.get("csv"),
-        "duplicates": _duplicates(a),
+        "duplicates": describe_duplicates(
+            a.split.get("duplicates") or {}, a.split.get("n_validation") or 0, a.split["n_test"]
+        ),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
         "max_loss_difference": _max_difference(*losses),
@@ -64,7 +69,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         **_baselines(a, baselines),
         "confusion_matrices": [confusion_matrix(run) for run in (a, b)],
         "disagreements": disagreements,
-        "misclassified_by_both": misclassified[:LISTED_ROWS],
+        "misclassified_by_both": _describe_rows(a, b, misclassified[:LISTED_ROWS]),
         "n_misclassified_by_both": len(misclassified),
         "settings": [run.settings for run in (a, b)],
         "evaluations": [run.evaluations for run in (a, b)],
@@ -75,14 +80,10 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
 def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> dict[str, Any]:
     """Compare pairs of runs, one pair per seed.
 
-    Args:
-        baselines: as for `compare_runs`, for each seed.
-
     Returns:
         The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
-        seed), `paired_seeds` (mean and standard deviation of the accuracies, Student's paired t test and interval),
-        `verdict` and `baselines` (the same statistics of the first path and each baseline, which is trained for each
-        seed; empty if a seed has none, for the reason in `why_no_baselines`).
+        seed), `paired_seeds` (`paired` of the accuracies), `verdict` and `baselines` (`paired` of the first path and
+        each baseline; empty if a seed has none, for the reason in `why_no_baselines`).
     """
     comparisons = [compare_runs(a, b, baselines) for a, b in pairs]
     kept = ("first_differing_step", "first_difference", "explanation", "verdict")
@@ -155,13 +156,6 @@ def _compare(a: Run, b: Run) -> dict[str, Any]:
     return found | {"verdict": conclusion, "explanation": explain(a, b, difference), "statistics": statistics}
 
 
-def _find_misclassified_by_both(a: Run, b: Run) -> list[dict[str, Any]]:
-    """Return the test rows that both runs misclassify, most confident first, by the mean of the two confidences."""
-    rows = (~_correct(a) & ~_correct(b)).nonzero()[0]
-    confidence = np.mean([run.probabilities.to_numpy().max(axis=1) for run in (a, b)], axis=0)
-    return _describe_rows(a, b, rows[np.argsort(-confidence[rows], kind="stable")])
-
-
 def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str, Any]]:
     """Return row number, label, both predictions, all probabilities and the review of some test rows."""
     probabilities = [run.probabilities.to_numpy() for run in (a, b)]
@@ -175,14 +169,6 @@ def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str
         }
         for i in positions
     ]
-
-
-def _duplicates(run: Run) -> str | None:
-    """Return the line about reviews that occur in several parts; None if there are none, or if it is not recorded."""
-    counts = run.split.get("duplicates")
-    if counts is None:
-        return None
-    return describe_duplicates(counts, run.split.get("n_validation") or 0, run.split["n_test"])
 
 
 def _baselines(run: Run, is_wanted: bool) -> dict[str, Any]:

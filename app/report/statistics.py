@@ -33,8 +33,7 @@ class Interval:
 class Paired:
     """A value of A and of B for each of the same `n` rows or seeds, and Student's paired t test.
 
-    A single value has no standard deviation. If all differences are equal, their variance cannot be estimated: there
-    is no interval and no p-value.
+    One value has no standard deviation. If all differences are equal, there is no interval and no p-value.
     """
 
     n: int
@@ -67,10 +66,7 @@ def wilson_interval(correct: int, n: int) -> Interval:
 
 
 def verdict(compared: Paired, name_a: str, name_b: str, *, unit: str) -> str:
-    """Return the conclusion of a comparison as one line of plain text, in which names are not escaped.
-
-    `unit` is what was paired, in the singular.
-    """
+    """Return the conclusion as one line of plain text. `unit` is what was paired, in the singular."""
     gap, interval, p_value = compared.mean_a - compared.mean_b, compared.difference, compared.p_value
     over = f"over {compared.n:,} {unit}{'s' * (compared.n > 1)}"
     if interval is None or p_value is None:
