@@ -24,7 +24,7 @@ from ..common.errors import UserError, shorten
 from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
-SAFE_WEIGHTS, PICKLED_WEIGHTS = ("model*.safetensors",), ("pytorch_model*.bin",)
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # the first kind that a model has is loaded
 NAMES = ", ".join(BUILT_IN)
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
@@ -69,7 +69,8 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
                 return download(revision=commit, local_files_only=True)
             except LocalEntryNotFoundError:
                 return download(revision=commit)
-        return download(revision=HfApi().model_info(name, revision=revision, timeout=SECONDS).sha)
+        HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
+        return download(revision=revision)  # by its name, which the cache then knows without a connection
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except RepositoryNotFoundError:
@@ -92,10 +93,10 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
         UserError: The model cannot be loaded.
     """
     folder = model_folder(settings, commit)
-    if auto_class is AutoModelForSequenceClassification and folder != settings.model:
-        model_folder(settings, commit, SAFE_WEIGHTS)
-        if not any(Path(folder).glob(*SAFE_WEIGHTS)):
-            model_folder(settings, commit, PICKLED_WEIGHTS)
+    for weights in WEIGHTS if auto_class is AutoModelForSequenceClassification else ():
+        model_folder(settings, commit, (*CONTENT, weights))
+        if any(Path(folder).glob(weights)):
+            break
     try:
         return auto_class.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code, local_files_only=True, **kwargs

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import datasets
+import huggingface_hub
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from ..checkpoint.resume import Resume
 from ..common.formats import labeled
 from ..common.machine import Arithmetic, automatic_precision, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
+from ..common.terminal import hides_progress
 from ..data.reviews import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object
@@ -38,6 +40,8 @@ def quiet_libraries(world: World) -> None:
     """Turn off the libraries' progress bars, and their warnings on all ranks except 0."""
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
+    if hides_progress():
+        huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
     if not world.is_main_process:
         transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()

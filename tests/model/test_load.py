@@ -227,17 +227,16 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(hub_cache, monkeypatch):
-    """Simulate a Hub whose branches the test can move. Files come from the cache."""
-    commits = {None: "a" * 40, "branch": "b" * 40}
+    """Simulate a Hub that knows the names of the cache. tests/model/test_hub.py downloads from one."""
+    refs = hub_cache / "models--someone--model" / "refs"
 
     def model_info(self, name, *, revision=None, timeout=None):
-        if revision not in commits:
+        if not (refs / (revision or "main")).exists():
             raise RevisionNotFoundError("none", response=Mock())
-        return SimpleNamespace(sha=commits[revision])
 
     monkeypatch.setattr("app.model.hub.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # for the files
-    return commits
+    return refs
 
 
 def commit_of_weights(settings: Settings, commit: str) -> str:
@@ -267,7 +266,7 @@ def test_a_revision_is_resolved_to_a_commit_that_everything_is_loaded_from(reque
 def test_a_branch_that_moves_between_two_requests_has_no_effect(hub):
     settings = Settings(model="someone/model", max_length=32)
     commit = resolve_commit(settings)
-    hub[None] = "b" * 40
+    (hub / "main").write_text("b" * 40)
     assert resolve_commit(settings) != commit
     assert commit_of_weights(settings, commit) == commit
 
