@@ -232,7 +232,7 @@ def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
         (["x" * 300, "a"], "no such folder"),
         ([f"{'x' * 300}/model", "a"], "no such folder"),
         (["run", "--csv=wrong.csv", "--label_column="], "--label_column '': must not be empty"),
-        (["run", f"--csv={'x' * 300}.csv"], "no such file"),
+        (["run", f"--csv={'x' * 300}.csv"], "File name too long"),
         (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),
         (["run", "--split=test", f"--output={'x' * 300}/o.csv"], "cannot be written: File name too long"),
         (["./no", "a"], "./no: no such folder"),
