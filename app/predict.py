@@ -56,8 +56,7 @@ from .record.predictions import write_lines, write_predictions
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
 from .settings import Settings
-from .training.build import read_and_split
-from .training.check_rows import check_rows
+from .training.build import check_rows, read_and_split
 from .training.console import quiet_libraries
 
 # Settings of a run that determine its predictions, or the split of its rows.

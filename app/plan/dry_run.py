@@ -9,7 +9,7 @@ from ..distributed.world import World
 from ..model.identity import ModelIdentity, describe_config, hash_code
 from ..model.load import is_pretrained
 from ..settings import Settings
-from ..training.check_rows import check_rows
+from ..training.build import check_rows
 from ..training.console import describe_resume
 from ..training.prepare import complete_settings, resolve_settings
 from .report import describe_run_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,13 +16,16 @@ from ..common.errors import AgreedError, UserError
 from ..common.files import write_json
 from ..common.machine import Arithmetic, device_name, git_commit, kernels
 from ..data.reviews import ReviewTable
+from ..data.sampler import BatchPlan
 from ..data.split import Split
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World
 from ..model.identity import ModelIdentity
+from ..model.vocabulary import TrimmedVocabulary
 from ..runs.folder import claim_folder, point_latest, remove_claimed
 from ..runs.schema import LOCK, RUNS, SETTINGS, SPLIT
 from ..settings import Settings
+from .steps import RowsOfStep
 
 PACKAGES = (
     *("torch", "transformers", "datasets", "evaluate", "accelerate", "tokenizers"),
@@ -32,7 +35,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The facts about a run before it starts. `open_run` fills in those that all ranks together determine."""
+    """All that describes a run, before it starts. `open_run` fills in its folder and what all ranks have together."""
 
     path_name: str  # the training path, `ddp_loop` or `trainer_run`
     settings: Settings
@@ -41,19 +44,23 @@ class RunInfo:
     duplicates: Mapping[str, int]  # as returned by `count_duplicates`
     world: World
     model: ModelIdentity
+    plan: BatchPlan
+    rows_of_step: RowsOfStep
+    resume: Resume
+    vocabulary: TrimmedVocabulary | None = None  # the embeddings that are not trained, if there are any
     folder: Path = Path()
     lock: int | None = None  # on rank 0, the descriptor that keeps other jobs out of `folder`
     devices: Sequence[str] = ()  # the name of each rank's device
     arithmetic: Arithmetic = field(default_factory=dict)  # as returned by `gather_arithmetic`
 
 
-def open_run(info: RunInfo, resume: Resume) -> RunInfo:
+def open_run(info: RunInfo) -> RunInfo:
     """Claim the run's folder for this job, and complete the facts. Collective.
 
     Raises:
         AgreedError: the folder cannot be written, another job uses it, or not all ranks see it.
     """
-    settings, world = info.settings, info.world
+    settings, world, resume = info.settings, info.world, info.resume
     devices = all_gather_object(device_name(world.device), world)  # ranks may differ
     path, lock_fd = resume.folder, resume.lock
     with raise_on_all_ranks(world):
@@ -80,22 +87,22 @@ def open_run(info: RunInfo, resume: Resume) -> RunInfo:
     )
 
 
-def describe_run_in(info: RunInfo, resume: Resume, *, wrapper: str) -> None:
+def describe_run(info: RunInfo, wrapper: str) -> None:
     """Write settings.json and split.json. Call it on rank 0 when nothing can be rejected any more.
 
     A restarted job recognizes its folder by settings.json, so `latest` points to it only now.
     """
     path = info.folder
     try:
-        write_json(path / SETTINGS.name, settings_content(info, resume.launchers) | {"wrapper": wrapper})
+        write_json(path / SETTINGS.name, settings_content(info) | {"wrapper": wrapper})
         write_json(path / SPLIT.name, split_content(info))
-        if info.settings.output_dir is None and resume.folder is None:
+        if info.settings.output_dir is None and info.resume.folder is None:
             point_latest(path)
     except OSError as problem:
         raise UserError(f"{path}: cannot be written: {problem.strerror or problem}") from None
 
 
-def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any]:
+def settings_content(info: RunInfo) -> dict[str, Any]:
     """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
     return info.settings.as_dict() | {
         "path": info.path_name,
@@ -103,7 +110,7 @@ def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any
         "csv": str(info.table.path),
         "world_size": info.world.size,
         "devices": list(info.devices),
-        "launchers": list(launchers),
+        "launchers": list(info.resume.launchers),
         "threads": torch.get_num_threads(),
         "kernels": kernels(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
@@ -112,12 +119,12 @@ def settings_content(info: RunInfo, launchers: Collection[str]) -> dict[str, Any
     }
 
 
-def run_state_content(info: RunInfo, step: int, total_steps: int) -> dict[str, Any]:
+def run_state_content(info: RunInfo, step: int) -> dict[str, Any]:
     """Return the content of a checkpoint's run_state.json, which resuming needs besides the training state."""
     return {
         "path": info.path_name,
         "step": step,
-        "total_steps": total_steps,
+        "total_steps": info.plan.total_steps,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "arithmetic": info.arithmetic,

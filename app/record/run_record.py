@@ -21,45 +21,34 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.manager import PREFIX, CheckpointManager, latest_first, step_of
-from ..checkpoint.resume import Resume
 from ..checkpoint.state import TrainingState
 from ..common.errors import Preempted, RunError
 from ..common.files import flush
 from ..common.machine import peak_memory_bytes
 from ..common.terminal import hides_progress
-from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, stop_or_warn
 from ..distributed.preemption import StopRequest
 from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
 from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
-from ..model.vocabulary import TrimmedVocabulary, complete_state
+from ..model.vocabulary import complete_state
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, MODEL_FOLDER, STEPS
 from ..strategies.base import Strategy
 from ..strategies.fsdp import wrapper_name
 from .best import BestWeights
 from .results import metrics_content, stage_model, write_results
-from .run_folder import RunInfo, describe_run_in, run_state_content
-from .steps import MetricsLog, RowsOfStep, StepLog, Totals, console_line
+from .run_folder import RunInfo, describe_run, run_state_content
+from .steps import MetricsLog, StepLog, Totals, console_line
 from .trackers import Trackers
 
 
 class RunRecord:
     """The files of one run. Most methods are collective: every rank calls them in the same order."""
 
-    def __init__(
-        self,
-        info: RunInfo,
-        resume: Resume,
-        *,
-        plan: BatchPlan,
-        rows_of_step: RowsOfStep,
-        vocabulary: TrimmedVocabulary | None = None,
-    ) -> None:
-        """`vocabulary` holds the embeddings that are not trained, if there are any."""
-        self.folder, self.info, self.resume, self.plan = info.folder, info, resume, plan
-        self.settings, self.world, self.vocabulary, self.lock = info.settings, info.world, vocabulary, info.lock
-        folder = self.folder
+    def __init__(self, info: RunInfo) -> None:
+        self.info, self.folder, self.resume, self.plan = info, info.folder, info.resume, info.plan
+        self.settings, self.world, self.vocabulary, self.lock = info.settings, info.world, info.vocabulary, info.lock
+        folder, resume = self.folder, self.resume
         self.model_folder = folder / MODEL_FOLDER
         self.checkpoints = CheckpointManager(
             folder / CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
@@ -73,7 +62,7 @@ class RunRecord:
             self.settings.precision,
             self.settings.ddp_comm_hook,
             self.world,
-            rows_of_step=rows_of_step,
+            rows_of_step=info.rows_of_step,
             totals=Totals(),
             step=resume.step,
         )
@@ -104,7 +93,7 @@ class RunRecord:
             if self.world.is_main_process:
                 if self.resume.checkpoint is not None:
                     self.best.take_over(self.resume.checkpoint)
-                describe_run_in(self.info, self.resume, wrapper=wrapper_name(wrapped))
+                describe_run(self.info, wrapper_name(wrapped))
         self.bar = tqdm(
             total=plan.total_steps,
             initial=step,
@@ -287,7 +276,7 @@ class RunRecord:
                 flush(self.folder)
             return self.state.save(folder)
 
-        run_state = run_state_content(self.info, step, self.plan.total_steps)
+        run_state = run_state_content(self.info, step)
         if self.checkpoints.save(f"{PREFIX}{step}", write, run_state) and self.world.is_main_process:
             self.best.remove_unused()
         self.steps.start_clock()

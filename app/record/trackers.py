@@ -77,7 +77,7 @@ class Trackers:
             tracker = create(project, name=run_name, id=run_id, resume="allow", settings=QUIET[name])
         tracker.main_process_only = False  # otherwise accelerate initializes its own state, which includes the device
         tracker.start()
-        config = settings_content(self.info, ()).items()
+        config = settings_content(self.info).items()
         tracker.store_init_configuration({key: value for key, value in config if isinstance(value, int | float | str)})
         self.started[name] = tracker
 

@@ -13,16 +13,17 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
-from ..data.reviews import Indices, ReviewTable, read_reviews
+from ..data.reviews import Indices, ReviewTable, list_rows, read_reviews
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import (
     TokenRows,
+    count_of_tokens,
     count_truncated,
     hash_tokens,
     lengths_of,
@@ -39,13 +40,12 @@ from ..distributed.world import World
 from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
-from ..model.load import Classifier, load_classifier, load_tokenizer
+from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy, Zero1Strategy
 from ..strategies.fsdp import FullyShardStrategy
-from .check_rows import check_rows
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,46 @@ def build_model(settings: Settings, data: ReviewData, world: World, *, trim: boo
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     return classifier
+
+
+def check_rows(
+    settings: Settings,
+    config: PretrainedConfig,
+    *,
+    table: ReviewTable,
+    rows: Dataset,
+    lengths: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+) -> None:
+    """Check that the model can process the tokens of every review: training would end with a failure otherwise.
+
+    Args:
+        rows: the tokens of all reviews, in the order of the table.
+        lengths: int64 (n,), the number of tokens of each review.
+        tokens: the ids that occur in any of them, sorted.
+
+    Raises:
+        UserError: names the rows that it cannot process, and the remedy.
+    """
+    model, size = f"--model {settings.model}", getattr(config.get_text_config(), "vocab_size", None)
+    unusual = np.zeros(len(table.rows), dtype=bool)
+    if config.is_encoder_decoder:
+        # They classify by the end-of-sequence token, and reject a batch in which one row has more of them than another.
+        counts = count_of_tokens(rows, end_of_sequence(config))
+        unusual = counts != np.bincount(counts).argmax()
+    problems = (
+        (lengths == 0, f"its tokenizer returns no token for %s: remove them in {table.path}"),
+        (lengths > settings.max_length, f"its tokenizer does not truncate %s to --max_length {settings.max_length}"),
+        (unusual, f"the number of end-of-sequence tokens, by which it classifies, differs in %s of {table.path}"),
+    )
+    for is_affected, problem in problems:
+        if is_affected.any():
+            raise UserError(f"{model}: {problem % list_rows(table.rows[is_affected])}")
+    if size is not None and tokens[-1] >= size:
+        raise UserError(
+            f"{model}: its tokenizer returns token id {tokens[-1]}, but its config has vocab_size {size}: resize the "
+            "model's embeddings, or use the tokenizer that belongs to it"
+        )
 
 
 def check_fingerprints(fingerprint: str, world: World) -> None:

@@ -6,7 +6,6 @@ import os
 import shlex
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 
 import datasets
 import huggingface_hub
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
 from ..common.formats import labeled
-from ..common.machine import Arithmetic, automatic_precision, describe_mixed
+from ..common.machine import Arithmetic, describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..common.terminal import hides_progress
 from ..data.reviews import describe_dropped, sample_rows
@@ -95,28 +94,9 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
             f"{settings.strategy}{compression}, "
             f"{settings.attn_implementation or 'default'} attention",
         ),
-        *(("hint", hint) for hint in hints_about_devices(path_name, settings, world)),
         ("files", f"{record.folder}/"),
     ]
     return "\n".join([_block(lines), *describe_resume(record.resume)])
-
-
-def hints_about_devices(path_name: str, settings: Settings, world: World) -> list[str]:
-    """Return lines about GPUs, or parts of them, that the run does not use, although `--use_cpu` is not set."""
-    hints = []
-    if world.device.type == "cuda" and world.size == 1 and (gpus := torch.cuda.device_count()) > 1:
-        # One logical rank is the default of one rank, and not a limit for more of them.
-        free = replace(settings, logical_ranks=None) if settings.logical_ranks == 1 else settings
-        usable = next(n for n in range(gpus, 0, -1) if free.divides_among(n))
-        if usable > 1:
-            command = f"torchrun --standalone --nproc_per_node={usable} -m {PACKAGE}.{path_name}"
-            hints.append(f"1 of {gpus} GPUs is used; {command} uses {'all' if usable == gpus else usable}")
-    if world.device.type == "cuda" and settings.precision == "fp32" and not settings.tf32:
-        if automatic_precision(use_cpu=False, local_rank=world.local_rank) == "bf16":
-            hints.append("fp32 does not use the GPU's matrix units; --precision bf16 does, or --tf32")
-    elif world.device.type == "cpu" and not settings.use_cpu and torch.backends.mps.is_available():
-        hints.append("the CPU is used: Apple's GPUs have neither fp64 nor communication between processes")
-    return hints
 
 
 def describe_resume(resume: Resume) -> list[str]:

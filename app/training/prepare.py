@@ -110,23 +110,22 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
     strategy = select_strategy(settings, data.plan, world)
-    info = RunInfo(
-        path_name=path_name,
-        settings=settings,
-        table=data.table,
-        split=data.split,
-        duplicates=data.duplicates,
-        world=world,
-        model=identity,
+    info = open_run(
+        RunInfo(
+            path_name=path_name,
+            settings=settings,
+            table=data.table,
+            split=data.split,
+            duplicates=data.duplicates,
+            world=world,
+            model=identity,
+            plan=data.plan,
+            rows_of_step=partial(data.rows_of_step, strategy.logical_ranks, settings),
+            resume=resume,
+            vocabulary=trimmed_vocabulary(classifier.model),
+        )
     )
-    info = open_run(info, resume)
-    record = RunRecord(
-        info,
-        resume,
-        plan=data.plan,
-        rows_of_step=partial(data.rows_of_step, strategy.logical_ranks, settings),
-        vocabulary=trimmed_vocabulary(classifier.model),
-    )
+    record = RunRecord(info)
     test_set = data.eval_set("test", settings, world)
     eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
     ranks = describe_ranks(world, record.info.arithmetic)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from app import nproc_per_node
 from app.common.errors import UserError
 from app.distributed import process_group
 from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
-from app.distributed.world import World
 from app.settings import Settings
-from app.training import console
-from app.training.console import hints_about_devices
 
 
 @pytest.fixture
@@ -133,29 +127,3 @@ def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(mach
     assert re.search(line, problem)
     with pytest.raises(UserError, match=line):
         default_nproc_per_node(Settings())
-
-
-def test_gpus_that_are_left_out_are_named(machine, monkeypatch):
-    def hints(device: str, size: int = 1, **changes: Any) -> list[str]:
-        world = World(0, size, 0, size, torch.device(device), HashStore(), timedelta(seconds=1))
-        return hints_about_devices("ddp_loop", Settings(**changes), world)
-
-    monkeypatch.setattr(console, "automatic_precision", lambda **_: "fp32")
-    machine(8)
-    command = "torchrun --standalone --nproc_per_node=8 -m app.ddp_loop"
-    assert hints("cuda:0") == [f"1 of 8 GPUs is used; {command} uses all"]
-    assert hints("cuda:0", logical_ranks=1) == hints("cuda:0"), "the default of one rank"
-    assert hints("cuda:0", logical_ranks=4) == [f"1 of 8 GPUs is used; {command.replace('8', '4')} uses 4"]
-    assert hints("cuda:0", train_batch_size=3) == [f"1 of 8 GPUs is used; {command.replace('8', '3')} uses 3"]
-    assert hints("cuda:0", train_batch_size=8, gradient_accumulation_steps=8) == []
-    assert hints("cuda:0", size=2) == hints("cpu", use_cpu=True) == []
-    machine(1)
-    assert hints("cuda:0") == []
-    monkeypatch.setattr(console, "automatic_precision", lambda **_: "bf16")
-    assert hints("cuda:0") == ["fp32 does not use the GPU's matrix units; --precision bf16 does, or --tf32"]
-    assert hints("cuda:0", tf32=True) == []
-    assert hints("cuda:0", precision="fp16") == hints("cpu", use_cpu=True) == []
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    machine(0)
-    assert hints("cpu")[0].startswith("the CPU is used: Apple's GPUs")
-    assert hints("cpu", use_cpu=True) == []

@@ -35,9 +35,11 @@ def new_record(world, tmp_path, review_csv) -> Iterator[Callable[..., tuple[RunR
             duplicates=count_duplicates(table, split),
             world=world,
             model=ModelIdentity(),
+            plan=plan,
+            rows_of_step=lambda step: [step],
+            resume=resume or Resume(),
         )
-        resume = resume or Resume()
-        record = RunRecord(open_run(info, resume), resume, plan=plan, rows_of_step=lambda step: [step])
+        record = RunRecord(open_run(info))
         records.append(record)
         return record, plan
 

@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from helpers.worlds import fake_world
+from helpers.worlds import batch_plan, fake_world
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.checkpoint.resume import Resume
 from app.common.paths import DOWNLOADED_CSV
 from app.model.identity import ModelIdentity
 from app.record.results import model_card
@@ -38,6 +39,9 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
         world=fake_world(),
         devices=["cpu"],
         model=ModelIdentity(commit),
+        plan=batch_plan(),
+        rows_of_step=lambda step: [step],
+        resume=Resume(),
     )
     return model_card(info, METRICS)
 
