@@ -7,16 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
-from numpy.typing import NDArray
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..common.formats import MIB
-from ..data.reviews import ReviewTable
 from ..data.sampler import BatchPlan
-from ..data.split import Split
 from ..data.tokenize import occurring_tokens, tokenize_in_memory
 from ..distributed.world import Topology
 from ..model.hub import resolve_commit
@@ -93,43 +88,18 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
     Raises:
         UserError: the data, the batch size or the model is invalid.
     """
-    return plan_sources(settings, read_sources(settings, topology.ranks), topology)
-
-
-def plan_sources(settings: Settings, sources: Sources, topology: Topology) -> Plan:
-    """Plan a training step on the data and the model that have been read."""
-    n_tokens = len(tokens_of_model(sources.tokens, sources.tokenizer, sources.config))
+    table, split, batches = read_and_split(settings, topology.ranks)
+    commit = resolve_commit(settings)
+    tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
     device = device_of(settings.use_cpu)
-    return plan_step(settings, sources.config, sources.batches, n_tokens=n_tokens, device=device, topology=topology)
+    config = classifier_config(settings, table.class_names, tokenizer, device=device, commit=commit)
+    tokens = occurring_tokens(tokenize_in_memory(table, tokenizer, settings.max_length))
+    n_tokens = len(tokens_of_model(tokens, tokenizer, config))
+    return plan_step(settings, config, batches, n_tokens=n_tokens, device=device, topology=topology)
 
 
 def device_of(use_cpu: bool) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The files that a run reads before it loads weights."""
-
-    table: ReviewTable
-    split: Split
-    batches: BatchPlan
-    commit: str | None  # None for a model that is not on the Hub
-    tokenizer: PreTrainedTokenizerBase
-    config: PretrainedConfig
-    rows: Dataset  # the tokens of all reviews
-    tokens: NDArray[np.int64]  # the ids that occur in them, sorted
-
-
-def read_sources(settings: Settings, ranks: int) -> Sources:
-    table, split, batches = read_and_split(settings, ranks)
-    commit = resolve_commit(settings)
-    tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
-    config = classifier_config(
-        settings, table.class_names, tokenizer, device=device_of(settings.use_cpu), commit=commit
-    )
-    rows = tokenize_in_memory(table, tokenizer, settings.max_length)
-    return Sources(table, split, batches, commit, tokenizer, config, rows, occurring_tokens(rows))
 
 
 def plan_step(

@@ -1,4 +1,4 @@
-"""A run is resumed only with the same content of its model's folder, and `--dry_run` reports the same as the run."""
+"""A run is resumed only with the same content of its model's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 from helpers.architectures import write_model
-from helpers.marks import slow_after
 from helpers.run_folders import edit_json
 
 from app import ddp_loop
 from app.common.errors import AgreedError
 from app.distributed.world import World
-from app.plan.dry_run import print_plan
 from app.runs.schema import METRICS
 from app.settings import Settings
 from app.training.prepare import prepare
@@ -71,33 +69,16 @@ def start(settings: Settings, world: World) -> None:
     prepare("ddp_loop", settings, world).record.unlock()
 
 
-def plan(settings: Settings, world: World) -> None:
-    print_plan("ddp_loop", settings, world)
-
-
-@pytest.mark.parametrize("begin", slow_after(1, [start, plan]))
 @pytest.mark.parametrize("message", CHANGES)
-def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, begin, message):
+def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, message):
     """The lock that a failed start leaves to the end of its process is no concern here."""
     monkeypatch.setattr("app.checkpoint.resume.lock", lambda run: os.open(run, os.O_RDONLY))
     monkeypatch.chdir(tmp_path)  # a run that starts from a checkpoint has a new folder
     model = write_model(tmp_path / "model", "bert")
-    begin(replace(trained, model=str(model)), world)  # the same content in another place
+    start(replace(trained, model=str(model)), world)  # the same content in another place
     CHANGES[message](model)
     with pytest.raises(AgreedError, match=f"cannot resume from .* {message}$"):
-        begin(replace(trained, model=str(model)), world)
+        start(replace(trained, model=str(model)), world)
     run = Path(str(trained.resume_from_checkpoint)).parents[1]
     assert (run / METRICS.name).exists(), "nothing is removed"
     assert (run / "checkpoints" / "checkpoint-2").exists()
-
-
-def test_a_dry_run_compares_the_settings_with_the_checkpoint(trained, world, monkeypatch, capsys):
-    monkeypatch.setattr("app.checkpoint.resume.lock", lambda run: os.open(run, os.O_RDONLY))
-    plan(replace(trained, threads=3, eval_batch_size=7), world)
-    printed = capsys.readouterr().out
-    assert "resumed from" in printed
-    assert "(step 1)" in printed
-    with pytest.raises(AgreedError, match=r"learning_rate was 0\.001 and is 5\.0; seed was 42 and is 7; split"):
-        plan(replace(trained, learning_rate=5.0, seed=7), world)
-    with pytest.raises(AgreedError, match="only ddp_loop, which wrote it, can resume it"):
-        print_plan("trainer_run", trained, world)

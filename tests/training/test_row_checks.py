@@ -1,4 +1,4 @@
-"""Reviews that would end a run in the middle are named before it begins, by the run and by `--dry_run`."""
+"""Reviews that would end a run in the middle are named before it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from app.common.errors import AgreedError
 from app.data.reviews import read_reviews
 from app.data.tokenize import count_of_tokens, tokenize_in_memory
 from app.distributed.world import World
-from app.plan.dry_run import print_plan
 from app.settings import Settings
 from app.training.build import build_data, build_model
 
@@ -36,8 +35,6 @@ def without_special_tokens(model: Path) -> None:
 def check(settings: Settings, world: World, message: str) -> None:
     with pytest.raises(AgreedError, match=message):
         build_model(settings, build_data(settings, world), world)
-    with pytest.raises(AgreedError, match=message):
-        print_plan("ddp_loop", settings, world)
 
 
 def test_reviews_without_tokens_are_a_mistake(world, tmp_path):
