@@ -46,7 +46,7 @@ def run_job(
 
     Args:
         ranks: of the job, divided among the nodes.
-        threads: of each rank; 0: the program has a flag or a default.
+        threads: of each rank; 0: the program's default.
         link: between two nodes on this machine, on which the job then runs; by default, there is only one node.
         log: file for what the job prints; by default, it prints to this process's output.
 
@@ -106,7 +106,7 @@ def time_steps(
             output, flags = folder / STEPS.name, [*flags, total, folder / STEPS.name]
         else:
             output = run / STEPS.name
-            flags = [*flags, *RUN_FLAGS, "--output_dir", run, "--max_steps", total, "--threads", threads]
+            flags = [*flags, *RUN_FLAGS, "--output_dir", run, "--max_steps", total]
         run_quietly(program, flags, folder / "log", ranks=ranks, threads=threads, link=link)
         return pd.read_json(output, lines=True)[COLUMNS].iloc[WARM_UP:].sum()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import BertConfig, BertTokenizer
+from transformers import BertTokenizer
 
 from ..flags import SHORT_NAMES, SIZES
+from .steps import bert_config
 
 VOCABULARY_SIZE = 21_128  # as BERT for Chinese has, in which each Chinese character is a token
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -24,15 +25,9 @@ def model_folder(name: str, folder: Path) -> str:
     if name not in SIZES:
         return name
     folder.mkdir(parents=True)
-    layers, hidden, heads, intermediate = SIZES[name]
-    BertConfig(
-        vocab_size=VOCABULARY_SIZE,
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        intermediate_size=intermediate,
-        architectures=["BertForSequenceClassification"],
-    ).save_pretrained(folder)
+    config = bert_config(name)
+    config.vocab_size, config.architectures = VOCABULARY_SIZE, ["BertForSequenceClassification"]
+    config.save_pretrained(folder)
     tokens = [*SPECIAL_TOKENS, *ASCII.lower(), *(f"##{character}" for character in ASCII), *PUNCTUATION, *CHINESE]
     tokens = list(dict.fromkeys(tokens))
     tokens += [f"[unused{number}]" for number in range(VOCABULARY_SIZE - len(tokens))]
