@@ -2,7 +2,7 @@
 
 Rank 0 writes all files except each rank's part of a checkpoint. Except for the two logs, a file or folder gets its name
 when it is complete. The logs are the only memory of a run: totals, the best weights and early stopping follow from
-their lines, so a checkpoint holds nothing but the training state and its step.
+their lines, so a checkpoint holds the training state and its step alone.
 """
 
 from __future__ import annotations

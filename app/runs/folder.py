@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import os
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from ..common.errors import UserError
-from ..common.files import flush
 from .schema import LATEST, LOCK
 
 
@@ -98,13 +99,11 @@ def _create(requested: str | None, parent: Path) -> Path:
     folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     try:
         if requested is None:
-            folder = _create_unused(folder)
-        else:
-            reject_used(requested)
-            _make(folder)
-        probe = folder / ".probe.tmp"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another job may be trying the same folder
+            return _create_unused(folder)
+        reject_used(requested)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
     return folder
@@ -117,21 +116,10 @@ def _is_content(path: Path) -> bool:
 
 def _create_unused(folder: Path) -> Path:
     """Create a folder that did not exist; add a number to its name if another run started in the same second."""
-    _make(folder.parent)
-    candidate, number = folder, 1
-    while True:
-        try:
-            candidate.mkdir()  # fails if another job has just created it
-            flush(candidate.parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):  # another job has just created it
+            candidate.mkdir()
             return candidate
-        except FileExistsError:
-            number += 1
-            candidate = folder.with_name(f"{folder.name}-{number}")
-
-
-def _make(folder: Path) -> None:
-    """Create a folder and its parents so that their names survive a power failure."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        flush(path.parent)
+    raise AssertionError("unreachable")

@@ -18,7 +18,7 @@ Started = list[tuple[str, dict[str, Any]]]
 
 
 class FakeTracker:
-    """A tracker of accelerate that keeps what it is given, and fails in one of its methods if it is told so."""
+    """A tracker of accelerate that keeps what it is given, and fails in the method `fails_in`."""
 
     fails_in, problem = "", RuntimeError("the service\n is gone")
     started: ClassVar[Started] = []

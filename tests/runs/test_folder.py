@@ -1,4 +1,4 @@
-"""A run folder belongs to one job, and its name survives a power failure."""
+"""A run folder belongs to one job."""
 
 from __future__ import annotations
 
@@ -9,26 +9,8 @@ import pytest
 
 from app.common.errors import UserError
 from app.runs import folder as run_folder
-from app.runs.folder import claim_folder, create_folder
+from app.runs.folder import claim_folder
 from app.runs.schema import LATEST, METRICS
-
-
-@pytest.fixture
-def flushed(monkeypatch) -> list[str]:
-    """The names of the folders that are flushed to disk."""
-    names: list[str] = []
-    flush = run_folder.flush
-    monkeypatch.setattr(run_folder, "flush", lambda path: (names.append(path.name), flush(path)))
-    return names
-
-
-@pytest.mark.parametrize("create", [create_folder, claim_folder])
-def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, create):
-    create(str(tmp_path / "a" / "b" / "run"), tmp_path)
-    assert {tmp_path.name, "a", "b"} <= set(flushed)
-    flushed.clear()
-    create(None, tmp_path / "c" / "runs")
-    assert {tmp_path.name, "c", "runs"} <= set(flushed)
 
 
 def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_rejected(tmp_path, monkeypatch):
