@@ -49,7 +49,7 @@ case $1 in
     --rdzv_conf=is_host="$([ "$NODE_RANK" = 0 ] && echo true || echo false)${RDZV_CONF:+,$RDZV_CONF}") ;;
 esac
 # Without this a node that rejoins waits for a key that node 0 has published only once (torch 2.13).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 # SIGUSR1, which schedulers send before the time limit, would otherwise end torchrun before its ranks have saved.
 exec torchrun --nnodes="$NNODES" --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \
   --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "${rendezvous[@]}" -m "${@:2}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from app.common import machine
-from app.common.errors import Preempted
+from app.common.errors import Preempted, RunError
 from app.distributed import failure, network, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
 from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
@@ -103,6 +106,30 @@ def test_every_rank_chooses_the_same_device_type(ranks):
     assert len(chosen) == 1
     if chosen == {"cuda"}:
         assert ranks == [GPU] * len(ranks)
+
+
+# ---- the store of an attempt -------------------------------------------------------------------------------------
+
+
+def test_ranks_of_several_nodes_do_not_wait_for_a_rank_0_that_has_died(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    torchruns = HashStore()
+    with socket.create_server(("localhost", 0)) as dead:
+        torchruns.set("port of rank 0", str(dead.getsockname()[1]))
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(process_group._store_of_rank_0, torchruns, 1, timedelta(seconds=20))
+        own = process_group._store_of_rank_0(torchruns, 0, timedelta(seconds=20))
+        own.set("word", "of this attempt")
+        assert early.result().get("word") == b"of this attempt"
+
+
+def test_without_a_rank_0_the_wait_is_limited(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    torchruns = HashStore()
+    with socket.create_server(("localhost", 0)) as dead:
+        torchruns.set("port of rank 0", str(dead.getsockname()[1]))
+    with pytest.raises(RunError, match="rank 1 cannot connect to rank 0 at localhost"):
+        process_group._store_of_rank_0(torchruns, 1, timedelta(seconds=0.2))
 
 
 # ---- timeouts ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, **more: str
     """Run multi_node.sh with `arguments` on both nodes, assert that both exit 0, and return their output."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
     processes = [start(nodes, rank, *arguments, log=log, **more) for rank, log in enumerate(logs)]
-    wait_for_all(processes, 200)
+    wait_for_all(processes, 400)  # a limit only has to end what hangs, also on a busy machine
     printed = [log.read_text() for log in logs]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     return printed
@@ -84,6 +84,39 @@ def test_the_ranks_connect_over_the_cable(nodes: list[str], form: str, tmp_path:
     ranks = [next(line for line in text.splitlines() if line.startswith("rank ")) for text in printed]
     expected = [f"rank {rank} sum 11.0 by cable" for rank in range(2)]
     assert ranks == expected if form == "static" else sorted(ranks) == expected
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "shared_store"), [("static", "0"), ("c10d", "0"), ("c10d", "1")])
+def test_ranks_of_two_nodes_connect_again_after_a_sigkill(
+    nodes: list[str], form: str, shared_store: str, tmp_path: Path
+) -> None:
+    """Once while they communicate, and once while they start, so that the nodes count different numbers of restarts."""
+    (tmp_path / "restarted.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from app.distributed.collectives import barrier\n"
+        "from app.distributed.process_group import join\n"
+        "from app.settings import Settings\n"
+        "def kill_once(moment):\n"
+        "    marker = Path(__file__).with_name(moment)\n"
+        "    if os.environ['RANK'] == '1' and not marker.exists():\n"
+        "        marker.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if Path(__file__).with_name('running').exists():\n"
+        "    kill_once('starting')\n"
+        "with join(Settings(use_cpu=True, threads=1, ddp_timeout=20)) as world:\n"
+        "    kill_once('running')\n"
+        "    barrier(world)\n"
+        "print('rank', world.rank, 'has finished', flush=True)\n"
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(PROJECT)]))
+        options = {"MAX_RESTARTS": "9", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared_store}
+        printed = run_on_both(nodes, form, "restarted", log_folder=tmp_path, **options)
+    finished = [line for text in printed for line in text.splitlines() if line.startswith("rank ")]
+    assert sorted(finished) == ["rank 0 has finished", "rank 1 has finished"]
 
 
 # Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs a command there.
