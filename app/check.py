@@ -11,12 +11,15 @@ Two machines with 8 GPUs each; on the second one --node_rank=1:
 Rank 0 prints a line for each rank, in rank order. Then all ranks call an all-reduce and train two steps of a toy model
 with DDP. Ranks wait for each other for --ddp_timeout seconds, here by default 30.
 
-If nothing is printed within seconds, torchrun on some node does not reach node 0. On that node, this names the reason:
-
-    python -m app.check --connect 10.0.0.1:29500
+If nothing is printed within seconds, torchrun on some node does not reach node 0: try `nc -vz 10.0.0.1 29500` there.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    from .program import check_command_line
+
+    check_command_line(__doc__)  # before torch is imported, which takes seconds
 
 import os
 import socket
@@ -36,40 +39,19 @@ from .distributed.collectives import all_gather_object, wait_for_device
 from .distributed.network import find_route
 from .distributed.process_group import join
 from .distributed.world import World
-from .flags import add_check_flags
 from .program import launch
 from .settings import Settings
 
 TIMEOUT_SECONDS = 30
-CONNECT_SECONDS = 5.0
 
 
-def main(settings: Settings, connect: tuple[str, int] | None) -> None:
-    if connect is not None:
-        check_port(*connect)
-        return
+def main(settings: Settings) -> None:
     if settings.ddp_timeout == Settings.ddp_timeout:
         settings = replace(settings, ddp_timeout=TIMEOUT_SECONDS)
     with join(settings) as world:
         print_places(world)
         report(sum_over_ranks, world, name="all-reduce", what="1 MiB, with the correct sum")
         report(train_toy_model, world, name="toy DDP step", what="with equal weights afterwards")
-
-
-def check_port(host: str, port: int) -> None:
-    """Connect to a port, and print that this works.
-
-    Raises:
-        RunError: nothing answers there.
-    """
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-    except (OSError, UnicodeError) as problem:
-        cause = getattr(problem, "strerror", None) or str(problem)
-        if isinstance(problem, TimeoutError):  # strerror says only that it has timed out
-            cause = f"no answer within {CONNECT_SECONDS:g} s: a firewall drops the packets, or the address is wrong"
-        raise RunError(f"{host}, port {port}: {cause}") from None
-    print_line("connected", f"{host}, port {port}")
 
 
 def print_places(world: World) -> None:
@@ -137,4 +119,4 @@ def print_line(name: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_check_flags)
+    launch(main, __doc__)

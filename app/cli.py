@@ -7,7 +7,7 @@ import difflib
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -18,10 +18,6 @@ from .common.errors import UserError, shorten
 from .common.paths import PACKAGE, with_package_name
 from .settings import GROUPS, TYPES, Settings, help_of
 
-# The flags that programs reject, and do not list in their help: all but the training paths.
-FLAGS_OF_ONE_RUN = {
-    "dry_run": f"only {PACKAGE}.ddp_loop and {PACKAGE}.trainer_run have it; {PACKAGE}.plan plans all strategies"
-}
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
 
@@ -81,7 +77,7 @@ def parse_given(
     arguments: Sequence[str],
     add_arguments: Callable[[OneLineParser], None] | None = None,
     *,
-    rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+    only: Collection[str] = TYPES,
 ) -> dict[str, Any]:
     """Return the settings that are given, most of them as texts, and the values of all flags of the program itself.
 
@@ -90,7 +86,7 @@ def parse_given(
     Args:
         description: The docstring of the entry point, which `--help` prints first.
         add_arguments: Adds the program's own flags to a parser, and sets its own defaults of settings.
-        rejected: The settings that the program rejects, and why.
+        only: The settings that the program has; by default all.
 
     Raises:
         UserError: An unknown flag, or an unreadable config file.
@@ -103,20 +99,22 @@ def parse_given(
     for group in GROUPS:
         section = parser.add_argument_group(str(group.__doc__))
         for field in fields(group):
-            if field.name not in rejected:
+            if field.name in only:
                 help_text = help_of(field.name).replace("%", "%%")
                 default = defaults.get(field.name, field.default)
                 section.add_argument(f"--{field.name}", help=help_text, default=default, **options_of(field.name))
-            if field.name == "precision" and not {"precision", "bf16"} & rejected.keys():
+            if field.name == "precision" and field.name in only:
                 section.add_argument("--bf16", nargs="?", const="true", metavar="true", help="same as --precision bf16")
     # argparse sets no default where a value exists: a setting stays None unless it is given.
     namespace, unknown = parser.parse_known_intermixed_args(
         list(arguments), argparse.Namespace(**dict.fromkeys((*TYPES, "bf16")))
     )
     if unknown:
-        parser.error(f"unknown argument {unknown[0]}{hint_for(unknown[0], parser, rejected)}")
+        name = underscored(unknown[0]).partition("=")[0]
+        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.8)
+        parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {similar[0]}?" if similar else ""))
     given = {name: value for name, value in vars(namespace).items() if value is not None or name not in TYPES}
-    config = read_config(given.pop("config"), rejected)
+    config = read_config(given.pop("config"), only)
     for values in (given, config):
         resolve_alternatives(values)
     if given.keys() & BATCH_SIZES:
@@ -137,17 +135,7 @@ def options_of(name: str) -> dict[str, Any]:
     return {"metavar": placeholder(TYPES[name])}
 
 
-def hint_for(argument: str, parser: OneLineParser, rejected: Mapping[str, str] | None = None) -> str:
-    """Return a reason or a suggestion for an unknown argument, to be appended to its name."""
-    name = underscored(argument).partition("=")[0].lstrip("-")
-    if rejected and name in rejected:
-        return f": {rejected[name]}"
-    flags = [flag.removeprefix("--") for flag in parser._option_string_actions]
-    similar = difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
-    return f": did you mean --{similar[0]}?" if similar else ""
-
-
-def read_config(path: str | None, rejected: Mapping[str, str]) -> dict[str, Any]:
+def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
     """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False."""
     if path is None:
         return {}
@@ -158,8 +146,8 @@ def read_config(path: str | None, rejected: Mapping[str, str]) -> dict[str, Any]
         reason = getattr(problem, "strerror", None) or "must be a YAML file with one `name: value` per line"
         raise UserError(f"--config {path}: {reason}") from None
     for name in config:
-        if name in rejected or name not in (*TYPES, "bf16"):
-            raise UserError(f"--config {path}: unknown setting {name}: {rejected.get(name, 'see --help')}")
+        if name not in (*only, "bf16"):
+            raise UserError(f"--config {path}: unknown setting {shorten(name)} (--help lists all flags)")
     return {name: value for name, value in config.items() if value not in ("", "null", "~")}
 
 
@@ -183,21 +171,31 @@ def parse_flags(
     arguments: Sequence[str],
     add_arguments: Callable[[OneLineParser], None] | None = None,
     *,
-    rejected: Mapping[str, str] = FLAGS_OF_ONE_RUN,
+    only: Collection[str] = TYPES,
 ) -> tuple[Settings, dict[str, Any]]:
     """Return the settings of a command line, and the values of the program's own flags. As `parse_given`.
 
     Raises:
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
-    given = parse_given(description, arguments, add_arguments, rejected=rejected)
+    given = parse_given(description, arguments, add_arguments, only=only)
     settings = {name: given.pop(name) for name in given.keys() & TYPES.keys()}
     return Settings(**settings), given
 
 
+def parse_own(
+    description: str | None, arguments: Sequence[str], add_arguments: Callable[[OneLineParser], None] | None
+) -> argparse.Namespace:
+    """Parse the command line of a program that has no settings."""
+    parser = OneLineParser(description=description)
+    if add_arguments is not None:
+        add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
 def parse_settings(arguments: Sequence[str]) -> Settings:
     """Parse the command line of a training path."""
-    return parse_flags(None, arguments, rejected={})[0]
+    return parse_flags(None, arguments)[0]
 
 
 def as_flags(settings: Settings) -> list[str]:
@@ -211,8 +209,6 @@ def as_flags(settings: Settings) -> list[str]:
 
 def program_name() -> str:
     """Return the module that this process was started with, such as `app.bench.memory`."""
-    if sys.argv[0] == "-m":  # Python has not found the module yet: it is importing this package first
-        return sys.orig_argv[-len(sys.argv)].removeprefix("-m").removesuffix(".__main__")
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if it was started as a file, missing in pdb
     if spec:
         return str(spec.name).removesuffix(".__main__")

@@ -27,29 +27,56 @@ ablation.json and ablation.md.
 
 from __future__ import annotations
 
+from .cli import OneLineParser, count, parse_flags
+from .program import check_command_line, run_program, select_precision
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="two finished run folders; without them, train both paths"
+    )
+    parser.add_argument(
+        "--nproc_per_node",
+        default="auto",
+        metavar="N",
+        help="number of processes per run; auto: the number of GPUs if there are any, otherwise 2",
+    )
+    parser.add_argument(
+        "--seeds", type=count, metavar="N", help="number of seeds, starting at --seed; default: 1, with --ablate 3"
+    )
+    parser.add_argument(
+        "--assert_equal",
+        action="store_true",
+        help="exit with 1 unless the runs are bitwise identical; two finished runs are then compared without a report "
+        "unless --output_dir is given",
+    )
+    parser.add_argument(
+        "--no_baselines",
+        action="store_true",
+        help="do not train the baselines (majority class, TF-IDF with logistic regression)",
+    )
+    parser.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
+
+
+if __name__ == "__main__":
+    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+
 import argparse
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .cli import FLAGS_OF_ONE_RUN, parse_flags
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.paths import PACKAGE
 from .distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
-from .flags import add_compare_flags, all_but, reject_unused
 from .jobs import PATHS, run_job
-from .program import run_program, select_precision
 from .report.bitwise import check_same_rows, first_difference
 from .report.explanation import IDENTICAL, conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
 from .settings import Settings
-
-# The settings that have no effect on an ablation, which simulates plain ranks in one process.
-REJECTED_BY_ABLATION = all_but("num_train_epochs", "max_steps", "eval_batch_size", "output_dir")
-REJECTED_BY_ABLATION |= dict.fromkeys(("logical_ranks", "ddp_comm_hook"), "has no effect with --ablate")
 
 
 def main() -> int:
@@ -88,19 +115,20 @@ def print_conclusion(conclusion: str, is_asserted: bool) -> int:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    ablates = "--ablate" in sys.argv
-    rejected = REJECTED_BY_ABLATION if ablates else FLAGS_OF_ONE_RUN
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_compare_flags, rejected=rejected)
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
     settings, options = select_precision(settings), argparse.Namespace(**own_flags)
+    ablates: bool = options.ablate
     if ablates and (options.runs or options.assert_equal or settings.precision == "fp16"):
         raise UserError("--ablate trains in fp32 or bf16: remove the run folders, --assert_equal and --precision fp16")
+    if ablates and (settings.logical_ranks is not None or settings.ddp_comm_hook != "no"):
+        raise UserError("--ablate simulates plain ranks: remove --logical_ranks and --ddp_comm_hook")
+    if settings.dry_run:
+        raise UserError(f"--dry_run: use {PACKAGE}.plan, which plans all strategies")
     if options.runs:
         if len(options.runs) != 2:
             raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
-        where = "on two finished runs: remove the flag or the run folders"
-        reject_unused(settings, ["output_dir"], where)
         if options.seeds or options.nproc_per_node != "auto":
-            raise UserError(f"--seeds and --nproc_per_node: have no effect {where}")
+            raise UserError("--seeds and --nproc_per_node: have no effect on two finished runs")
         return options, settings
     options.seeds = options.seeds or (3 if ablates else 1)
     replace(settings, seed=settings.seed + options.seeds - 1)  # a mistake, if the last seed is too large

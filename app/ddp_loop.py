@@ -19,6 +19,11 @@ averaged, and which process writes the files.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from .program import check_command_line
+
+    check_command_line(__doc__)  # before torch is imported, which takes seconds
+
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice, product
@@ -256,4 +261,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, rejected={})
+    launch(main, __doc__)

@@ -6,6 +6,11 @@ torchrun starts two processes, the ranks, which train on halves of the same batc
 test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop's (docs/from_minimal_to_ddp_loop.md).
 """
 
+if __name__ == "__main__":
+    from .program import check_command_line, run_program
+
+    check_command_line(__doc__, only=("csv", "max_steps", "train_batch_size"))
+
 import gc
 import json
 import sys
@@ -18,14 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithPadding
 
-from .cli import OneLineParser
-from .flags import add_minimal_flags
+from .cli import parse_settings
 from .model.built_in import embeddings_of
 from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
-from .program import run_rank
 from .runs.hashes import hash_weights
-from .settings import Settings
 from .strategies.base import sum_of_squares
 from .strategies.optimization import VectorTails
 from .strategies.reduction import sum_pairwise
@@ -34,9 +36,7 @@ from .training.step import build_scheduler, parameter_groups
 
 
 def main() -> None:
-    parser = OneLineParser(description=__doc__)
-    add_minimal_flags(parser)  # --csv, --max_steps, --train_batch_size
-    settings = Settings(gradient_accumulation_steps=2, **vars(parser.parse_args()))  # others: app.ddp_loop's defaults
+    settings = parse_settings(["--gradient_accumulation_steps=2", *sys.argv[1:]])  # others: app.ddp_loop's defaults
 
     # 1. THE PROCESS GROUP connects the ranks: over "gloo" if they use CPUs, as on this page, over "nccl" if each has a
     #    GPU. They communicate by collectives such as all_reduce, which every rank has to call in the same order.
@@ -117,4 +117,4 @@ def average_in_fixed_order(_: None, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(main))
+    sys.exit(run_program(main, on_ranks=True))

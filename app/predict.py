@@ -4,8 +4,7 @@
     torchrun --nproc_per_node=4 -m app.predict runs/ddp_loop/latest --csv new.csv
 
 Batch size, maximum length, precision and threads are those of the run, unless flags say otherwise. The output has the
-columns of a run's predictions.csv, with the labels only if the CSV has the label column. Then the metrics are printed.
-The output is written at the end.
+columns of a run's predictions.csv, with labels only if the CSV has them. It is written at the end, with the metrics.
 
 Some texts, as arguments or as lines of standard input; the output is printed, unless --output is given:
 
@@ -18,6 +17,12 @@ The rows that the run held out, which gives its predictions.csv again:
 """
 
 from __future__ import annotations
+
+from .predict_flags import USED, add_arguments
+from .program import check_command_line, launch, select_precision
+
+if __name__ == "__main__":
+    check_command_line(__doc__, add_arguments, only=USED)  # before torch is imported
 
 import io
 import os
@@ -47,11 +52,9 @@ from .distributed.collectives import broadcast_object, local_main_process_first,
 from .distributed.environment import rank_and_sizes
 from .distributed.process_group import join
 from .distributed.world import World
-from .flags import REJECTED_BY_PREDICT, add_predict_flags
 from .metrics.score import load_metrics, score
 from .model.hub import resolve_commit
 from .model.load import load_trained
-from .program import launch, select_precision
 from .record.predictions import write_lines, write_predictions
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
@@ -177,7 +180,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     run = find_run(Path(name))
     if part is not None and run is None:
         raise UserError(f"--split {part}: {name} is not the folder of a run")
-    given = parse_given(None, sys.argv[1:], add_predict_flags, rejected=REJECTED_BY_PREDICT)
+    given = parse_given(None, sys.argv[1:], add_arguments, only=USED)
     values, recorded = Settings().as_dict(), {}
     if run is not None:
         read_object(run, METRICS)  # which is written last
@@ -198,9 +201,9 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if reads_a_file and output is None:
         output = f"{part or settings.csv_path.stem}-predictions.csv"
     path = None if output is None else Path(output)
-    if path is not None and os.path.lexists(path):
-        raise UserError(f"--output {path}: exists: name another file, or remove it")
     if path is not None:
+        if os.path.lexists(path):
+            raise UserError(f"--output {path}: exists: name another file, or remove it")
         try:
             with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.absolute().parent):
                 pass  # better now than after all rows are predicted
@@ -290,4 +293,4 @@ def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_predict_flags, rejected=REJECTED_BY_PREDICT)
+    launch(main, __doc__, add_arguments, only=USED)

@@ -20,6 +20,11 @@ rest, because it would train differently. Trainer's default, and its replacement
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from .program import check_command_line
+
+    check_command_line(__doc__)  # before torch is imported, which takes seconds
+
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,4 +111,4 @@ def train(trainer: ReviewTrainer, prepared: Preparation) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, rejected={})
+    launch(main, __doc__)

@@ -40,7 +40,9 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME} # with = i
 endpoint=$MASTER_ADDR:$MASTER_PORT
 if [[ $MASTER_ADDR == *:* ]]; then endpoint=[$MASTER_ADDR]:$MASTER_PORT; fi # IPv6
 
-processes=$(python -m app.nproc_per_node "${@:3}") || exit 2
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep --count GPU) || true
+if [ "${gpus:-0}" = 0 ]; then gpus=2; fi
+processes=${NPROC_PER_NODE:-$gpus}
 
 case $1 in
   static) rendezvous=(--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT") ;;

@@ -169,10 +169,12 @@ def imports_torch(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ctrl_c_on_a_rank_of_run_rank_is_one_line(rank):
+def test_ctrl_c_on_a_rank_of_the_page_is_one_line(rank):
     # From the terminal and from the launcher.
     program = "def program():\n    try:\n        os.kill(0, 2)\n    finally:\n        os.kill(0, 2)\n"
-    code = f"import os, sys; from app.program import run_rank\n{program}sys.exit(run_rank(program))"
+    code = (
+        f"import os, sys; from app.program import run_program\n{program}sys.exit(run_program(program, on_ranks=True))"
+    )
     sizes = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     with start(code, option="-c", **sizes) as job:
         out, err = job.communicate(timeout=LIMIT)
@@ -182,19 +184,16 @@ def test_ctrl_c_on_a_rank_of_run_rank_is_one_line(rank):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--max_restarts=abc"], "max-restarts: abc: must be a whole number"),
-        (["--nnodes=abc"], "nnodes: abc: must be a number of nodes"),
-        (["--nnodes=3:2"], "nnodes: 3:2: must be a number of nodes"),
-        (["--master_port=99999999"], "master-port: 99999999: must be a port between 1 and 65535"),
-        (["--master_addr="], "master-addr: is empty"),
-        (["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:abc"], "^torchrun rejects its flags: .*'localhost:abc'"),
-        (["--rdzv_conf=nonsense"], "nonsense: must be KEY=VALUE"),
+        (["--max_restarts=abc"], "torchrun rejects its flags: .*'abc'"),
         (["--nnodes=2", "--node_rank=7"], "^--node_rank 7: must be less than --nnodes 2$"),
+        (["--nnodes=2", "--node_rank=x"], "argument --node_rank: invalid int value: 'x'"),
         (["--nnodes=2", "--rdzv_backend=bogus", "--rdzv_endpoint=localhost:1"], "^torchrun rejects its flags: .*bogus"),
         (["--nnodes=2", "--rdzv_conf=timeout=abc"], "^torchrun rejects its flags: .*abc"),
+        (["--nproc_per_node=0"], "--nproc_per_node 0: must be auto or a whole number"),
+        (["--lerning_rate=1"], "unknown argument --lerning_rate=1: did you mean --learning_rate"),
     ],
 )
-def test_invalid_values_of_torchruns_flags_are_one_line(flags, problem, monkeypatch):
+def test_mistakes_are_one_line(flags, problem, monkeypatch):
     monkeypatch.setattr(agent, "forward_signals", lambda: None)  # pytest's handlers stay
     with pytest.raises(UserError, match=problem):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
@@ -243,9 +242,7 @@ def test_a_job_on_one_node_uses_a_free_port(agents_flags, flags, alone):
     assert ("--standalone" in agents_flags("ddp_loop", "--use_cpu", *flags)) is alone
 
 
-@pytest.mark.parametrize(
-    ("flags", "processes"), [([], 8), (["--use_cpu"], 2), (["--use-cpu"], 2), (["--use_cpu", "false"], 8)]
-)
+@pytest.mark.parametrize(("flags", "processes"), [([], 8), (["--use_cpu"], 2), (["--use-cpu"], 2)])
 def test_a_benchmark_has_a_process_per_gpu_unless_it_uses_the_cpu(agents_flags, monkeypatch, flags, processes):
     monkeypatch.setattr(processes_module, "count_gpus", lambda use_cpu: 0 if use_cpu else 8)
     monkeypatch.setattr("app.common.machine.unusable_accelerator", lambda: None)

@@ -1,65 +1,143 @@
-"""The help of every program: what it lists is accepted, what it does not list is rejected, and all look alike."""
+"""The help of every program, and a user's mistakes: at once, before torch is imported, in one line."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import re
-import runpy
+import subprocess
 import sys
-import warnings
-from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from helpers.jobs import LIMIT, PROJECT
 
-from app import early
-from app.cli import FLAGS_OF_ONE_RUN, OneLineParser
-from app.flags import BENCHMARKS
-from app.settings import GROUPS
+from app import program as program_module
+from app.distributed.environment import SINGLE_PROCESS
+from app.program import check_command_line
 
-WITHOUT_SETTINGS = ("minimal", "bench/scaling", "bench/growth", "experiments/faults")
-PATHS = {"ddp_loop": {}, "trainer_run": {}}
-REJECTED = PATHS | {name.replace(".", "/"): rejected for name, rejected in BENCHMARKS.items()}
-PROGRAMS = (
-    *REJECTED,
-    *("compare", "plan", "experiments/same_bits"),
-    *WITHOUT_SETTINGS,
+WITH_SETTINGS = (
+    *("ddp_loop", "trainer_run", "predict", "check", "compare", "plan", "experiments.same_bits"),
+    *("bench.communication", "bench.memory", "bench.speed", "bench.traffic"),
 )
+WITHOUT_SETTINGS = ("minimal", "bench.growth", "bench.scaling", "experiments.faults", "data.download")
+PROGRAMS = (*WITH_SETTINGS, *WITHOUT_SETTINGS)
+POSITIONAL = {"predict": ["model"]}  # arguments without which the others are not looked at
+HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+RANK_1 |= {"MASTER_PORT": "29500"}
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request) -> str:
-    return request.param
+def run(folder: Path, *arguments: str) -> tuple[int, str, list[str], set[str]]:
+    """Run `python -m`; return its status, output, lines on standard error, and the names of the imported packages."""
+    environment = {name: value for name, value in os.environ.items() if name not in SINGLE_PROCESS}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time:")}
+    assert "argparse" in imported
+    return done.returncode, done.stdout, [line for line in lines if not line.startswith("import time:")], imported
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_begins_with_the_description_and_imports_nothing_heavy(tmp_path, program):
+    status, out, err, imported = run(tmp_path, f"app.{program}", "--help")
+    assert (status, err) == (0, [])
+    assert out.startswith(f"usage: python -m app.{program} [--flag VALUE …]\n\n")
+    assert f"-m app.{program}" in out.partition("options:")[0].partition("\n")[2], "an example"
+    assert ("--learning_rate" in out) == (program in WITH_SETTINGS and program != "predict")
+    assert not re.search(r"default: [^\n]*\(default: ", out), "a default is printed once"
+    assert imported & HEAVY == set()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_unknown_flag_imports_nothing_heavy(tmp_path, program):
+    status, out, err, imported = run(tmp_path, f"app.{program}", *POSITIONAL.get(program, []), "--colour=red")
+    assert (status, out, len(err)) == (2, "", 1)
+    assert re.match("error: (unknown argument|unrecognized arguments:) --colour=red", err[0])
+    assert imported & HEAVY == set()
+
+
+@pytest.mark.parametrize("program", [["app.ddp_loop"], ["app.trainer_run"], ["app.compare"], ["app", "train"]])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--learning_rate=0"], "--learning_rate 0: must be greater than 0"),
+        (["--max_steps", "many"], "--max_steps many: must be a valid integer"),
+        (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
+        (["--csv", "missing.csv"], "missing.csv: no such file"),
+        (["--csv", "."], ".: is a folder; give the path of a"),
+    ],
+)
+def test_a_mistake_imports_nothing_heavy_and_writes_nothing(tmp_path, program, arguments, line):
+    status, out, err, imported = run(tmp_path, *program, *arguments)
+    assert (status, out, len(err)) == (2, "", 1)
+    assert err[0].startswith(f"error: {line}")
+    assert imported & HEAVY == set()
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_package_does_nothing():
+    code = "import sys; sys.argv = ['-m', '--no-such-flag']; import app; print([m for m in sys.modules if 'app.' in m])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
 @pytest.fixture
-def parser(program, monkeypatch) -> OneLineParser:
-    """The parser that prints the program's help."""
-    found = []
-    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self: found.append(self))
-    monkeypatch.setattr("app.program.stop_importing", lambda: None)
-    monkeypatch.setattr(sys, "argv", [program, "--help"])
-    monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)  # another test has imported the module
-    if program.replace("/", ".") in early.REJECTED | early.WITHOUT_SETTINGS:
-        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", f"app.{program.replace('/', '.')}", "--help"])
-        monkeypatch.setattr(sys, "argv", ["-m", "--help"])
-        with pytest.raises(SystemExit):
-            early.check_command_line()
-        monkeypatch.setattr(sys, "argv", [program, "--help"])
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_module(f"app.{program.replace('/', '.')}", run_name="__main__", alter_sys=True)
-    assert exit.value.code == 0
-    assert len({parser.format_help() for parser in found}) == 1, "the same before and after the program's imports"
-    return found[-1]
+def check(monkeypatch):
+    """Call `check_command_line` on a rank; return the exit status, or None."""
+    monkeypatch.setattr(program_module.gc, "disable", lambda: None)
+    monkeypatch.setattr(program_module.gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(program_module.signal, "signal", lambda *_: None)
+
+    def check(*arguments: str, **environment: str) -> int | None:
+        for name in (*SINGLE_PROCESS, "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["ddp_loop", *arguments])
+        try:
+            check_command_line("The description.")
+        except SystemExit as exit:
+            return int(exit.code or 0)
+        return None
+
+    return check
 
 
-def test_all_helps_look_alike_and_begin_with_the_own_flags(parser, program):
-    text = parser.format_help()
-    assert text.startswith(f"usage: python -m app.{program.replace('/', '.')} [--flag VALUE …]\n\n{parser.description}")
-    assert re.search(rf"-m {'app/' + program}".replace("/", r"\."), parser.description), "an example"
-    titles = re.findall(r"^([a-z].*):$", text.partition(str(parser.description))[2], re.MULTILINE)
-    groups = () if program in WITHOUT_SETTINGS else GROUPS
-    rejected = REJECTED.get(program, FLAGS_OF_ONE_RUN)
-    of_settings = [group.__doc__ for group in groups if {field.name for field in fields(group)} - set(rejected)]
-    assert titles == [*(["positional arguments"] if program == "compare" else []), "options", *of_settings]
-    # A default is printed once.
-    assert not re.search(r"default: [^\n]*\(default: ", text)
+def test_only_rank_0_prints_the_help(check, capsys):
+    assert check("--help", **RANK_1) == 0
+    assert capsys.readouterr() == ("", "")
+    assert check("--help", **RANK_1 | {"RANK": "0", "LOCAL_RANK": "0"}) == 0
+    assert "The description." in capsys.readouterr().out
+
+
+def test_rank_0_reports_a_mistake_first(check, capsys, monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr("app.program.time.sleep", waits.append)
+    assert check("--colour=red", **RANK_1 | SINGLE_PROCESS) == 2
+    assert waits == []
+    assert capsys.readouterr().err == "error: unknown argument --colour=red (--help lists all flags)\n"
+    assert check("--colour=red", **RANK_1) == 2
+    assert len(waits) == 1
+
+
+def test_what_only_some_ranks_may_find_is_left_to_the_program(check, capsys):
+    of_two_nodes = RANK_1 | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert check("--csv=missing.csv", **of_two_nodes) is None
+    assert check("--local-rank=1", "--max_steps=1", **RANK_1) is None, "torch.distributed.launch adds it"
+    assert check("--csv=missing.csv", "--resume_from_checkpoint=auto") is None, "a finished run needs no reviews"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_invalid_environment_is_reported(check, capsys):
+    assert check(RANK="0") == 2
+    assert capsys.readouterr().err.startswith("error: RANK=0 is set, but WORLD_SIZE is not")
+    assert check(RANK="many") == 2
+    assert capsys.readouterr().err.startswith("error: RANK='many': must be a whole number")

@@ -8,8 +8,7 @@ from helpers.jobs import PROJECT
 
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
-    {"compare", "check", "predict", "nproc_per_node", "__main__"},
-    {"early"},
+    {"compare", "check", "predict", "__main__"},
     {"experiments"},
     {"bench"},
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
@@ -21,8 +20,7 @@ LAYERS = (
     {"checkpoint"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},
-    {"flags"},
-    {"program", "jobs"},
+    {"program", "jobs", "predict_flags"},
     {"cli"},
     {"distributed"},
     {"settings"},

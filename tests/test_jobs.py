@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app import jobs
+from app.bench.flags import add_memory_flags
 from app.cli import parse_flags
-from app.flags import add_memory_flags
 from app.settings import Settings
 
 

@@ -24,9 +24,9 @@ from ..distributed.collectives import (
     wait_for_device,
 )
 from ..distributed.world import World
-from ..flags import STEP_SECONDS
 from ..strategies.reduction import reduce_scatter_pairwise
 from .core import Lab, compared
+from .flags import STEP_SECONDS
 
 # What a rank holds before and after: all chunks, its own one, or all of them on rank 0 only. And the factor between
 # bytes / seconds and the speed of a link, for N ranks (nccl-tests, doc/PERFORMANCE.md).

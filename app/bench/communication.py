@@ -9,6 +9,12 @@ runs/communication/). docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .flags import add_communication_flags
+
+    check_command_line(__doc__, add_communication_flags)
+
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +28,6 @@ from ..common.link import Link
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.process_group import join
-from ..flags import BENCHMARKS, COLLECTIVE_SECTIONS, DEFAULT_SECTIONS, SECTIONS, STEP_SECTIONS, add_communication_flags
 from ..program import launch, run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
@@ -31,6 +36,7 @@ from ..training.build import build_data
 from ..training.console import quiet_libraries
 from .collectives import collectives, granularity, operations, point_to_point
 from .core import Lab, Page, describe_job
+from .flags import COLLECTIVE_SECTIONS, DEFAULT_SECTIONS, SECTIONS, STEP_SECTIONS, add_communication_flags
 from .jobs import LINK_VARIABLE, run_job
 from .ladder import ladder
 from .sections import batch_size, breakdown, buckets, no_sync, readiness, reduction, unused_parameters
@@ -93,15 +99,14 @@ def main(
 
 def start() -> int:
     """Start the ranks on two nodes if `--link` is given; otherwise this process is a rank."""
-    rejected = BENCHMARKS["bench.communication"]
     if not started_by_torchrun():
         with suppress(UserError):  # the rank reports it
-            settings, flags = parse_flags(__doc__, sys.argv[1:], add_communication_flags, rejected=rejected)
+            settings, flags = parse_flags(__doc__, sys.argv[1:], add_communication_flags)
             if flags["link"]:
                 threads = settings.threads or default_threads(2)
                 command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
                 return run_program(partial(run_job, "bench.communication", command, ranks=2, link=flags["link"]))
-    launch(main, __doc__, add_communication_flags, rejected=rejected)
+    launch(main, __doc__, add_communication_flags)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,12 @@ trains one step of `tiny-bert` on it with app.ddp_loop, on the CPU: first with a
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .flags import add_growth_flags
+
+    check_command_line(__doc__, add_growth_flags, only=None)
+
 import csv
 import random
 import sys
@@ -24,7 +30,7 @@ import pandas as pd
 import psutil
 import torch
 
-from ..cli import OneLineParser, command_line
+from ..cli import command_line, parse_own
 from ..common.errors import RunError
 from ..common.formats import MIB
 from ..common.machine import describe_machine
@@ -32,13 +38,13 @@ from ..common.paths import PACKAGE
 from ..data.reviews import ReviewTable, read_reviews
 from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
-from ..flags import add_growth_flags
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS, STEPS
 from ..setting_groups import TINY_BERT
 from ..settings import Settings
 from .core import Page
+from .flags import add_growth_flags
 
 CHANGES = 3  # characters that are changed in each copy of a review
 POLL_SECONDS = 0.1
@@ -53,9 +59,7 @@ NOTE = (
 
 
 def main() -> int:
-    parser = OneLineParser(description=__doc__)
-    add_growth_flags(parser)
-    arguments = parser.parse_args()
+    arguments = parse_own(__doc__, sys.argv[1:], add_growth_flags)
     table = read_reviews(Settings(csv=arguments.csv).csv_path)
     folder = create_folder(arguments.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(arguments.ranks), **describe_machine(torch.device("cpu"))}

@@ -12,6 +12,12 @@ the measured one by more than 2%.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .flags import add_memory_flags
+
+    check_command_line(__doc__, add_memory_flags)
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -26,7 +32,6 @@ from ..common.formats import markdown_table, mib
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..distributed.world import World
-from ..flags import BENCHMARKS, SIZES, add_memory_flags
 from ..model.dropout import RowDropout
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
@@ -38,6 +43,7 @@ from ..settings import Settings
 from ..strategies.base import local_part
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
+from .flags import SIZES, add_memory_flags
 from .steps import Bench, build_planned, with_each_strategy
 
 KINDS = ("parameters", "gradients", "optimizer", "sum", "predicted", "", "activations", "predicted", "")
@@ -135,4 +141,4 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_memory_flags, rejected=BENCHMARKS["bench.memory"])
+    launch(main, __doc__, add_memory_flags)

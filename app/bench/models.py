@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import BertTokenizer
 
-from ..flags import SHORT_NAMES, SIZES
+from .flags import SHORT_NAMES, SIZES
 from .steps import bert_config
 
 VOCABULARY_SIZE = 21_128  # as BERT for Chinese has, in which each Chinese character is a token

@@ -13,6 +13,12 @@ scaling.html, .md and .json into `--output_dir`. docs/scaling.md explains what i
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .scaling_flags import add_scaling_flags
+
+    check_command_line(__doc__, add_scaling_flags, only=None)
+
 import argparse
 import random
 import sys
@@ -31,12 +37,12 @@ from ..common.errors import UserError
 from ..common.link import Link
 from ..common.machine import describe_machine
 from ..distributed.processes import count_gpus
-from ..flags import link
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from .cluster import Cluster, Hop, Step, show_cluster
 from .core import Page, format_seconds
+from .flags import link
 from .jobs import alternate_jobs, time_steps
 from .models import CHINESE, model_folder
 from .scaling_flags import CLUSTER_FLAGS, DEFAULT_LINKS, MEASUREMENT_FLAGS, add_scaling_flags

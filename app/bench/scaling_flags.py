@@ -6,8 +6,8 @@ import argparse
 
 from ..cli import OneLineParser, count, positive
 from ..common.errors import shorten
-from ..flags import SIZES, link
 from ..settings import STRATEGIES
+from .flags import SIZES, link
 
 DEFAULT_LINKS = ("1:0.1", "1:5", "10:0.1")  # Gbit/s and milliseconds
 # Assumed where the flags say nothing: 100-Gigabit Ethernet or InfiniBand, and PCIe 4.0 with 16 lanes.

@@ -23,7 +23,6 @@ from ..common.formats import MIB, mib
 from ..data.sampler import BatchPlan, plan_batches
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World
-from ..flags import STEP_SECONDS
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..profiling.breakdown import CATEGORIES, EXPOSED, divide_steps
@@ -32,6 +31,7 @@ from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
 from ..training.build import select_strategy
 from .core import Lab, compared, format_seconds
+from .flags import STEP_SECONDS
 from .steps import (
     TOTAL_STEPS,
     Bench,

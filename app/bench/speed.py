@@ -10,6 +10,12 @@ folder in runs/speed/). docs/speed.md describes the recipes and how they are mea
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .flags import add_speed_flags
+
+    check_command_line(__doc__, add_speed_flags)
+
 import argparse
 import json
 import sys
@@ -29,13 +35,13 @@ from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.processes import count_gpus
-from ..flags import BENCHMARKS, BF16, RECIPES, SHORT_NAMES, add_speed_flags
 from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import MODEL_FOLDER, RUNS, SETTINGS
 from ..setting_groups import TINY_BERT
 from ..settings import Settings
 from .core import Page
+from .flags import BF16, RECIPES, SHORT_NAMES, add_speed_flags
 from .jobs import RUN_FLAGS, alternate_jobs, run_quietly, time_steps
 from .models import model_folder
 
@@ -45,7 +51,7 @@ Job = Callable[[], pd.Series]
 
 
 def main() -> int:
-    settings, flags = parse_flags(__doc__, sys.argv[1:], add_speed_flags, rejected=BENCHMARKS["bench.speed"])
+    settings, flags = parse_flags(__doc__, sys.argv[1:], add_speed_flags)
     options = argparse.Namespace(**flags)
     if started_by_torchrun():
         raise UserError(f"it starts jobs itself: use python -m {program_name()} --ranks N, without torchrun")

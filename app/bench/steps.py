@@ -22,7 +22,6 @@ from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import all_gather, all_gather_object, raise_on_all_ranks
 from ..distributed.world import World
-from ..flags import SIZES, STEP_SECONDS
 from ..model.inputs import to_device
 from ..model.vocabulary import tokens_of_model, trim_vocabulary, trimmed_vocabulary
 from ..plan.step import Plan, plan_step
@@ -34,6 +33,7 @@ from ..strategies.optimization import LossScale, Optimization
 from ..training.build import ReviewData, build_model, select_strategy
 from ..training.step import build_optimizer, build_scheduler
 from .core import Lab
+from .flags import SIZES, STEP_SECONDS
 
 LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends

@@ -9,6 +9,12 @@ Counts the third step under each strategy: in the first one, DDP exchanges all g
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from ..program import check_command_line
+    from .flags import measure_tiny_bert
+
+    check_command_line(__doc__, measure_tiny_bert)
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,13 +31,13 @@ from ..common.formats import markdown_table
 from ..distributed.collectives import all_gather_object
 from ..distributed.process_group import join
 from ..distributed.world import Topology, World
-from ..flags import BENCHMARKS, measure_tiny_bert
 from ..plan.memory import bytes_of
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
 from ..program import launch
 from ..settings import Settings
 from ..training.build import ReviewData, build_data
 from ..training.console import quiet_libraries
+from .flags import measure_tiny_bert
 from .steps import Bench, build_planned, with_each_strategy
 
 
@@ -152,4 +158,4 @@ def among_which(ranks: Sequence[int], topology: Topology) -> str:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, measure_tiny_bert, rejected=BENCHMARKS["bench.traffic"])
+    launch(main, __doc__, measure_tiny_bert)

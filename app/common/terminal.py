@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -39,21 +38,3 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def exit_on_interrupt() -> None:
-    """End the process at Ctrl-C until `raise_on_interrupt`: a traceback of the imports would help nobody."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, _interrupted)
-
-
-def raise_on_interrupt() -> None:
-    """Raise `KeyboardInterrupt` at Ctrl-C again."""
-    if signal.getsignal(signal.SIGINT) is _interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupted(*_: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"interrupted\n")
-    os._exit(130)

@@ -11,22 +11,33 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 
 from __future__ import annotations
 
+from ..cli import OneLineParser, parse_flags
+from ..program import check_command_line, run_program, select_precision
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
+    parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
+    parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
+    parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
+
+
+if __name__ == "__main__":
+    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+
 import argparse
 import sys
 from dataclasses import replace
 
 import datasets
 
-from ..cli import parse_flags
 from ..common.errors import RunError, UserError
 from ..common.files import write_text
 from ..common.formats import parse_size
 from ..common.paths import PACKAGE
 from ..distributed.processes import default_nproc_per_node
 from ..distributed.world import Topology
-from ..flags import BENCHMARKS, add_plan_flags
 from ..jobs import run_job
-from ..program import run_program, select_precision
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import Settings
@@ -35,7 +46,7 @@ from .step import build_plan
 
 
 def main() -> int:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_plan_flags)
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
     settings = select_precision(settings)
     options = argparse.Namespace(**own_flags)
     datasets.disable_progress_bars()
@@ -64,9 +75,9 @@ def measure(settings: Settings, ranks: int) -> None:
         RunError: a benchmark failed, or measured something else than was predicted.
     """
     for name in ("bench.memory", "bench.traffic"):
-        benchmark, defaults = f"{PACKAGE}.{name}", {field: getattr(Settings, field) for field in BENCHMARKS[name]}
+        benchmark = f"{PACKAGE}.{name}"
         print(f"\n# Measured: {benchmark}\n", flush=True)
-        status = run_job(benchmark, replace(settings, **defaults), ranks)
+        status = run_job(benchmark, replace(settings, output_dir=None), ranks)
         if status != 0:
             raise RunError(f"{benchmark} failed with exit status {status}")
 

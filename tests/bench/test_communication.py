@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from app.bench import communication
+from app.bench.flags import SECTIONS
 from app.common.errors import AgreedError, RunError, UserError
-from app.flags import SECTIONS
 from app.settings import Settings
 
 FLAGS = {"link": None, "largest_mib": 1.0, "seconds_per_point": 1.0, "seeds": 3}

@@ -7,25 +7,7 @@ import pytest
 
 from app.bench import speed
 from app.bench.core import Page
-from app.cli import parse_flags
-from app.common.errors import UserError
-from app.flags import BENCHMARKS, add_speed_flags
 from app.program import run_program
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--precision=bf16"], "--precision=bf16: each recipe has its own: select them with --recipes"),
-        (["--bf16"], "--bf16: each recipe has its own"),
-        (["--max_steps=5"], "--max_steps=5: has no effect on this benchmark: remove the flag"),
-        (["--logging-steps=10"], "--logging_steps=10: has no effect"),  # the default, but the user expects an effect
-        (["--resume_from_checkpoint=auto"], "--resume_from_checkpoint=auto: has no effect"),
-    ],
-)
-def test_settings_that_have_no_effect_are_refused(flags, message):
-    with pytest.raises(UserError, match=message):
-        parse_flags(None, flags, add_speed_flags, rejected=BENCHMARKS["bench.speed"])
 
 
 @pytest.mark.parametrize(

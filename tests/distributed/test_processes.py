@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
 
-from app import nproc_per_node
 from app.common.errors import UserError
 from app.distributed import process_group
 from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
@@ -52,42 +50,6 @@ def test_auto_starts_a_process_per_gpu_as_far_as_the_batch_can_be_divided(machin
 def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes, expected):
     machine(6)
     assert default_nproc_per_node(Settings(**changes), nodes) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "nodes", "expected"),
-    [
-        ([], "1", "4"),
-        (["--train_batch_size=48", "--strategy", "zero3"], "1", "6"),
-        (["--train-batch-size", "48"], "1:4", "6"),
-        (["--use_cpu"], "1", "2"),
-        (["--max_steps", "3", "--use-cpu=true"], "1", "2"),
-        (["--seed=1"], "1", "4"),
-        (["--config", "48.yaml"], "1", "6"),
-        (["--config=48.yaml", "--train_batch_size=32"], "1", "4"),
-        (["--train_batch_size=48", "--help"], "1", "4"),
-    ],
-)
-def test_the_run_scripts_start_as_many_processes(machine, monkeypatch, tmp_path, capsys, flags, nodes, expected):
-    machine(6)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "48.yaml").write_text("train_batch_size: 48\n")
-    monkeypatch.setattr(sys, "argv", ["nproc_per_node", *flags])
-    monkeypatch.setenv("NNODES", nodes)
-    if nodes == "1:4":
-        flags[1] = "96"
-    nproc_per_node.main()
-    assert capsys.readouterr().out == f"{expected}\n"
-
-
-@pytest.mark.parametrize("flags", [["--train_batch_size=x"], ["--train_batch_size=0"], ["--train_batch_size"]])
-def test_a_mistake_in_these_flags_is_one_line(machine, monkeypatch, capsys, flags):
-    monkeypatch.setattr(sys, "argv", ["nproc_per_node", *flags])
-    with pytest.raises(SystemExit, match="2"):
-        nproc_per_node.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert "--train_batch_size" in line
 
 
 def test_each_process_needs_a_gpu_if_there_are_any(machine):

@@ -9,8 +9,8 @@ from helpers.architectures import write_model
 from helpers.jobs import LIMIT, unavailable
 
 from app.bench.collectives import COLLECTIVES
+from app.bench.flags import STEP_SECTIONS
 from app.distributed.launcher import TorchrunJob, torchrun_command
-from app.flags import STEP_SECTIONS
 
 pytestmark = pytest.mark.launched
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.flags import RECIPES
+from app.bench.flags import RECIPES
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
