@@ -41,7 +41,6 @@ COLLECTIVES: dict[str, tuple[str, str, Callable[[int], float]]] = {
     "all-to-all": ("all", "all", lambda n: (n - 1) / n),
 }
 ELEMENT = 4  # bytes of an fp32 number
-FEWEST_SIZES = 3  # of a fit with errors
 ELEMENTS = 60_000_000  # of the exchange in pieces, as in the paper
 PIECES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)  # elements; and all of them at once
 MOST_PIECES = 2_000  # that are exchanged: gloo takes a minute for 60,000
@@ -101,7 +100,7 @@ def collectives(lab: Lab) -> None:
     timed. docs/communication.md#collectives explains the pictures, times, bandwidths and fits.
     """
     world, n = lab.world, lab.world.size
-    sizes = sizes_up_to(lab, n)
+    sizes = sizes_up_to(lab.largest, n)
     pictures = {name: run_once(name, world) for name in COLLECTIVES}
     for name, sides in pictures.items():
         rows = [["·" if chunk is None else chunk for chunk in (*a, *b)] for a, b in zip(*sides.values(), strict=True)]
@@ -132,7 +131,7 @@ def point_to_point(lab: Lab) -> None:
     with raise_on_all_ranks(lab.world):
         if lab.world.size == 1:
             raise UserError("--sections point_to_point: a message needs two ranks: start more")
-    sizes, rank = sizes_up_to(lab, 1), lab.world.rank
+    sizes, rank = sizes_up_to(lab.largest, 1), lab.world.rank
     tensor = torch.zeros(sizes[-1] // ELEMENT, device=lab.world.device)
 
     def send_and_return(part: torch.Tensor, peer: int) -> None:
@@ -227,19 +226,11 @@ def fit_alpha_beta(sizes: ArrayLike, seconds: ArrayLike) -> AlphaBeta:
     return AlphaBeta(a / 1e6, b / 1e12, a_error / 1e6, b_error / 1e12, error)
 
 
-def sizes_up_to(lab: Lab, ranks: int) -> list[int]:
-    """Return sizes in bytes from 1 KiB up, each rounded up to the same number of elements per rank. Collective.
-
-    Raises:
-        AgreedError: there are fewer than a fit needs.
-    """
+def sizes_up_to(largest: int, ranks: int) -> list[int]:
+    """Return sizes in bytes from 1 KiB up, each rounded up to the same number of elements per rank."""
     one_each = ranks * ELEMENT
-    sizes = [2**10 * 4**i for i in range(20) if 2**10 * 4**i < lab.largest] + [lab.largest]
-    sizes = sorted({-(-size // one_each) * one_each for size in sizes})
-    with raise_on_all_ranks(lab.world):
-        if len(sizes) < FEWEST_SIZES:
-            raise UserError(f"--largest_mib {lab.largest / MIB:g}: a fit needs {FEWEST_SIZES} sizes: use a larger one")
-    return sizes
+    powers = (2**10 * 4**exponent for exponent in range(20))
+    return sorted({-(-size // one_each) * one_each for size in (*powers, largest) if size <= largest})
 
 
 def show_by_size(lab: Lab, times: pd.DataFrame) -> pd.DataFrame:

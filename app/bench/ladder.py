@@ -89,7 +89,7 @@ def ladder(lab: Lab) -> None:
     variants |= {name: (settings, partial(BucketedDDP, mib=mib)) for name, mib in BUCKETS.items()}
     relative = pd.DataFrame()
     for model in models(lab.settings):
-        times, losses, _ = time_steps(lab, model, variants)
+        times, losses = time_steps(lab, model, variants)
         frame = compared(times)
         own = losses.sub(losses["DDP, default"], axis=0).abs().max()
         largest = pd.concat(all_gather_object(own, lab.world), axis=1).max(axis=1)

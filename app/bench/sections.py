@@ -89,18 +89,21 @@ def breakdown(lab: Lab) -> None:
 # ---- variants of a step ----------------------------------------------------------------------------------------------
 
 
-def compare_steps(lab: Lab, variants: Mapping[str, Variant], *, per_micro_batch: bool = False) -> None:
-    """Show how long the variants of a step of each model take, relative to the first one. Collective."""
+def compare_steps(
+    lab: Lab, variants: Mapping[str, Variant], *, unit: str = "step", units: Mapping[str, int] | None = None
+) -> None:
+    """Show how long the variants of a step of each model take, relative to the first one. Collective.
+
+    Args:
+        units: how many of another unit are in a step of each variant, of which the time is then shown.
+    """
     relative = pd.DataFrame()
     for model in models(lab.settings):
-        times = time_steps(lab, model, variants, micro_batches=max(SYNC_EVERY) if per_micro_batch else None).times
-        if per_micro_batch:
-            times /= [settings.gradient_accumulation_steps for settings, _ in variants.values()]
-            lab.page.numbers[model] = {"seconds": times.to_dict("list")}
-        frame = compared(times, "micro-batch" if per_micro_batch else "step")
+        times, _ = time_steps(lab, model, variants, micro_batches=max(SYNC_EVERY) if units else None)
+        frame = compared(times / pd.Series(units or 1, times.columns), unit)
         lab.page.table(model, frame)
         relative[model] = frame["relative"]
-    lab.page.chart("Time", relative, f"relative to {relative.index[0]}")
+    lab.page.chart(f"Time per {unit}", relative, f"relative to {relative.index[0]}")
 
 
 def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str, Variant]:
@@ -141,7 +144,8 @@ def no_sync(lab: Lab) -> None:
         for k in SYNC_EVERY
         if k * rows <= n_train
     }
-    compare_steps(lab, variants, per_micro_batch=True)
+    units = {name: settings.gradient_accumulation_steps for name, (settings, _) in variants.items()}
+    compare_steps(lab, variants, unit="micro-batch", units=units)
 
 
 def every(k: int) -> str:
@@ -169,27 +173,17 @@ def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrate
 
 
 def batch_size(lab: Lab) -> None:
-    """Tokens per second over the size of the batch
+    """Time per row over the size of the batch
 
-    Steps of one micro-batch per rank. Each size has other rows, so compare tokens, which do not include padding.
-    docs/communication.md#the-size-of-the-batch.
+    Steps of one micro-batch of 4 to 128 rows per rank. docs/communication.md#the-size-of-the-batch.
     """
-    no_division: dict[str, Any] = {"per_device_train_batch_size": None, "logical_ranks": None}
-    plain = plain_ddp(lab.settings, gradient_accumulation_steps=1, **no_division)
-    rows = [n for n in ROWS if n * lab.world.size <= len(lab.reviews.split.train)]
+    one_batch: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": None}
+    rows = {str(n): n * lab.world.size for n in ROWS if n * lab.world.size <= len(lab.reviews.split.train)}
     with raise_on_all_ranks(lab.world):
         if not rows:
             raise UserError(f"{len(lab.reviews.split.train)} training rows are not enough for a batch")
-    sizes = {str(n): n * lab.world.size for n in rows}
-    times, _, tokens = time_steps(lab, plain.model, vary(plain, "train_batch_size", sizes), micro_batches=8)
-    speed = tokens / times.median()
-    frame = pd.DataFrame({"time per step": times.median().map(format_seconds)})
-    frame["rows per second"] = (pd.Series(sizes) / times.median()).map("{:.0f}".format)
-    frame["tokens per second"], frame["relative"] = speed.map("{:,.0f}".format), speed / speed.iloc[0]
-    lab.page.table(plain.model, frame.rename_axis("rows per rank"))
-    lab.page.chart(
-        "Tokens per second", pd.DataFrame({"measured": speed.to_numpy()}, pd.Index(rows)), "tokens per second"
-    )
+    variants = vary(plain_ddp(lab.settings, logical_ranks=None, **one_batch), "train_batch_size", rows)
+    compare_steps(lab, variants, unit="row", units=rows)
 
 
 # ---- when gradients are ready ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
-from ..distributed.collectives import all_gather, all_gather_object, raise_on_all_ranks
+from ..distributed.collectives import all_gather, raise_on_all_ranks
 from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.vocabulary import tokens_of_model, trim_vocabulary, trimmed_vocabulary
@@ -187,41 +187,35 @@ def models(settings: Settings) -> list[str]:
     return [TINY_BERT, "BERT 4 x 312"] if settings.model == TINY_BERT else [settings.model]
 
 
-class Steps(NamedTuple):
-    """Measurements of variants, each of which has a column."""
-
-    times: pd.DataFrame  # seconds per step, in each round, on the slowest rank
-    losses: pd.DataFrame  # this rank's, of the first micro-batches
-    tokens: pd.Series  # per step on all ranks, without padding
-
-
-def time_steps(lab: Lab, model: str, variants: Mapping[str, Variant], *, micro_batches: int | None = None) -> Steps:
+def time_steps(
+    lab: Lab, model: str, variants: Mapping[str, Variant], *, micro_batches: int | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Time variants of a training step of a model, from the same weights. Collective.
 
     Variants whose micro-batches have the same number of rows train on the same ones.
 
     Args:
         micro_batches: of each logical rank, that a timed call trains on.
+
+    Returns:
+        A column for each variant: seconds per step in each round, and this rank's losses of the first micro-batches.
     """
     n = micro_batches or (8 if model == TINY_BERT else 2)
     calls: dict[str, Callable[[], object]] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
-    steps, tokens = pd.Series(dtype=int), pd.Series(dtype=float)
+    steps = pd.Series(0, list(variants))
     for name, (settings, make_strategy) in variants.items():
         bench = distribute_named(lab, model, settings, make_strategy=make_strategy)
         plan = bench.data.plan
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(cycle(bench.loader), steps[name] * plan.micro_batches_per_step))
-        masks = [batch.get("attention_mask", batch["input_ids"] >= 0) for batch in batches[plan.micro_size]]
-        tokens[name] = sum(int(mask.sum()) for mask in masks) / steps[name]
         train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
         calls[name] = partial(_train_and_keep_losses, train, losses[name])
     times = lab.times(calls, multiple=STEP_SECONDS) / steps
     lab.page.numbers[model] = {"seconds": times.to_dict("list")}
-    columns = {name: pd.Series(torch.cat(of_steps).tolist()) for name, of_steps in losses.items()}
-    return Steps(times, pd.DataFrame(columns), pd.concat(all_gather_object(tokens, lab.world), axis=1).sum(axis=1))
+    return times, pd.DataFrame({name: pd.Series(torch.cat(kept).tolist()) for name, kept in losses.items()})
 
 
 def _train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor]) -> None:

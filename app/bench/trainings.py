@@ -34,7 +34,7 @@ from .traffic import STEPS, count_third_step, sent_bytes
 HOOKS = ("no", "fp16", "bf16", "power_sgd")  # the values of --ddp_comm_hook
 MOST_STEPS = 150  # of a training with a hook, unless --max_steps is set
 MICRO_BATCHES = 160  # of a training with skipped synchronization on each rank, unless --max_steps is set
-POINTS = 20  # of a loss curve
+POINTS = 20  # of a loss curve, each of which is a mean
 
 
 def compression(lab: Lab) -> None:
@@ -60,7 +60,7 @@ def compression(lab: Lab) -> None:
     # is timed is preceded by two others.
     short = {hook: replace(hooked, max_steps=STEPS) for hook, hooked in by_hook.items()}
     variants = {hook: (hooked, select_strategy) for hook, hooked in short.items()}
-    frame = compared(time_steps(lab, models(lab.settings)[0], variants).times)
+    frame = compared(time_steps(lab, models(lab.settings)[0], variants)[0])
     gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     sent = pd.Series(0.0, frame.index)
     for hook, hooked in short.items():
@@ -96,13 +96,12 @@ def convergence(lab: Lab) -> None:
         if k > 1:
             variants[f"{every(k)}, lr × {k}"] = replace(varied, learning_rate=k * rate)
     trained = train_all(lab, variants)
-    # The loss over the rows, averaged over the seeds and over the rows since the point before.
     curves = pd.DataFrame(dtype=float)
     for name, results in trained.items():
-        losses = np.mean([losses for _, losses in results], axis=0)
-        parts = np.array_split(losses, min(POINTS, len(losses)))
-        ends = np.cumsum([len(part) for part in parts]) * variants[name].train_batch_size
-        curves = curves.join(pd.Series([part.mean() for part in parts], ends, name=name), how="outer")
+        rows_seen = np.arange(1, variants[name].max_steps + 1) * variants[name].train_batch_size
+        by_row = pd.Series(np.mean([losses for _, losses in results], axis=0), rows_seen, name=name)
+        smooth = by_row.rolling(max(1, len(by_row) // POINTS)).mean()
+        curves = curves.join(smooth, how="outer")
     frame = pd.DataFrame({"updates": {name: varied.max_steps for name, varied in variants.items()}})
     frame["last loss"] = curves.iloc[-1].map("{:.4f}".format)
     lab.page.table("Losses and accuracies", frame.join(accuracies(trained)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pandas as pd
 import pytest
 import torch
 from helpers.worlds import batch_plan, fake_world
 
 from app.bench import sections
 from app.bench.sections import PASSES, ROWS, SYNC_EVERY, in_one_level, ready_gradients
-from app.bench.steps import Steps, distribute_named, models, plain_ddp, time_steps
+from app.bench.steps import distribute_named, models, plain_ddp, time_steps
 from app.common.errors import AgreedError
 from app.distributed.world import RankGroup
 from app.profiling.breakdown import CATEGORIES
@@ -42,7 +43,7 @@ def variants_of(monkeypatch, make_lab):
         def record(lab, model, variants, *, micro_batches=None):
             seen.update({key: settings for key, (settings, _) in variants.items()})
             columns = {key: [float(i)] for i, key in enumerate(variants, start=1)}
-            return Steps(sections.pd.DataFrame(columns), sections.pd.DataFrame(), sections.pd.Series(dtype=float))
+            return pd.DataFrame(columns), pd.DataFrame()
 
         monkeypatch.setattr(sections, "time_steps", record)
         lab = make_lab(**changes)
@@ -93,7 +94,7 @@ def test_skipping_synchronization_keeps_the_size_of_a_micro_batch(variants_of):
     variants, page = variants_of("no_sync", per_device_train_batch_size=4)
     sizes = {name: (v.train_batch_size, v.gradient_accumulation_steps) for name, v in variants.items()}
     assert sizes == {"every one": (4, 1), "every 2": (8, 2), "every 4": (16, 4), "every 8": (32, 8)}
-    assert page.numbers[TINY_BERT]["seconds"]["every 8"] == [4 / 8], "a step of 8 micro-batches takes 8 times as long"
+    assert [line.split("|")[2].strip() for line in page.text[-1].splitlines()[2:]] == ["1 s", "1 s", "750 ms", "500 ms"]
 
 
 def test_micro_batches_for_which_there_are_not_enough_rows_are_left_out(variants_of):
@@ -133,13 +134,12 @@ def test_all_variants_train_on_the_same_batches_again_and_again(make_lab, monkey
     plain = plain_ddp(lab.settings)
     accumulate = {"train_batch_size": 8 * max(SYNC_EVERY), "gradient_accumulation_steps": max(SYNC_EVERY)}
     variants = {"one": (plain, select_strategy), "all": (replace(plain, **accumulate), select_strategy)}
-    times, losses, tokens = time_steps(lab, TINY_BERT, variants, micro_batches=8)
+    times, losses = time_steps(lab, TINY_BERT, variants, micro_batches=8)
     calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
     assert len(calls) > len(times.columns)
     for before, after in pairwise(calls):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert losses["one"][0] == losses["all"][0], "the same weights at the beginning"
-    assert tokens["all"] == 8 * tokens["one"] >= 64 * 3
 
 
 def test_a_model_that_is_named_is_the_only_one():
@@ -174,7 +174,7 @@ def test_readiness_compares_the_backward_pass_with_an_exchange_of_its_bytes(make
     assert "all-reduce / backward" in lab.page.text[-1]
 
 
-def test_batches_of_several_sizes_are_compared_by_their_tokens(make_lab):
+def test_batches_of_several_sizes_are_compared_by_their_rows(make_lab):
     lab = make_lab(model=TINY_BERT)
     sections.batch_size(lab)
     sizes = [str(n) for n in ROWS if n <= 81]
