@@ -67,14 +67,6 @@ def exchange(gradients: list[torch.Tensor], limit: float) -> None:
         torch._foreach_copy_(list(bucket), list(_unflatten_dense_tensors(buffer, bucket)))
 
 
-class BucketedDDP(PlainDDP):
-    """DDP with buckets of any size, also below 1 MiB."""
-
-    def __init__(self, settings: Settings, plan: BatchPlan, world: World, *, mib: float) -> None:
-        super().__init__(settings, plan, world)
-        self.bucket_cap_mb = mib
-
-
 def ladder(lab: Lab) -> None:
     """From an exchange after the backward pass to DDP
 
@@ -86,7 +78,7 @@ def ladder(lab: Lab) -> None:
         name: (settings, partial(ExchangeAfterBackward, mib=mib)) for name, mib in AFTER_BACKWARD.items()
     }
     variants |= {"DDP, default": (settings, PlainDDP)}
-    variants |= {name: (settings, partial(BucketedDDP, mib=mib)) for name, mib in BUCKETS.items()}
+    variants |= {name: (settings, partial(PlainDDP, mib=mib)) for name, mib in BUCKETS.items()}
     relative = pd.DataFrame()
     for model in models(lab.settings):
         times, losses = time_steps(lab, model, variants)

@@ -170,7 +170,11 @@ def distribute_named(
 
 
 class PlainDDP(DDPStrategy):
-    """DDP without logical ranks: its own all-reduce at any number of processes."""
+    """DDP without logical ranks, with its own all-reduce at any number of processes, and with buckets of any size."""
+
+    def __init__(self, settings: Settings, plan: BatchPlan, world: World, *, mib: float | None = None) -> None:
+        super().__init__(settings, plan, world)
+        self.bucket_cap_mb = mib or self.bucket_cap_mb
 
     def fix_order(self) -> None:
         """Keep DDP's all-reduce."""
