@@ -170,10 +170,8 @@ class Page:
 
         lines = pd.api.types.is_numeric_dtype(frame.index)
         if self.folder is not None:
-            self.figure(render_svg(330 if lines else 130 + 30 * len(frame), title, draw))
-
-    def figure(self, svg: Markup) -> None:
-        self._show(Markup("<figure>{}</figure>").format(svg))
+            svg = render_svg(330 if lines else 130 + 30 * len(frame), title, draw)
+            self._show(Markup("<figure>{}</figure>").format(svg))
 
     def _show(self, html: Markup, text: str = "") -> None:
         if self.folder is None:

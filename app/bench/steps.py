@@ -6,7 +6,6 @@ All of them are `app.ddp_loop.train_step` itself, with all of its settings: prec
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
-from ..distributed.collectives import all_gather, raise_on_all_ranks
+from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.vocabulary import tokens_of_model, trim_vocabulary, trimmed_vocabulary
@@ -101,18 +100,15 @@ def build_named(name: str, settings: Settings, data: ReviewData, *, world: World
     """
     if name not in SIZES:
         return build_model(settings, data, world).model
-    set_seed(settings.seed)
-    model: PreTrainedModel = BertForSequenceClassification(bert_config(name))
-    if trim:
-        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, model.config), keep_unused=False)
-    return model
-
-
-def bert_config(name: str) -> BertConfig:
     layers, hidden, heads, intermediate = SIZES[name]
-    return BertConfig(
+    config = BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
     )
+    set_seed(settings.seed)
+    model: PreTrainedModel = BertForSequenceClassification(config)
+    if trim:
+        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, config), keep_unused=False)
+    return model
 
 
 def distribute(
@@ -146,16 +142,6 @@ def build_planned(name: str, settings: Settings, data: ReviewData, *, world: Wor
             topology=world.topology,
         )
     return bench, plan
-
-
-def timed(work: Callable[[], object], world: World) -> float:
-    """Return the time that the work takes in seconds, averaged over the ranks. Collective."""
-    started = time.perf_counter()
-    work()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=world.device)
-    return float(all_gather(seconds, world).mean())
 
 
 def distribute_named(
