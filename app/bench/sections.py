@@ -54,20 +54,20 @@ ROWS = (4, 8, 16, 32, 64, 128)  # of a micro-batch, on each rank
 def breakdown(lab: Lab) -> None:
     """Where the time of a step goes
 
-    From a profile of 5 steps, which the profiler slows down: the last line of the table is without it. The mean of all
-    ranks. docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts.
+    From a profile of 5 steps, which the profiler slows down: the last line of the table is without it, and without the
+    wait for data. The mean of all ranks.
+    docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts.
     """
     names = models(lab.settings)
     table, shares = pd.DataFrame(), pd.DataFrame()
     for name in [*names, LARGER] if lab.over_link and len(names) > 1 else names:
         bench = distribute_named(lab, name, lab.settings)
         optimization, size = bench.optimization(TOTAL_STEPS), bench.data.plan.micro_batches_per_step
-        batches = list(islice(cycle(bench.loader), (FIRST - 1 + PROFILED_STEPS) * size))
-        profiler = start_profiler(PROFILED_STEPS, lab.world.device)
+        profiler, batches = start_profiler(PROFILED_STEPS, lab.world.device), cycle(bench.loader)
         for step in range(FIRST - 1 + PROFILED_STEPS):
             if step:
                 profiler.step()
-            bench.train_steps(batches[step * size :], optimization, steps=1)
+            bench.train_steps(batches, optimization, steps=1)
         profiler.stop()
         of_ranks = all_gather_object(divide_steps(events_of(profiler)).mean(), lab.world)
         parts = pd.concat(of_ranks, axis=1).mean(axis=1)
@@ -76,7 +76,8 @@ def breakdown(lab: Lab) -> None:
         if parts["communication"]:
             share["of which hidden"] = f"{parts['of which hidden'] / parts['communication']:.0%}"
         shares[name] = 100 * parts[list(CATEGORIES)] / parts["step"]
-        profiled = partial(bench.train_steps, batches[-PROFILED_STEPS * size :], optimization, steps=PROFILED_STEPS)
+        same = list(islice(cycle(bench.loader), (FIRST - 1 + PROFILED_STEPS) * size))[-PROFILED_STEPS * size :]
+        profiled = partial(bench.train_steps, same, optimization, steps=PROFILED_STEPS)
         times = lab.times({name: profiled}, STEP_SECONDS)[name] / PROFILED_STEPS
         parts["step without the profiler"] = 1000 * times.median()
         table[f"{name}, ms"] = parts.map("{:.2f}".format)
