@@ -100,15 +100,18 @@ def build_named(name: str, settings: Settings, data: ReviewData, *, world: World
     """
     if name not in SIZES:
         return build_model(settings, data, world).model
+    set_seed(settings.seed)
+    model: PreTrainedModel = BertForSequenceClassification(bert_config(name))
+    if trim:
+        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, model.config), keep_unused=False)
+    return model
+
+
+def bert_config(name: str) -> BertConfig:
     layers, hidden, heads, intermediate = SIZES[name]
-    config = BertConfig(
+    return BertConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
     )
-    set_seed(settings.seed)
-    model: PreTrainedModel = BertForSequenceClassification(config)
-    if trim:
-        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, config), keep_unused=False)
-    return model
 
 
 def distribute(
