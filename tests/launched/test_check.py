@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.jobs import PROJECT
 from helpers.two_nodes import ip, start, wait_for_all
 
-from app.bench.two_nodes import ADDRESSES, inside
+from app.bench.two_nodes import ADDRESSES
 
 pytestmark = pytest.mark.launched
 PORT = "29500"
-LISTEN = f"import socket, time; s = socket.create_server(('0.0.0.0', {PORT})); print(1, flush=True); time.sleep(60)"
 
 
 @pytest.mark.slow
@@ -78,23 +74,3 @@ def test_a_firewall_that_leaves_only_the_port_of_the_rendezvous_is_one_line(node
     for rank, text in enumerate(printed):
         (line,) = errors(text)
         assert line.startswith(f"error: rank {rank} could not connect to the other ranks: ")
-
-
-@pytest.mark.slow
-def test_a_port_that_is_dropped_is_named_without_torchrun(nodes):
-    def connect() -> tuple[int, str]:
-        command = inside(nodes[1], [sys.executable, "-m", "app.check", "--connect", f"{ADDRESSES[0]}:{PORT}"])
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
-        return done.returncode, (done.stdout + done.stderr).strip()
-
-    where = f"{ADDRESSES[0]}, port {PORT}"
-    assert connect() == (1, f"error: {where}: Connection refused")
-    with subprocess.Popen(inside(nodes[0], [sys.executable, "-c", LISTEN]), stdout=subprocess.PIPE) as listener:
-        assert listener.stdout is not None
-        listener.stdout.readline()
-        assert connect() == (0, f"connected  {where}")
-        ip("-n", nodes[0], "rule", "add", "ipproto", "tcp", "sport", PORT, "blackhole")
-        status, line = connect()
-        assert (status, line.partition(": no")[0]) == (1, f"error: {where}")
-        assert "no answer within 5 s: a firewall drops the packets" in line
-        listener.kill()
