@@ -72,7 +72,7 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
     # An empty variable, as a shell script leaves it, is none.
     parser.add_argument("--nproc_per_node", default=os.environ.get("PET_NPROC_PER_NODE") or "auto")
     for flag in FLAGS_OF_TORCHRUN:
-        kind = int if flag == "node_rank" else str
+        kind = int if flag in ("node_rank", "master_port", "max_restarts") else str  # others: torchrun, in one line
         parser.add_argument(f"--{flag}", type=kind, default=os.environ.get(f"PET_{flag.upper()}") or None)
     options, rest = parser.parse_known_args(arguments)
     nodes = options.nnodes or "1"

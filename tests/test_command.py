@@ -184,7 +184,8 @@ def test_ctrl_c_on_a_rank_of_the_page_is_one_line(rank):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--max_restarts=abc"], "torchrun rejects its flags: .*'abc'"),
+        (["--max_restarts=abc"], "argument --max_restarts: invalid int value: 'abc'"),
+        (["--nnodes=abc"], "torchrun rejects its flags: .*abc"),
         (["--nnodes=2", "--node_rank=7"], "^--node_rank 7: must be less than --nnodes 2$"),
         (["--nnodes=2", "--node_rank=x"], "argument --node_rank: invalid int value: 'x'"),
         (["--nnodes=2", "--rdzv_backend=bogus", "--rdzv_endpoint=localhost:1"], "^torchrun rejects its flags: .*bogus"),
