@@ -122,7 +122,10 @@ def run_program(program: Callable[[], int | None], *, on_ranks: bool = False) ->
         print(f"error: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        _exit_interrupted()
+        if on_ranks:
+            _exit_interrupted()
+        print("interrupted: every job that was started has ended", file=sys.stderr)
+        return 130
 
 
 def print_mistake(problem: UserError, rank: int) -> int:

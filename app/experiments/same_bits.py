@@ -100,6 +100,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: list(dict.fromkeys(given.pop(name))) for name in names})
     settings = Settings(**given | {"strategy": options.strategies[0]})  # each cell has its own
+    if settings.dry_run:
+        raise UserError(f"--dry_run: use {PACKAGE}.plan, which plans all strategies")
     check_exists(settings.csv_path)
     if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
