@@ -1,15 +1,9 @@
 """Train both paths with the same settings and compare the results, or compare two finished runs.
 
-Train both paths on the same reviews (every training flag of app.ddp_loop is accepted):
-
-    python -m app.compare
-    python -m app.compare --nproc_per_node 4 --csv reviews.csv --num_train_epochs 1
-    python -m app.compare --seeds 5
-
-Compare two finished runs, using only the files in their folders:
-
+    python -m app.compare --nproc_per_node 4 --csv reviews.csv --num_train_epochs 1 --seeds 5
     python -m app.compare runs/ddp_loop/latest runs/trainer_run/latest
 
+Without runs, it trains both paths on the same reviews, and every training flag of app.ddp_loop is accepted.
 With --assert_equal, exit with status 1 unless every loss, gradient norm, prediction and weight is bitwise identical,
 and name the first difference and the settings that explain it. A report is written only with --output_dir:
 

@@ -78,10 +78,13 @@ def main() -> int:
         hashes[cell] = hash_run(folder / cell.folder_name)
         print(f"{number} of {len(cells)}: {' | '.join(cell.row(hashes[cell]))}", flush=True)
         write_text(folder / "same_bits.md", as_markdown(hashes))
-    difference = find_difference(hashes, folder)
-    print(f"\n{as_markdown(hashes)}", *([difference] if difference else []), sep="\n")
-    print(f"written to {folder}/same_bits.md")
-    return 1 if difference else 0
+    print(f"\n{as_markdown(hashes)}\nwritten to {folder}/same_bits.md")
+    first = cells[0]
+    for other in (cell for cell in cells if hashes[cell] != hashes[first]):
+        runs = f"{folder / first.folder_name} {folder / other.folder_name}"
+        print(f"where they differ: python -m {PACKAGE}.compare {runs} --assert_equal")
+        return 1
+    return 0
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -188,20 +191,6 @@ def as_markdown(hashes: dict[Cell, str]) -> str:
     else:
         conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"
     return f"{markdown_table(HEADER, rows, text_columns=len(HEADER))}\n{conclusion}\n"
-
-
-def find_difference(hashes: dict[Cell, str], folder: Path) -> str | None:
-    """Return the first difference between two cells, or None if all have one hash."""
-    from ..report.bitwise import first_difference
-    from ..runs.reader import read_run
-
-    first, *others = hashes
-    for other in others:
-        if hashes[other] != hashes[first]:
-            a, b = (read_run(folder / cell.folder_name) for cell in (first, other))
-            # The hash also covers evaluations during training and learning rates.
-            return first_difference(a, b) or f"evaluations.jsonl or steps.jsonl differs in {a.folder} and {b.folder}"
-    return None
 
 
 if __name__ == "__main__":
