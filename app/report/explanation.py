@@ -27,6 +27,8 @@ Causes = dict[str, tuple[Any, Any]]  # the values of both runs, by their dotted 
 
 def explain(a: Run, b: Run, first_difference: str) -> str:
     """Return, in one line, the recorded causes of a difference from `bitwise.first_difference`, and how to avoid it."""
+    if _used_deepspeed(a) or _used_deepspeed(b):
+        return "equal within rounding at best, because DeepSpeed adds gradients in an order of its own"
     causes = find_causes(a, b, steps_differ=first_difference.startswith("step "))
     gpus = on_gpus_without_deterministic(a, b)
     flags = [*_flags_that_help(causes, a, b), *(["--deterministic"] if gpus else [])]
@@ -109,5 +111,8 @@ def _used_gpus(run: Run) -> bool:
 
 def _depends_on_ranks(*runs: Run) -> bool:
     """Return whether a run added its gradients in an order that depends on the number of ranks itself."""
-    settings = [run.settings for run in runs]
-    return any(s.get("deepspeed_config") or s.get("ddp_comm_hook") == "power_sgd" for s in settings)
+    return any(_used_deepspeed(run) or run.settings.get("ddp_comm_hook") == "power_sgd" for run in runs)
+
+
+def _used_deepspeed(run: Run) -> bool:
+    return run.settings.get("wrapper") == "DeepSpeedEngine"

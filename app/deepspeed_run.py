@@ -1,0 +1,146 @@
+"""DeepSpeed's ZeRO on one page: transformers.Trainer with a DeepSpeed file of your own. Read it from top to bottom.
+
+    bash run_scripts/setup.sh --deepspeed
+    torchrun --standalone --nproc_per_node=2 -m app.deepspeed_run --deepspeed ds_config.json
+
+The usual files of tutorials run as they are: ZeRO-1, -2 and -3, offload, fp16, with "auto" for what the flags decide.
+Rows, split, batches, initial weights, dropout masks and evaluation are those of app.ddp_loop. DeepSpeed adds gradients
+in an order of its own, so the results are equal within rounding: `python -m app.compare` shows it. For bitwise
+identical results, and runs that can be resumed, use `--strategy zero1`, `zero2` or `zero3` of app.ddp_loop.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from .cli import OneLineParser
+from .common.errors import RunError, UserError
+from .ddp_loop import evaluate
+from .distributed.collectives import raise_on_all_ranks
+from .distributed.process_group import join
+from .distributed.world import World
+from .model.dropout import RowDropout
+from .model.inputs import to_device
+from .program import launch
+from .setting_groups import CheckpointSettings, EvaluationSettings
+from .settings import TYPES, Settings
+from .training.console import describe_result
+from .training.prepare import Preparation, prepare
+
+# DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
+LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
+LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
+# Settings with the same names in Trainer, which puts their values where the file says "auto".
+TRAINERS = {"lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"}
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--deepspeed", metavar="FILE.json", required=True, help="DeepSpeed's configuration")
+
+
+def main(settings: Settings, deepspeed: str) -> None:
+    with join(settings) as world:
+        with raise_on_all_ranks(world):
+            if importlib.util.find_spec("deepspeed") is None:
+                raise UserError("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
+            try:
+                config = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as problem:
+                raise UserError(f"--deepspeed {deepspeed}: {problem}") from None
+        run = prepare("deepspeed_run", replace(settings, save_strategy="no", eval_strategy="no"), world)
+        with run.record.locate_failures():
+            fine_tune(run, config, world)
+
+
+def fine_tune(run: Preparation, config: Any, world: World) -> None:
+    """Train with DeepSpeed, and evaluate once on the test rows. Collective."""
+    import deepspeed  # here, because its absence has a message of its own
+
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # DeepSpeed's calls
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles an all-reduce for CPUs, which takes half a minute
+    try:
+        trainer = DeepSpeedTrainer(run, world, config)
+        trainer.train()
+    except (ImportError, OSError, ValueError, AssertionError) as problem:
+        # What the file asks for contradicts the flags, or needs what this machine lacks, such as a compiler.
+        raise RunError(f"DeepSpeed: {' '.join(str(problem).split())}") from problem
+    scores, logits = evaluate(run.model, run.test_set, run.settings, world=world)
+    with deepspeed.zero.GatheredParameters(list(run.model.parameters())):  # ZeRO-3 shards them
+        run.record.finish(run.strategy, run.model, tokenizer=run.data.tokenizer, logits=logits, scores=scores)
+    world.print_main(describe_result(scores, run.record))
+
+
+class DeepSpeedTrainer(Trainer):
+    """Trainer with the batches, dropout masks and log of app.ddp_loop. All else is Trainer's and DeepSpeed's."""
+
+    def __init__(self, run: Preparation, world: World, config: Any) -> None:
+        on_cpu, precision = world.device.type == "cpu", run.settings.precision
+        arguments = TrainingArguments(
+            output_dir=str(run.record.folder),
+            deepspeed=config,
+            per_device_train_batch_size=run.plan.micro_size,
+            gradient_accumulation_steps=run.plan.micro_batches_per_step,
+            max_steps=run.plan.total_steps,
+            learning_rate=run.learning_rate,
+            max_grad_norm=run.settings.max_grad_norm,
+            fp16=precision == "fp16",
+            bf16=precision == "bf16",
+            logging_strategy="no",  # the record keeps each step's loss, and shows the progress
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu else "nccl",
+            **{name: getattr(run.settings, name) for name in TRAINERS},
+        )
+        super().__init__(model=run.model, args=arguments, train_dataset=run.data.train_rows)
+        # If this were true, Trainer would multiply the loss of a classifier (huggingface/transformers#47688).
+        assert self.model_accepts_loss_kwargs is False
+        self.remove_callback(PrinterCallback)
+        self.run, self.world = run, world
+        self.losses: list[torch.Tensor] = []  # of the micro-batches of this step
+        self.batches: list[dict[str, torch.Tensor]] = []
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the shared loader: accelerate would assign complete batches to ranks instead of single rows."""
+        return self.run.data.train_loader(self.run.strategy.logical_ranks, self.run.settings, self.world)
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on a micro-batch, and record the step after its last one, in which DeepSpeed updates the weights."""
+        record, step = self.run.record, self.state.global_step
+        if step == 0 and not self.batches:
+            never = SimpleNamespace(requested=lambda: False)  # without checkpoints, a signal ends the run
+            record.begin(state=None, wrapped=model, stop=never)  # type: ignore[arg-type]
+        self.batches.append(inputs)
+        learning_rate = self._get_learning_rate()
+        loss = super().training_step(model, to_device(inputs, self.run.model, self.world), *args, **kwargs)
+        if len(self.batches) == self.args.gradient_accumulation_steps:
+            norm = torch.as_tensor(model.get_global_grad_norm(), dtype=torch.float32)
+            losses = torch.stack(self.losses)
+            record.after_step(step + 1, losses, norm, learning_rate=learning_rate, batches=self.batches)
+            self.losses, self.batches = [], []
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the shared loss, with dropout masks that belong to the rows."""
+        plan, step = self.run.plan, self.state.global_step
+        index, micro_batch = divmod(len(self.losses), plan.accumulation_steps)
+        rows = plan.rows_of(self.run.strategy.logical_ranks[index], micro_batch)
+        with RowDropout(self.run.settings.seed, step, rows):
+            loss = self.run.loss(model(**inputs), inputs["labels"], step)
+        self.losses.append(loss.detach().float())
+        return loss
+
+
+if __name__ == "__main__":
+    launch(main, __doc__, add_arguments, only=[name for name in TYPES if name not in LEFT_OUT])
