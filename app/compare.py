@@ -21,7 +21,7 @@ ablation.json and ablation.md.
 
 from __future__ import annotations
 
-from .cli import OneLineParser, count, parse_flags
+from .cli import OneLineParser, as_flags, count, parse_flags
 from .program import check_command_line, run_program, select_precision
 
 
@@ -123,6 +123,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
             raise UserError(f"{len(options.runs)} run folder(s) given: name two, or none to train both paths")
         if options.seeds or options.nproc_per_node != "auto":
             raise UserError("--seeds and --nproc_per_node: have no effect on two finished runs")
+        if unused := as_flags(replace(settings, output_dir=None)):
+            raise UserError(f"{unused[0]}: has no effect on two finished runs: remove the flag or the run folders")
         return options, settings
     options.seeds = options.seeds or (3 if ablates else 1)
     replace(settings, seed=settings.seed + options.seeds - 1)  # a mistake, if the last seed is too large

@@ -162,7 +162,6 @@ def cut(path: Path) -> None:
             for name in ("settings.json", "split.json", "metrics.json", "predictions.csv", "steps.jsonl")
         ),
         ("model/model.safetensors", cut),
-        ("steps.jsonl", lambda path: path.write_text(path.read_text().replace('"loss": 0', '"loss": null, "x": 0', 1))),
         *((name, cut) for name in ("settings.json", "split.json", "metrics.json", "predictions.csv", "steps.jsonl")),
         ("metrics.json", lambda path: path.write_text("[]")),
         ("steps.jsonl", lambda path: path.write_bytes(path.read_bytes().partition(b"\n")[2])),
