@@ -144,7 +144,9 @@ def _store_of_rank_0(store: Store, rank: int, timeout: timedelta) -> TCPStore:
             return TCPStore(master, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except OSError:  # the port is still that of a rank 0 that has died
             if time.monotonic() > deadline:
-                raise RunError(f"rank {rank} cannot connect to rank 0 at {master}") from None
+                raise RunError(
+                    f"rank {rank} could not connect to the other ranks: rank 0 at {master} does not answer"
+                ) from None
             time.sleep(POLL_SECONDS)
 
 

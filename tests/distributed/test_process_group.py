@@ -128,7 +128,9 @@ def test_without_a_rank_0_the_wait_is_limited(monkeypatch):
     torchruns = HashStore()
     with socket.create_server(("localhost", 0)) as dead:
         torchruns.set("port of rank 0", str(dead.getsockname()[1]))
-    with pytest.raises(RunError, match="rank 1 cannot connect to rank 0 at localhost"):
+    with pytest.raises(
+        RunError, match="rank 1 could not connect to the other ranks: rank 0 at localhost does not answer"
+    ):
         process_group._store_of_rank_0(torchruns, 1, timedelta(seconds=0.2))
 
 

@@ -104,7 +104,7 @@ CASES = FAST | {
         environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"},
     ),
     "a rank that writes": Case(
-        ENDLESS, "No such file or directory", "trainer_run", rank_status=1, during=move_run, writes=("moved",)
+        ENDLESS, "run: the run's folder is gone", "trainer_run", rank_status=1, during=move_run, writes=("moved",)
     ),
     "a frozen rank": Case(
         ENDLESS,
