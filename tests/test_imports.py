@@ -8,7 +8,7 @@ from helpers.jobs import PROJECT
 
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
-    {"compare", "check", "predict", "__main__"},
+    {"compare", "deepspeed_run", "check", "predict", "__main__"},
     {"experiments"},
     {"bench"},
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
