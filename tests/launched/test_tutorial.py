@@ -79,7 +79,7 @@ def test_every_command_of_the_tutorial(clone: Path, shell: Callable[..., str], n
     setup, activate, download = commands_of(1)
     assert shell(setup) == "", "the set-up is complete"
     shell(activate)
-    assert shell(download).strip() == f"{clone / DATA}: already downloaded and verified"
+    assert shell(download).strip() == f"{clone / DATA}: downloaded and verified"
     (clone / DATA).unlink()
     write_subset(Path(os.environ.get("CHNSENTICORP_CSV") or PROJECT / DATA), clone / DATA, ROWS)
 

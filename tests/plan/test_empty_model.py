@@ -109,7 +109,7 @@ def test_parameters_that_are_not_trained_need_no_gradient():
 def test_an_error_in_the_code_of_a_model_is_one_line(config, problem, capfd):
     with pytest.raises(UserError, match=problem):
         count_activations(Settings(max_length=16), config, rows=2, device=CPU)
-    assert capfd.readouterr().err == "", "PyTorch logs a traceback of its own"
+    assert "Traceback" not in capfd.readouterr().err, "PyTorch would log one of its own"
 
 
 def test_an_internal_error_keeps_its_traceback():

@@ -60,11 +60,6 @@ def test_the_three_commands_of_the_readme_name_ranks_and_threads_and_the_flags_t
             "ranks 0 and 2, logical ranks 4 and 2",
         ),
         (
-            {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 2, "logical_ranks": 2},
-            {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "world_size": 1, "logical_ranks": 2},
-            "ranks 2 and 1",
-        ),
-        (
             {"versions": {"torch": "2.13.0", "transformers": "5.0"}},
             {"versions": {"torch": "2.11.0", "transformers": "5.1"}},
             "torch 2.13.0 and 2.11.0, transformers 5.0 and 5.1",
@@ -224,3 +219,8 @@ def test_reports_warn_of_gpus_without_deterministic(pair):
     comparison = compare_runs(*(read_run(run.folder) for run in (a, b)), baselines=False)
     for report in (as_markdown(comparison), Page(as_html(comparison)).text):
         assert "Note: GPUs were used without --deterministic" in report
+
+
+def test_a_run_with_deepspeed_is_equal_within_rounding_at_best(explained):
+    text = explained({"wrapper": "DeepSpeedEngine", "world_size": 2}, {"world_size": 1})
+    assert text == "equal within rounding at best, because DeepSpeed adds gradients in an order of its own"
