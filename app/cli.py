@@ -86,7 +86,7 @@ def parse_given(
     Args:
         description: The docstring of the entry point, which `--help` prints first.
         add_arguments: Adds the program's own flags to a parser, and sets its own defaults of settings.
-        only: The settings that the program has; by default all.
+        only: The settings that the program has; by default all. Without any, there is no `--config`.
 
     Raises:
         UserError: An unknown flag, or an unreadable config file.
@@ -95,7 +95,10 @@ def parse_given(
     if add_arguments is not None:
         add_arguments(parser)
     defaults = dict(parser._defaults)
-    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it")
+    if only:
+        parser.add_argument(
+            "--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it"
+        )
     for group in GROUPS:
         section = parser.add_argument_group(str(group.__doc__))
         for field in fields(group):
@@ -107,13 +110,13 @@ def parse_given(
                 section.add_argument("--bf16", nargs="?", const="true", metavar="true", help="same as --precision bf16")
     # argparse sets no default where a value exists: a setting stays None unless it is given.
     namespace, unknown = parser.parse_known_intermixed_args(
-        list(arguments), argparse.Namespace(**dict.fromkeys((*TYPES, "bf16")))
+        list(arguments), argparse.Namespace(**dict.fromkeys((*only, "config", "bf16")))
     )
     if unknown:
         name = underscored(unknown[0]).partition("=")[0]
         similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.8)
         parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {similar[0]}?" if similar else ""))
-    given = {name: value for name, value in vars(namespace).items() if value is not None or name not in TYPES}
+    given = {name: value for name, value in vars(namespace).items() if value is not None or name not in only}
     config = read_config(given.pop("config"), only)
     for values in (given, config):
         resolve_alternatives(values)
@@ -179,18 +182,8 @@ def parse_flags(
         UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
     """
     given = parse_given(description, arguments, add_arguments, only=only)
-    settings = {name: given.pop(name) for name in given.keys() & TYPES.keys()}
+    settings = {name: given.pop(name) for name in given.keys() & {*only}}
     return Settings(**settings), given
-
-
-def parse_own(
-    description: str | None, arguments: Sequence[str], add_arguments: Callable[[OneLineParser], None] | None
-) -> argparse.Namespace:
-    """Parse the command line of a program that has no settings."""
-    parser = OneLineParser(description=description)
-    if add_arguments is not None:
-        add_arguments(parser)
-    return parser.parse_args(arguments)
 
 
 def parse_settings(arguments: Sequence[str]) -> Settings:

@@ -18,8 +18,34 @@ The rows that the run held out, which gives its predictions.csv again:
 
 from __future__ import annotations
 
-from .predict_flags import USED, add_arguments
+from .cli import OneLineParser, parse_given
 from .program import check_command_line, launch, select_precision
+
+FILES = ("csv", "validation_file", "test_file", "dataset_name")
+# Settings of a run that determine its predictions, and those that determine the split of its rows.
+OF_PREDICTIONS = (
+    *("text_column", "label_column", "label_names", "max_length", "pad_to_multiple_of", "attn_implementation"),
+    *("precision", "tf32", "deterministic", "eval_batch_size", "threads"),
+)
+OF_SPLIT = ("test_size", "validation_size", "seed")
+USED = (
+    *(*FILES, *OF_PREDICTIONS),
+    *("cache_dir", "revision", "trust_remote_code", "use_cpu", "ddp_timeout", "disable_tqdm"),
+)
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.add_argument(
+        "run_or_model", metavar="RUN_OR_MODEL", help="folder of a run, model folder, or model on the Hub"
+    )
+    parser.add_argument("texts", nargs="*", default=[], metavar="TEXT", help="texts to predict instead of a CSV")
+    parser.add_argument("--split", choices=("train", "validation", "test"), help="predict these rows of the run's data")
+    parser.add_argument(
+        "--output",
+        metavar="FILE.csv",
+        help="a new file; default: <CSV>-predictions.csv in the current folder, with --split <split>-predictions.csv",
+    )
+
 
 if __name__ == "__main__":
     check_command_line(__doc__, add_arguments, only=USED)  # before torch is imported
@@ -28,8 +54,7 @@ import io
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +64,6 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from .cli import parse_given
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.formats import labeled
 from .common.terminal import has_piped_input, hides_progress, prints_to_terminal
@@ -62,13 +86,6 @@ from .settings import Settings
 from .training.build import check_rows, read_and_split
 from .training.console import quiet_libraries
 
-# Settings of a run that determine its predictions, or the split of its rows.
-OF_THE_RUN = (
-    *("text_column", "label_column", "label_names", "test_size", "validation_size", "seed"),
-    *("max_length", "pad_to_multiple_of"),
-    *("attn_implementation", "precision", "tf32", "deterministic", "eval_batch_size", "threads"),
-)
-FILES = ("csv", "validation_file", "test_file", "dataset_name")
 Part = Literal["train", "validation", "test"]
 
 
@@ -103,7 +120,7 @@ def predict(task: Task, world: World) -> None:
         RunError: the output cannot be written, or logits are not finite.
     """
     quiet_libraries(world)
-    settings, start = task.settings, time.monotonic()
+    settings = task.settings
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
@@ -131,13 +148,11 @@ def predict(task: Task, world: World) -> None:
         collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
         world=world,
     )
-    hide_bar = hides_progress(settings.disable_tqdm, world.is_main_process)
-    batches: Any = tqdm(eval_set.loader, desc="predicting", unit=" batches", leave=False, disable=hide_bar)
+    hides = hides_progress(settings.disable_tqdm, world.is_main_process)
+    batches: Any = tqdm(eval_set.loader, desc="predicting", unit=" batches", leave=False, disable=hides)
     _, logits = evaluate(model, replace(eval_set, loader=batches), settings, world=world)
     if world.is_main_process:
         write(task, table, part, logits=logits, has_labels=has_labels)
-        if task.output is not None:
-            print(labeled("took", f"{time.monotonic() - start:.1f} s for {len(part):,} reviews, {world.size} rank(s)"))
 
 
 def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
@@ -155,15 +170,16 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
             raise RunError(f"{task.output}: has been created meanwhile: remove it, and start again")
         write_predictions(task.output, table, part, logits=logits, has_labels=has_labels)
     except OSError as problem:
-        name = task.output or "standard output"
-        raise RunError(f"{name} could not be written: {problem.strerror or problem}") from None
+        raise RunError(
+            f"{task.output or 'standard output'} could not be written: {problem.strerror or problem}"
+        ) from None
     for line in describe_dropped(table):
         print(escape_control_characters(line))
     known = table.labels[part] >= 0
     if known.any():
         scores = score(logits[known], table.labels[part][known])
-        correct = round(scores.accuracy * scores.n)
-        print(labeled("accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"))
+        correct = scores.accuracy * scores.n
+        print(labeled("accuracy", f"{scores.accuracy:.4f} ({correct:.0f} of {scores.n} reviews), F1 {scores.f1:.4f}"))
     print(labeled("predictions", task.output))
 
 
@@ -185,15 +201,18 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if run is not None:
         read_object(run, METRICS)  # which is written last
         recorded = read_object(run, SETTINGS)
-        values |= {flag: recorded[flag] for flag in OF_THE_RUN if recorded.get(flag) is not None}
+        values |= {flag: recorded[flag] for flag in (*OF_PREDICTIONS, *OF_SPLIT) if recorded.get(flag) is not None}
     if "label_names" in given and values["label_names"] is not None:
         raise UserError(f"--label_names: the run in {run} was trained with --label_names: remove the flag")
     values |= {flag: value for flag, value in given.items() if flag in values}
     values["model"] = name if run is None else str(run / MODEL_FOLDER)
+    if part is None and (unused := [flag for flag in FILES[1:] if flag in given]):
+        raise UserError(f"--{unused[0]}: allowed only with --split; to predict other rows, give a file with --csv")
     if part is not None:
-        values |= files_of_run(name, recorded, {flag: given[flag] for flag in FILES if flag in given})
-    elif moved := [flag for flag in FILES[1:] if flag in given]:
-        raise UserError(f"--{moved[0]}: allowed only with --split; to predict other rows, give a file with --csv")
+        files = {flag: recorded.get(flag) for flag in FILES}
+        if files["dataset_name"] is not None:
+            files["csv"] = None  # recorded as the place of the data set
+        values |= files | {flag: given[flag] for flag in FILES if flag in given}  # if they have moved
     settings = select_precision(Settings(**values))
     reads_a_file = settings.csv is not None or part is not None
     if reads_a_file and texts:
@@ -223,26 +242,12 @@ def find_run(folder: Path) -> Path | None:
     return run if folder.name == MODEL_FOLDER and has_files else None
 
 
-def files_of_run(name: str, recorded: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the settings that name the data of a run, or the places to which it has moved."""
-    used = {flag: recorded.get(flag) for flag in FILES}
-    if used["dataset_name"] is not None:
-        used["csv"] = None
-    if unknown := [flag for flag in moved if used[flag] is None]:
-        flags = " and ".join(f"--{flag}" for flag in used if used[flag] is not None)
-        raise UserError(f"--{unknown[0]}: the run in {name} was trained with {flags} instead: remove the flag")
-    return {**used, **moved}
-
-
 def find_texts(texts: list[str]) -> list[str]:
     """Return the texts to predict, from the command line or, without blank lines, from standard input."""
     if rank_and_sizes()[1] > 1:
         raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
     if not texts and has_piped_input():
-        try:
-            lines = sys.stdin.read().removeprefix("\ufeff").split("\n")  # splitlines: also at U+2028
-        except UnicodeDecodeError:
-            raise UserError("standard input: is not valid UTF-8") from None
+        lines = sys.stdin.buffer.read().decode("utf-8-sig", "surrogateescape").split("\n")  # splitlines: also at U+2028
         texts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not texts:
         raise UserError("nothing to predict: give --csv, --split, a text, or texts on standard input")
@@ -281,10 +286,9 @@ def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
     settings = replace(task.settings, train_batch_size=1)  # nothing is trained: any number of rows will do
     table, split, _ = read_and_split(settings, 1, cache_dir=Path(settings.cache_dir))
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
-        files = {name: value for name in FILES if (value := getattr(settings, name)) is not None}
         raise UserError(
-            f"{' or '.join(files.values())}: has changed since the run in {task.run} split it; if it has moved, give "
-            f"the new location with {' and '.join(f'--{name}' for name in files)}"
+            f"{task.run}: its files have changed since the run split them; if they have moved, give the new location "
+            "with --csv, --validation_file, --test_file or --dataset_name"
         )
     rows: Indices = getattr(split, part)
     if not len(rows):

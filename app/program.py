@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from .cli import OneLineParser, parse_flags, parse_own, program_name
+from .cli import OneLineParser, parse_flags, program_name
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.terminal import as_interrupt
@@ -34,7 +34,7 @@ def check_command_line(
     description: str | None,
     add_arguments: Callable[[OneLineParser], None] | None = None,
     *,
-    only: Collection[str] | None = TYPES,
+    only: Collection[str] = TYPES,
 ) -> None:
     """Print `--help`, or a mistake in the command line, and exit. Entry points call it before they import torch.
 
@@ -42,7 +42,7 @@ def check_command_line(
 
     Args:
         description: The docstring of the entry point, for `--help`.
-        add_arguments, only: As for `parse_given`; None if the program has no settings, but only flags of its own.
+        add_arguments, only: As for `parse_given`.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, lambda *_: _exit_interrupted())  # no traceback of the imports
@@ -61,9 +61,7 @@ def check_command_line(
             sys.exit(0)  # rank 0 prints the help
         # The ranks of one node read the same files, but another node's may differ. All ranks then have to learn of a
         # mistake, so `launch` connects them first.
-        if only is None:
-            parse_own(description, sys.argv[1:], add_arguments)
-        elif wants_help or size == local_size:
+        if wants_help or size == local_size:
             settings, _ = parse_flags(description, split_off_local_rank(sys.argv[1:])[0], add_arguments, only=only)
             check_files(settings)
     except UserError as problem:

@@ -7,7 +7,7 @@ valid values, are in `app.setting_groups`; the rules between fields are here.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ from .setting_groups import (
     TrainingSettings,
 )
 
-LARGEST_RATIO = 1e30  # of two class weights
 WRAPPED_IN_DDP = ("ddp", "zero1")  # the strategies that use DDP, and so have --ddp_comm_hook
 SHARDED = ("zero2", "zero3")  # those that use FSDP2, and so have --param_dtype and --reduce_dtype
 STRATEGIES = (*WRAPPED_IN_DDP, *SHARDED)  # the values of --strategy
@@ -77,12 +76,9 @@ class Settings(
                 weights = split_class_weights(str(self.class_weights))
             except ValueError:
                 weights = [0.0]
-            given = f"--class_weights {shorten(str(self.class_weights))}"
-            if not all(0 < weight <= sys.float_info.max for weight in weights):
-                yield f"{given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
-            elif max(weights) / LARGEST_RATIO > min(weights):
-                # In fp32, the loss of a batch without the largest weight would not be finite.
-                yield f"{given}: the largest must be at most {LARGEST_RATIO:g} times the smallest"
+            if not all(0 < weight < math.inf for weight in weights):
+                given = shorten(str(self.class_weights))
+                yield f"--class_weights {given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
         if not {*split_names(self.report_to)} <= {"none", *TRACKERS}:
             yield f"--report_to {shorten(self.report_to)}: must be one or more of none, {', '.join(TRACKERS)}"
 

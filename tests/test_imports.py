@@ -20,7 +20,7 @@ LAYERS = (
     {"checkpoint"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},
-    {"program", "jobs", "predict_flags"},
+    {"program", "jobs"},
     {"cli"},
     {"distributed"},
     {"settings"},

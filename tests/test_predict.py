@@ -22,6 +22,11 @@ FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_str
 FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
 
 
+def typed(text: str) -> io.TextIOWrapper:
+    """Return a standard input with a text."""
+    return io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+
+
 @pytest.fixture
 def run(world, review_csv, tmp_path, monkeypatch):
     """A finished run in `run/` of the current folder, on `reviews.csv`."""
@@ -103,9 +108,9 @@ def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
     printed = predict("run", "好", "=1+1")
     lines = pd.read_csv(io.StringIO(printed))
     assert lines["review"].tolist() == ["好", "'=1+1"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("好\n\n=1+1\n"))
+    monkeypatch.setattr(sys, "stdin", typed("好\n\n=1+1\n"))
     assert predict("run") == printed
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff好\n=1+1\n"))
+    monkeypatch.setattr(sys, "stdin", typed("\ufeff好\n=1+1\n"))
     assert predict("run") == printed, "a byte order mark is no text"
 
 
@@ -116,9 +121,9 @@ def test_texts_get_the_names_that_a_flag_gives_the_classes(run, predict):
 
 
 def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\x1b[31m\n"))
+    monkeypatch.setattr(sys, "stdin", typed("a\x1b[31m\n"))
     assert "a\x1b[31m" in predict("run")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\x1b[31m\n"))
+    monkeypatch.setattr(sys, "stdin", typed("a\x1b[31m\n"))
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
     printed = predict("run")
     assert "\x1b" not in printed
@@ -149,12 +154,9 @@ def test_the_files_of_published_parts_may_have_moved(world, review_csv, tmp_path
     assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "o.csv").read_bytes()
     for arguments, message in (
         (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: allowed only with --split"),
-        (
-            ["--split=test", "--validation_file=train.csv"],
-            "--validation_file: the run in run was trained with --csv and --test_file instead",
-        ),
-        (["--split=test", "--test_file=train.csv"], "train.csv or train.csv: has changed since the run in run"),
-        (["--split=test", "--test_file=other.csv"], "train.csv or other.csv: has changed since the run in run"),
+        (["--split=test", "--validation_file=train.csv"], "test.csv: no such file"),
+        (["--split=test", "--test_file=train.csv"], "run: its files have changed since the run split them"),
+        (["--split=test", "--test_file=other.csv"], "run: its files have changed since the run split them"),
     ):
         with pytest.raises(UserError, match=message):
             predict("run", *arguments)
@@ -168,9 +170,7 @@ def test_the_data_set_of_a_run_may_have_moved(world, review_csv, tmp_path, monke
     (tmp_path / "data").rename("moved")
     predict("run", "--split=test", "--dataset_name=./moved", "--output=o.csv")
     assert (tmp_path / "o.csv").read_bytes() == (tmp_path / "run/predictions.csv").read_bytes()
-    with pytest.raises(
-        UserError, match="--csv: the run in run was trained with --dataset_name instead: remove the flag"
-    ):
+    with pytest.raises(UserError, match="--dataset_name and --csv exclude each other"):
         predict("run", "--split=test", "--csv=moved/train.csv")
 
 
@@ -221,7 +221,7 @@ def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
         (["run", "--csv=reviews.csv", "--output=no/o.csv"], "cannot be written: No such file or directory"),
         (["run", "a", "--csv=reviews.csv"], "exclude each other"),
         (["run", "--split=validation"], "has no such rows"),
-        (["run", "--split=test", "--csv=wrong.csv"], "has changed since the run"),
+        (["run", "--split=test", "--csv=wrong.csv"], "have changed since the run"),
         (["base", "--split=test"], "is not the folder of a run"),
         (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
         (["run", "a", "--max_length=100000"], "accepts at most"),

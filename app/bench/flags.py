@@ -85,13 +85,9 @@ def add_speed_flags(parser: OneLineParser) -> None:
 
 
 def add_growth_flags(parser: OneLineParser) -> None:
-    parser.add_argument("--csv", metavar="PATH", help="CSV file of reviews to repeat; default: as for ddp_loop")
     rows, sizes = [10_000, 100_000, 1_000_000], "sizes (default: 10000 100000 1000000)"
     parser.add_argument("--rows", type=count, nargs="+", default=rows, metavar="N", help=sizes)
     parser.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks of each job (default: %(default)s)")
-    parser.add_argument(
-        "--output_dir", metavar="FOLDER", help="new or empty folder (default: a new one in runs/growth/)"
-    )
 
 
 def size_in_mib(text: str) -> float:

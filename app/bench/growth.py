@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from ..program import check_command_line
     from .flags import add_growth_flags
 
-    check_command_line(__doc__, add_growth_flags, only=None)
+    check_command_line(__doc__, add_growth_flags, only=("csv", "output_dir"))
 
 import csv
 import random
@@ -30,7 +30,7 @@ import pandas as pd
 import psutil
 import torch
 
-from ..cli import command_line, parse_own
+from ..cli import command_line, parse_flags
 from ..common.errors import RunError
 from ..common.formats import MIB
 from ..common.machine import describe_machine
@@ -42,7 +42,6 @@ from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS, STEPS
 from ..setting_groups import TINY_BERT
-from ..settings import Settings
 from .core import Page
 from .flags import add_growth_flags
 
@@ -59,19 +58,19 @@ NOTE = (
 
 
 def main() -> int:
-    arguments = parse_own(__doc__, sys.argv[1:], add_growth_flags)
-    table = read_reviews(Settings(csv=arguments.csv).csv_path)
-    folder = create_folder(arguments.output_dir, RUNS / "growth")
-    facts = {"model": TINY_BERT, "ranks": str(arguments.ranks), **describe_machine(torch.device("cpu"))}
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_growth_flags, only=("csv", "output_dir"))
+    table, ranks = read_reviews(settings.csv_path), own_flags["ranks"]
+    folder = create_folder(settings.output_dir, RUNS / "growth")
+    facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}
     page = Page("Growth", facts | {"command": command_line()}, folder)
     page.section("growth", "From the start of a job to its first step", NOTE)
-    for n in sorted(set(arguments.rows)):
+    for n in sorted(set(own_flags["rows"])):
         with tempfile.TemporaryDirectory(prefix="growth-", dir=folder) as name:
             path = Path(name, "reviews.csv")
             write_rows(path, table, n)
             for kind in ("cold", "warm"):
                 log = folder / f"{n}-{kind}.log"
-                page.numbers[f"{n}, {kind}"] = measure(path, Path(name, kind), ranks=arguments.ranks, log=log)
+                page.numbers[f"{n}, {kind}"] = measure(path, Path(name, kind), ranks=ranks, log=log)
     page.table("starts", pd.DataFrame(page.numbers).T.rename_axis("rows, start"))
     page.write("growth")
     return 0

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     from ..program import check_command_line
     from .scaling_flags import add_scaling_flags
 
-    check_command_line(__doc__, add_scaling_flags, only=None)
+    check_command_line(__doc__, add_scaling_flags, only=())
 
 import argparse
 import random

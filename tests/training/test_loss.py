@@ -85,7 +85,7 @@ def test_only_the_ratios_of_the_weights_matter(scale):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("weights", ["1e300,1", "1,0", "-1,1", "nan,1", "inf,1", "a", "1,,2", ""])
+@pytest.mark.parametrize("weights", ["1,0", "-1,1", "nan,1", "inf,1", "a", "1,,2", ""])
 def test_weights_that_cannot_be_used_are_rejected(weights):
     with pytest.raises(UserError, match=r"^--class_weights "):
         Settings(class_weights=weights)
