@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,13 +25,11 @@ import psutil
 from ..common.paths import CLONE
 from .processes import CPU_PROCESSES
 
-# Environment variable that marks all processes of a job: the job's id, after those of the jobs that it is part of.
-JOB_VARIABLE = "SAMEBITS_JOB"
 # A job that is started from within another job must not inherit its ranks, nor its number of nodes (PET_NNODES is the
 # default of torchrun's --nnodes, also with --standalone): it would wait for nodes that do not start it.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES")
-LEFTOVER_SECONDS = 15.0
 GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # in which the kernel ends killed processes; zombies may stay for ever in a container
 POLL_SECONDS = 0.02
 T = TypeVar("T")
 
@@ -86,12 +83,10 @@ class TorchrunJob:
     ) -> None:
         self.command, self.cwd = list(command), cwd
         self.stdout, self.stderr, self.grace_seconds = stdout, stderr, grace_seconds
-        self.job_id = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         if CLONE is not None:  # `app` can be imported from there only
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
-        job_ids = "/".join(filter(None, [os.environ.get(JOB_VARIABLE), self.job_id]))
-        self.environment = inherited | dict(environment or {}) | {JOB_VARIABLE: job_ids}
+        self.environment = inherited | dict(environment or {})
 
     def start(self) -> None:
         """Start the job. Call it through the `with` statement."""
@@ -140,71 +135,43 @@ class TorchrunJob:
         return value
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of the job and of jobs that it started, in any session and with any parent."""
-        return [p for p in psutil.process_iter() if self.job_id in _variable(p, JOB_VARIABLE).split("/")]
+        """Return the processes of a running job and of jobs that it started, in any session."""
+        with suppress(psutil.NoSuchProcess):
+            torchrun = psutil.Process(self.torchrun.pid)
+            return [torchrun, *torchrun.children(recursive=True)]
+        return []
 
     def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
         """Return the process of a rank, after so many restarts if that is given, or None if there is none."""
-        # Only torchrun's own children: a data loader's workers inherit the rank's environment.
-        with suppress(psutil.Error):
-            for process in psutil.Process(self.torchrun.pid).children():
-                count = _variable(process, "TORCHELASTIC_RESTART_COUNT")
-                if _variable(process, "RANK") == str(rank) and restart_count in (None, int(count or 0)):
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has just ended
+                variables = process.environ()
+                is_rank = variables.get("RANK") == str(rank)
+                if restart_count is not None:
+                    is_rank = is_rank and variables.get("TORCHELASTIC_RESTART_COUNT") == str(restart_count)
+                # Only torchrun's own children: a data loader's workers inherit the rank's environment.
+                if is_rank and process.ppid() == self.torchrun.pid:
                     return process
         return None
 
-    def kill_leftovers(self, timeout: float = LEFTOVER_SECONDS) -> list[str]:
-        """Kill the processes that still exist after torchrun has ended; return their command lines.
-
-        Args:
-            timeout: seconds to wait for them first: torchrun's helpers take a moment to notice that it has ended, and
-                ranks finish their step.
-        """
-        leftovers = []
-        for process in self._wait_for_processes(timeout):
-            with suppress(psutil.Error):
-                leftovers.append(" ".join(process.cmdline()))
-                process.kill()
-        self._wait_for_processes(LEFTOVER_SECONDS)
-        return leftovers
-
-    def _wait_for_processes(self, timeout: float) -> list[psutil.Process]:
-        """Wait up to `timeout` seconds until the job's processes have ended; return those that have not."""
-        # Not psutil.wait_procs(), which waits for zombies too; in a container they may stay forever.
-        deadline = time.monotonic() + timeout
-        while (alive := self.processes()) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return alive
-
     def __enter__(self) -> TorchrunJob:
-        try:
-            self.start()
-        except BaseException:  # such as an interrupt
-            self.__exit__()
-            raise
+        self.start()
         return self
 
     def __exit__(self, *failure: object) -> None:
         # A second Ctrl-C must not interrupt this.
         handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            if not (hasattr(self, "torchrun") and self.running):
-                self.kill_leftovers()
-                return
-            if self.grace_seconds:
-                self.torchrun.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self.torchrun.wait(self.grace_seconds)
-            self.torchrun.kill()  # before the ranks, which it could restart
-            self.torchrun.wait()
-            self.kill_leftovers(timeout=min(self.grace_seconds, 2.0))
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-def _variable(process: psutil.Process, name: str) -> str:
-    """Return an environment variable of a process; empty without it, or if the process has ended."""
-    with suppress(psutil.Error):  # it has ended, or belongs to another user
-        return str(process.environ().get(name, ""))
-    return ""
+        processes = self.processes()  # now: those that outlive torchrun are no longer among its descendants
+        if self.grace_seconds and self.running:
+            self.torchrun.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.torchrun.wait(self.grace_seconds)
+        processes += self.processes()
+        self.torchrun.kill()  # before the ranks, which it could restart
+        self.torchrun.wait()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, KILL_SECONDS)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -168,8 +168,7 @@ def run(
                 job.kills.append(f"{moment} ({rank})")
         try:
             status = processes.wait(TIME_LIMIT)
-            leftovers = processes.kill_leftovers()
-            job.problem = f"status {status}" if status else f"processes left: {leftovers}" if leftovers else None
+            job.problem = f"status {status}" if status else None
         except TimeoutError:
             job.problem = f"took more than {TIME_LIMIT:.0f} s"
     job.seconds = time.monotonic() - started

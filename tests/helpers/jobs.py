@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,9 +136,10 @@ class Job(TorchrunJob):
     ) -> None:
         module = program if program.endswith(".py") or "." in program else f"app.{program}"
         self._folder = tempfile.TemporaryDirectory()
+        self._mark = uuid.uuid4().hex  # in the environment of all its processes
         super().__init__(
             [*prefix, *torchrun_command(module, flags, nproc_per_node=ranks, torchrun_flags=torchrun_flags)],
-            environment={"HF_HUB_OFFLINE": "1"} | environment,
+            environment={"HF_HUB_OFFLINE": "1", "JOB_OF_TEST": self._mark} | environment,
             cwd=cwd,
             stdout=Path(self._folder.name, "out"),
             stderr=Path(self._folder.name, "err"),
@@ -162,9 +165,23 @@ class Job(TorchrunJob):
             status = self.wait(limit)
         except TimeoutError as late:
             raise AssertionError(f"{late}:\n{self.text}") from None
-        leftovers = self.kill_leftovers()
-        assert not leftovers, f"{self.command} left processes behind: {leftovers}"
+        deadline = time.monotonic() + 15  # torchrun's helpers take a moment to notice that it has ended
+        while (leftovers := self.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in leftovers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert not leftovers, f"{self.command} left processes behind"
         return Finished(status, self.stdout.read_text(), self.stderr.read_text())
+
+    def leftovers(self) -> list[psutil.Process]:
+        """The processes of the job that still run, with any parent."""
+        found = self.processes()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
+                if process.environ().get("JOB_OF_TEST") == self._mark:
+                    found.append(process)
+        return found
 
     @property
     def text(self) -> str:
