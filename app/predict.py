@@ -70,7 +70,7 @@ from .common.terminal import has_piped_input, hides_progress, prints_to_terminal
 from .data.loaders import Collator, build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
-from .data.tokenize import TokenRows, lengths_of, occurring_tokens, tokenize, tokenize_in_memory
+from .data.tokenize import lengths_of, occurring_tokens, tokenize
 from .ddp_loop import evaluate
 from .distributed.collectives import broadcast_object, local_main_process_first, raise_on_all_ranks
 from .distributed.environment import rank_and_sizes
@@ -130,19 +130,17 @@ def predict(task: Task, world: World) -> None:
     model, tokenizer = classifier.model, classifier.tokenizer
     # `evaluate` needs a class of every row. Its scores are not used.
     with_classes = replace(table, labels=table.labels.clip(0))
-    if task.texts is not None:
-        rows = tokenize_in_memory(with_classes, tokenizer, settings.max_length)
-    else:
-        options: dict[str, Any] = {"cache_dir": Path(settings.cache_dir), "disable_tqdm": settings.disable_tqdm}
-        rows = tokenize(with_classes, tokenizer, settings.max_length, world=world, **options)
+    cache_dir = Path(settings.cache_dir) if task.texts is None else None
+    with local_main_process_first(world):
+        rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
     lengths = lengths_of(rows)
     with raise_on_all_ranks(world):
-        check_rows(settings, model.config, table=table, rows=rows, lengths=lengths, tokens=occurring_tokens(rows))
+        check_rows(settings, model.config, table=table, lengths=lengths, tokens=occurring_tokens(rows))
         load_metrics()
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(
         "rows to predict",
-        TokenRows(rows, part),
+        rows.select(part),
         with_classes.labels[part],
         batches=form_eval_batches(lengths[part], settings.eval_batch_size),
         collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),

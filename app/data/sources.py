@@ -191,9 +191,9 @@ def _load(path: str, folder: Path | None, **options: Any) -> datasets.DatasetDic
 @contextmanager
 def _one_line_errors(name: str) -> Iterator[None]:
     """Turn whatever is raised inside the block, where `datasets` is quiet, into a `UserError` of one line."""
-    disabled, hides_bars = logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    datasets.disable_progress_bars()
+    datasets.disable_progress_bars()  # also of the tokenizing that follows
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # pandas has dropped fields that are too many
@@ -206,8 +206,6 @@ def _one_line_errors(name: str) -> Iterator[None]:
         raise UserError(f"{name}: {'has no rows' if 'corresponds to no data' in text else text}") from error
     finally:
         logging.disable(disabled)
-        if not hides_bars:
-            datasets.enable_progress_bars()
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

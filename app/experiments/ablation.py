@@ -208,7 +208,7 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     rows = rows_of_steps(settings, variant, data)
     collator = data.collator
     if variant.padding == "max_length":
-        collator = Collator(data.tokenizer, padding="max_length", max_length=settings.max_length)
+        collator = Collator(data.tokenizer, pad_to_multiple_of=settings.max_length)
     loader = DataLoader(
         data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **loader_options(collator, world.device)
     )

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..common.formats import MIB
 from ..data.sampler import BatchPlan
-from ..data.tokenize import occurring_tokens, tokenize_in_memory
+from ..data.tokenize import occurring_tokens, tokenize
 from ..distributed.world import Topology
 from ..model.hub import resolve_commit
 from ..model.load import classifier_config, load_tokenizer
@@ -93,7 +93,7 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
     tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
     device = device_of(settings.use_cpu)
     config = classifier_config(settings, table.class_names, tokenizer, device=device, commit=commit)
-    tokens = occurring_tokens(tokenize_in_memory(table, tokenizer, settings.max_length))
+    tokens = occurring_tokens(tokenize(table, tokenizer, settings.max_length))
     n_tokens = len(tokens_of_model(tokens, tokenizer, config))
     return plan_step(settings, config, batches, n_tokens=n_tokens, device=device, topology=topology)
 

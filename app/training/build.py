@@ -21,15 +21,7 @@ from ..data.reviews import Indices, ReviewTable, list_rows, read_reviews
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews
-from ..data.tokenize import (
-    TokenRows,
-    count_of_tokens,
-    count_truncated,
-    hash_tokens,
-    lengths_of,
-    occurring_tokens,
-    tokenize,
-)
+from ..data.tokenize import hash_tokens, lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -40,7 +32,7 @@ from ..distributed.world import World
 from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
-from ..model.load import Classifier, end_of_sequence, load_classifier, load_tokenizer
+from ..model.load import Classifier, load_classifier, load_tokenizer
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -61,7 +53,6 @@ class ReviewData:
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
     tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
-    n_truncated: int  # reviews that had more than `max_length` tokens
     tokens_hash: str  # as returned by `hash_tokens`
     pad_to_multiple_of: int  # to which the collator pads
 
@@ -75,8 +66,8 @@ class ReviewData:
         return count_duplicates(self.table, self.split)
 
     @property
-    def train_rows(self) -> TokenRows:
-        return TokenRows(self.rows, self.split.train)
+    def train_rows(self) -> Dataset:
+        return self.rows.select(self.split.train)
 
     def train_sampler(self, logical_ranks: Sequence[int], settings: Settings) -> FullBatchSampler:
         """Build the sampler of the training rows of this rank's logical ranks."""
@@ -109,7 +100,7 @@ class ReviewData:
         part: Indices = getattr(self.split, name)
         return build_eval_set(
             name,
-            TokenRows(self.rows, part),
+            self.rows.select(part),
             self.table.labels[part],
             batches=form_eval_batches(self.lengths[part], settings.eval_batch_size),
             collator=self.collator,
@@ -167,15 +158,8 @@ def build_data(settings: Settings, world: World) -> ReviewData:
             embeddings = embeddings_of(settings.model, tokenizer, texts, cache_dir=cache_dir)
     # If every node learned them, nodes with different CPUs could get different last bits.
     embeddings = broadcast_object(embeddings, world)
-    rows = tokenize(
-        table,
-        tokenizer,
-        settings.max_length,
-        cache_dir=cache_dir,
-        world=world,
-        disable_tqdm=settings.disable_tqdm,
-    )
-    inputs = rows.remove_columns(["length", "truncated"])
+    with local_main_process_first(world):  # it writes the tokens into the cache
+        rows = tokenize(table, tokenizer, settings.max_length, cache_dir=cache_dir)
     return ReviewData(
         table=table,
         split=split,
@@ -183,10 +167,9 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         commit=commit,
         tokenizer=tokenizer,
         embeddings=embeddings,
-        rows=inputs,
+        rows=rows,
         lengths=lengths_of(rows),
         tokens=occurring_tokens(rows),
-        n_truncated=count_truncated(rows),
         tokens_hash=hash_tokens(rows, tokenizer),
         pad_to_multiple_of=settings.pad_to_multiple_of,
     )
@@ -213,7 +196,7 @@ def build_model(settings: Settings, data: ReviewData, world: World, *, trim: boo
             embeddings=data.embeddings,
         )
         config = classifier.model.config
-        check_rows(settings, config, table=data.table, rows=data.rows, lengths=data.lengths, tokens=data.tokens)
+        check_rows(settings, config, table=data.table, lengths=data.lengths, tokens=data.tokens)
         if trim:
             tokens = tokens_of_model(data.tokens, data.tokenizer, config)
             trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
@@ -227,30 +210,22 @@ def check_rows(
     config: PretrainedConfig,
     *,
     table: ReviewTable,
-    rows: Dataset,
     lengths: NDArray[np.int64],
     tokens: NDArray[np.int64],
 ) -> None:
     """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
-        rows: the tokens of all reviews, in the order of the table.
-        lengths: int64 (n,), the number of tokens of each review.
+        lengths: int64 (n,), the number of tokens of each review, in the order of the table.
         tokens: the ids that occur in any of them, sorted.
 
     Raises:
         UserError: names the rows that it cannot process, and the remedy.
     """
     model, size = f"--model {settings.model}", getattr(config.get_text_config(), "vocab_size", None)
-    unusual = np.zeros(len(table.rows), dtype=bool)
-    if config.is_encoder_decoder:
-        # They classify by the end-of-sequence token, and reject a batch in which one row has more of them than another.
-        counts = count_of_tokens(rows, end_of_sequence(config))
-        unusual = counts != np.bincount(counts).argmax()
     problems = (
         (lengths == 0, f"its tokenizer returns no token for %s: remove them in {table.path}"),
         (lengths > settings.max_length, f"its tokenizer does not truncate %s to --max_length {settings.max_length}"),
-        (unusual, f"the number of end-of-sequence tokens, by which it classifies, differs in %s of {table.path}"),
     )
     for is_affected, problem in problems:
         if is_affected.any():

@@ -67,7 +67,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
     compression += ", parameters gathered in bf16" if settings.param_dtype == "bf16" else ""
     compression += ", gradients reduced in bf16" if settings.reduce_dtype == "bf16" else ""
-    vocabulary = trimmed_vocabulary(classifier.model)
+    vocabulary, n_cut = trimmed_vocabulary(classifier.model), int((data.lengths == settings.max_length).sum())
     class_weights = ", ".join(
         f"{name} {weight:.4g}"
         for name, weight in zip(table.class_names, requested_class_weights(settings, data), strict=True)
@@ -79,7 +79,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
         *(("dropped", line) for line in describe_dropped(table)),
         ("rows", f"{rows}; classes {', '.join(table.class_names)}"),
         *([("duplicates", duplicates)] if duplicates else []),
-        ("truncated", f"{data.n_truncated} reviews have more than --max_length {settings.max_length} tokens"),
+        ("truncated", f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut"),
         ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
         ("model", f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters"),
         *([("tokenizer", f"learned from {n_sampled:,} of {len(split.train):,} training rows")] if sampled else []),

@@ -10,8 +10,6 @@ from tokenizers import normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
-from app.data.reviews import read_reviews
-from app.data.tokenize import count_of_tokens, tokenize_in_memory
 from app.distributed.world import World
 from app.settings import Settings
 from app.training.build import build_data, build_model
@@ -64,29 +62,3 @@ def test_a_tokenizer_that_does_not_truncate_is_a_mistake(world, tmp_path, monkey
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", without_truncation)
     check(settings, world, "its tokenizer does not truncate row 40 .* to --max_length 8$")
-
-
-@pytest.mark.parametrize("name", ["bart", "t5"])
-def test_the_text_of_the_end_of_sequence_token_is_a_mistake_for_encoder_decoders(world, tmp_path, name):
-    """They reject a batch in which one row has more of these tokens than another."""
-    settings = write_rows(tmp_path, "好", "好[SEP]差", "好" * 20 + "[SEP]")
-    settings.model = str(write_model(tmp_path / "model", name))
-    check(settings, world, r"the number of end-of-sequence tokens, by which it classifies, differs in row 41 \(")
-    settings.model = str(write_model(tmp_path / "bert", "bert"))
-    build_model(settings, build_data(settings, world), world)
-
-
-def test_fewer_end_of_sequence_tokens_are_not_taken_for_their_text(world, tmp_path):
-    settings = write_rows(tmp_path, *["好[SEP]差"] * 50)
-    settings.model = str(write_model(tmp_path / "model", "bart"))
-    check(settings, world, "the number of end-of-sequence tokens, by which it classifies, differs in rows 0,")
-
-
-def test_tokens_are_counted_in_every_chunk_of_the_rows(tmp_path):
-    settings = write_rows(tmp_path, *["差差", "好", "差"] * 900)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(write_model(tmp_path / "model", "bert"))
-    rows = tokenize_in_memory(read_reviews(settings.csv_path), tokenizer, 8)
-    (token,) = tokenizer("差", add_special_tokens=False)["input_ids"]
-    expected = [row.count(token) for row in rows["input_ids"]]
-    assert {0, 1, 2} <= set(expected)
-    assert count_of_tokens(rows, {token}).tolist() == expected
