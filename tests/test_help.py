@@ -17,9 +17,9 @@ from app.program import check_command_line
 
 WITH_SETTINGS = (
     *("ddp_loop", "trainer_run", "predict", "check", "compare", "plan", "experiments.same_bits"),
-    *("bench.communication", "bench.memory", "bench.speed", "bench.traffic"),
+    *("bench.communication", "bench.memory", "bench.scaling", "bench.speed", "bench.traffic"),
 )
-WITHOUT_SETTINGS = ("minimal", "bench.growth", "bench.scaling", "experiments.faults", "data.download")
+WITHOUT_SETTINGS = ("minimal", "bench.growth", "experiments.faults", "data.download")
 PROGRAMS = (*WITH_SETTINGS, *WITHOUT_SETTINGS)
 POSITIONAL = {"predict": ["model"]}  # arguments without which the others are not looked at
 HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}

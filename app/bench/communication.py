@@ -9,11 +9,43 @@ runs/communication/). docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from ..program import check_command_line
-    from .flags import add_communication_flags
+import argparse
 
-    check_command_line(__doc__, add_communication_flags)
+from ..cli import OneLineParser, count, positive
+from ..common.errors import shorten
+from ..program import check_command_line, launch, run_program
+from .models import measure_tiny_bert
+from .two_nodes import Link, link
+
+# The sections on training steps, which --link measures by default, and what is measured only with --sections.
+STEPS = ("breakdown", "no_sync", "unused_parameters", "reduction")
+ON_REQUEST = ("compression", "ladder", "convergence", "readiness")
+SECTIONS = ("collectives", *STEPS, *ON_REQUEST)
+SMALLEST_LIMIT = 1 / 64  # MiB: the three sizes 1, 4 and 16 KiB
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    measure_tiny_bert(parser)
+    add = parser.add_argument
+    about = f"which of {', '.join(SECTIONS)}; default: the first {len(STEPS) + 1}, and with --link {', '.join(STEPS)}"
+    add("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=about)
+    about = "start two ranks on two nodes on this machine, with a link of so many Gbit/s and milliseconds between them"
+    add("--link", type=link, metavar="RATE:DELAY", help=f"{about}, such as 1:1 (Linux, root); without torchrun")
+    add("--largest_mib", type=size_in_mib, default=256.0, metavar="X", help="largest tensor to time, in MiB")
+    about = "about how long to time each collective with each size; variants of a training step take 5 times as long"
+    add("--seconds_per_point", type=positive, default=1.0, metavar="X", help=about)
+    add("--seeds", type=count, default=3, metavar="N", help="training runs of each variant (convergence)")
+
+
+def size_in_mib(text: str) -> float:
+    value = positive(text)
+    if not SMALLEST_LIMIT <= value <= 2**20:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be from {SMALLEST_LIMIT:g} (16 KiB) to {2**20:,}")
+    return value
+
+
+if __name__ == "__main__":
+    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
 
 import os
 import sys
@@ -24,27 +56,25 @@ from functools import partial
 from ..cli import parse_flags, program_name
 from ..common.errors import UserError, escape_control_characters
 from ..common.formats import MIB
-from ..common.link import Link
-from ..distributed.collectives import raise_on_all_ranks
+from ..distributed.collectives import local_main_process_first, raise_on_all_ranks
 from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.process_group import join
-from ..program import launch, run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import Settings
 from ..training.build import build_data
 from ..training.console import quiet_libraries
-from .collectives import collectives, granularity, operations, point_to_point
+from .collectives import collectives
+from .convergence import convergence
 from .core import Lab, Page, describe_job
-from .flags import COLLECTIVE_SECTIONS, DEFAULT_SECTIONS, SECTIONS, STEP_SECTIONS, add_communication_flags
 from .jobs import LINK_VARIABLE, run_job
 from .ladder import ladder
-from .sections import batch_size, breakdown, buckets, no_sync, readiness, reduction, unused_parameters
-from .trainings import compression, convergence
+from .models import with_model_folder
+from .sections import breakdown, compression, no_sync, readiness, reduction, unused_parameters
 
 ALL = (
-    *(collectives, breakdown, buckets, no_sync, unused_parameters, reduction, compression, ladder, convergence),
-    *(readiness, batch_size, granularity, point_to_point, operations),
+    *(collectives, breakdown, no_sync, unused_parameters, reduction),
+    *(compression, ladder, convergence, readiness),
 )
 MEASURE: dict[str, Callable[[Lab], None]] = {section.__name__: section for section in ALL}
 
@@ -59,12 +89,14 @@ def main(
     seeds: int,
 ) -> None:
     with join(settings) as world:
-        names = [name for name in SECTIONS if name in (sections or (STEP_SECTIONS if link else DEFAULT_SECTIONS))]
+        names = [name for name in SECTIONS if name in (sections or (STEPS if link else SECTIONS[: len(STEPS) + 1]))]
         quiet_libraries(world)
         with raise_on_all_ranks(world):
             if link and LINK_VARIABLE not in os.environ:
                 raise UserError(f"--link: starts its own two ranks: use python -m {program_name()}, without torchrun")
-        data = None if set(names) <= set(COLLECTIVE_SECTIONS) else build_data(settings, world)
+        with local_main_process_first(world):
+            settings = with_model_folder(settings)
+        data = build_data(settings, world)
         folder = None
         with raise_on_all_ranks(world):
             if world.is_main_process:
@@ -72,15 +104,16 @@ def main(
         facts = describe_job(world)
         if link:
             facts["link"] = os.environ[LINK_VARIABLE]
+        page = Page("Communication laboratory", facts | {"model": settings.model}, folder, settings.as_dict())
+        largest = int(largest_mib * MIB)
         lab = Lab(
-            page=Page("Communication laboratory", facts, folder, settings.as_dict()),
+            page=page,
             settings=settings,
             world=world,
             data=data,
             seconds=seconds_per_point,
-            largest=int(largest_mib * MIB),
+            largest=largest,
             seeds=seeds,
-            over_link=link is not None,
         )
         try:
             for name in names:
@@ -101,12 +134,12 @@ def start() -> int:
     """Start the ranks on two nodes if `--link` is given; otherwise this process is a rank."""
     if not started_by_torchrun():
         with suppress(UserError):  # the rank reports it
-            settings, flags = parse_flags(__doc__, sys.argv[1:], add_communication_flags)
+            settings, flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
             if flags["link"]:
                 threads = settings.threads or default_threads(2)
                 command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
                 return run_program(partial(run_job, "bench.communication", command, ranks=2, link=flags["link"]))
-    launch(main, __doc__, add_communication_flags)
+    launch(main, __doc__, add_arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..cli import command_line
-from ..common.charts import MARKERS, SERIES_COLORS, render_svg
+from ..common.charts import MARKERS, render_svg
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_cell, markdown_table, render_template, three_digits
 from ..common.machine import describe_machine
@@ -70,9 +70,7 @@ def alternate(calls: Calls, seconds: float, world: World, *, disable_tqdm: bool 
     for number in tqdm(range(rounds), "timing", unit=" rounds", disable=hide_bar, leave=False):
         order = -1 if number % 2 else 1
         table.append([measure(*one) for one in todo[::order]][::order])
-    keys = list(calls)
-    columns = pd.MultiIndex.from_tuples(keys) if isinstance(keys[0], tuple) else pd.Index(keys)
-    return pd.DataFrame(_slowest(table, world), columns=columns)
+    return pd.DataFrame(_slowest(table, world), columns=pd.Index(list(calls)))  # of tuples: a MultiIndex
 
 
 def _slowest(rows: list[list[float]], world: World) -> NDArray[np.float64]:
@@ -144,34 +142,20 @@ class Page:
         text = markdown_table(header, lines, aligned=True)
         self._show(Markup('<div class="scroll">{}</div>').format(Markup(html)), text)
 
-    def chart(self, title: str, frame: pd.DataFrame, label: str, *, log: bool = False, stacked: bool = False) -> None:
-        """Plot the columns: as lines over an index of numbers, otherwise as bars. `label` is the axis of the values."""
+    def chart(self, title: str, frame: pd.DataFrame, label: str, *, log: bool = False) -> None:
+        """Plot the columns as lines over the index, which are numbers. `label` is the axis of the values."""
 
         def draw(figure: Figure) -> None:
             axes = figure.add_subplot()
-            thickness, left = 0.8 / (1 if stacked else frame.shape[1]), np.zeros(len(frame))
-            styles = zip(cycle(SERIES_COLORS), cycle(MARKERS), strict=False)
-            for i, ((name, values), (color, marker)) in enumerate(zip(frame.items(), styles, strict=False)):
-                if lines:
-                    points = values.dropna()  # columns may have other rows
-                    axes.plot(points.index, points, color=color, marker=marker, markersize=4, label=str(name))
-                else:
-                    at = np.arange(len(frame)) + (0 if stacked else i * thickness)
-                    axes.barh(at, values, thickness, left=left, color=color, label=str(name))
-                    left = left + values if stacked else left
-            if lines:
-                axes.set(xlabel=str(frame.index.name or ""), ylabel=label)
-                axes.set(**({"xscale": "log", "yscale": "log"} if log else {"ylim": (0, None)}))
-            else:
-                axes.set_yticks(np.arange(len(frame)), [str(name) for name in frame.index])
-                axes.set(xlabel=label)
-                axes.invert_yaxis()  # rows from top to bottom
+            for (name, values), marker in zip(frame.items(), cycle(MARKERS), strict=False):
+                points = values.dropna()  # columns may have other rows
+                axes.plot(points.index, points, marker=marker, markersize=4, label=str(name))
+            axes.set(xlabel=str(frame.index.name or ""), ylabel=label)
+            axes.set(**({"xscale": "log", "yscale": "log"} if log else {"ylim": (0, None)}))
             figure.legend(loc="outside lower center", ncols=2)
 
-        lines = pd.api.types.is_numeric_dtype(frame.index)
         if self.folder is not None:
-            svg = render_svg(330 if lines else 130 + 30 * len(frame), title, draw)
-            self._show(Markup("<figure>{}</figure>").format(svg))
+            self._show(Markup("<figure>{}</figure>").format(render_svg(330, title, draw)))
 
     def _show(self, html: Markup, text: str = "") -> None:
         if self.folder is None:
@@ -199,17 +183,10 @@ class Lab:
     page: Page
     settings: Settings
     world: World
-    data: ReviewData | None  # None: no section trains
+    data: ReviewData
     seconds: float  # for which to time each call
     largest: int  # bytes of a tensor
     seeds: int  # trainings of each variant
-    over_link: bool  # between two nodes on this machine
-
-    @property
-    def reviews(self) -> ReviewData:
-        """The data of a section that trains."""
-        assert self.data is not None
-        return self.data
 
     def times(self, calls: Calls, multiple: float = 1.0) -> pd.DataFrame:
         """Time calls as `alternate` does, for `multiple` times `seconds` each. Collective."""

@@ -3,7 +3,7 @@
     python -m app.bench.growth --csv reviews.csv
     python -m app.bench.growth --rows 10000 100000 --ranks 4
 
-For each number of rows, writes a CSV (the reviews of `--csv`, repeated, with a few characters changed in each copy) and
+For each number of rows, writes a CSV (the reviews of `--csv`, repeated and numbered) and
 trains one step of `tiny-bert` on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again
 ("warm"). Both jobs also evaluate the test rows, a tenth of all rows. Writes growth.html, .md and .json into
 `--output_dir`.
@@ -11,14 +11,21 @@ trains one step of `tiny-bert` on it with app.ddp_loop, on the CPU: first with a
 
 from __future__ import annotations
 
+from ..cli import OneLineParser, count
+from ..program import check_command_line, run_program
+
+SETTINGS = ("csv", "output_dir")
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    rows, sizes = [10_000, 100_000, 1_000_000], "sizes (default: 10000 100000 1000000)"
+    parser.add_argument("--rows", type=count, nargs="+", default=rows, metavar="N", help=sizes)
+    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks of each job (default: %(default)s)")
+
+
 if __name__ == "__main__":
-    from ..program import check_command_line
-    from .flags import add_growth_flags
+    check_command_line(__doc__, add_arguments, only=SETTINGS)  # before torch is imported, which takes seconds
 
-    check_command_line(__doc__, add_growth_flags, only=("csv", "output_dir"))
-
-import csv
-import random
 import sys
 import tempfile
 import time
@@ -26,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import torch
@@ -38,14 +46,11 @@ from ..common.paths import PACKAGE
 from ..data.reviews import ReviewTable, read_reviews
 from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
-from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS, STEPS
 from ..setting_groups import TINY_BERT
 from .core import Page
-from .flags import add_growth_flags
 
-CHANGES = 3  # characters that are changed in each copy of a review
 POLL_SECONDS = 0.1
 FLAGS = (
     *("--model", TINY_BERT, "--use_cpu", "--max_steps", "1", "--logging_steps", "1"),
@@ -58,7 +63,7 @@ NOTE = (
 
 
 def main() -> int:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_growth_flags, only=("csv", "output_dir"))
+    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments, only=SETTINGS)
     table, ranks = read_reviews(settings.csv_path), own_flags["ranks"]
     folder = create_folder(settings.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}
@@ -77,21 +82,12 @@ def main() -> int:
 
 
 def write_rows(path: Path, table: ReviewTable, n: int) -> None:
-    """Write the reviews `n / len(table)` times. All rows have the length and label of a real review."""
-    generator, texts = random.Random(0), table.texts.tolist()
-    order = generator.sample(range(len(table)), len(table))  # the first rows of the file may be of one class
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label", "review"])
-        for row in range(n):
-            source = order[row % len(table)]
-            characters = list(texts[source])
-            for _ in range(CHANGES if row >= len(table) else 0):
-                other = generator.choice(texts)
-                characters[generator.randrange(len(characters))] = generator.choice(other)
-            # The changes may leave only whitespace.
-            text = "".join(characters)
-            writer.writerow([table.class_names[table.labels[source]], text if text.strip() else texts[source]])
+    """Write the reviews `n / len(table)` times, each with the number of its row, so that no two are the same."""
+    labels = np.array(table.class_names)[table.labels]
+    # Shuffled, because the first rows of the file may be of one class.
+    reviews = pd.DataFrame({"label": labels, "review": list(table.texts)}).sample(frac=1, random_state=0)
+    rows = reviews.iloc[np.arange(n) % len(reviews)]
+    rows.assign(review=[f"{number} {text}" for number, text in enumerate(rows["review"])]).to_csv(path, index=False)
 
 
 def measure(path: Path, run: Path, *, ranks: int, log: Path) -> dict[str, Any]:

@@ -10,19 +10,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
 
+from ..cli import as_flags
 from ..common.errors import RunError, UserError, escape_control_characters
-from ..common.link import Link
 from ..common.paths import PACKAGE
 from ..common.terminal import hides_progress
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..runs.schema import STEPS
-from .two_nodes import ADDRESSES, INTERFACE, inside, two_nodes
+from ..settings import Settings
+from .two_nodes import ADDRESSES, INTERFACE, Link, inside, two_nodes
 
 PORT = 29500  # free, because a namespace has ports of its own
 LINK_VARIABLE = "SAMEBITS_LINK"  # set for the ranks of a job on two nodes: its link
@@ -31,6 +33,11 @@ WARM_UP = 5  # steps that are not timed: DDP rearranges its buckets after the fi
 # The host waits for a GPU at the end of the warm-up, so its time does not count later.
 RUN_FLAGS = ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", WARM_UP, "--disable_tqdm"]
 COLUMNS = ["examples", "tokens", "padded_tokens", "seconds"]  # of a log of steps
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Return the flags of jobs that train with these settings, each of which writes a folder of its own."""
+    return [*as_flags(replace(settings, output_dir=None)), f"--model={settings.model}"]
 
 
 def run_job(
@@ -52,6 +59,7 @@ def run_job(
 
     Raises:
         NamespacesUnavailable: this machine, or this user, cannot have two nodes.
+        UserError, RunError: a job with a log reports a mistake, or has failed.
     """
     variables = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     with ExitStack() as stack:
@@ -65,29 +73,19 @@ def run_job(
             variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, LINK_VARIABLE: str(link)}
             place = [f"--nnodes={len(nodes)}", f"--master_addr={ADDRESSES[0]}", f"--master_port={PORT}"]
             commands = [inside(name, [*commands[0], *place, f"--node_rank={i}"]) for i, name in enumerate(nodes)]
-        jobs = []
-        for node, command in enumerate(commands):
-            output = log and log.with_name(f"{log.name}-{node}")
-            jobs.append(stack.enter_context(TorchrunJob(command, environment=variables, stdout=output)))
+        logs = [log and log.with_name(f"{log.name}-{node}") for node in range(len(commands))]
+        jobs = [
+            stack.enter_context(TorchrunJob(command, environment=variables, stdout=output))
+            for command, output in zip(commands, logs, strict=True)
+        ]
         statuses = [jobs[0].wait(), *(job.wait(END_SECONDS) for job in jobs[1:])]
-    return next(filter(None, statuses), 0)
-
-
-def run_quietly(
-    program: str | Path, flags: Sequence[Any], log: Path, *, ranks: int, threads: int = 0, link: Link | None = None
-) -> None:
-    """Do the same as `run_job`, and raise what the job reports.
-
-    Raises:
-        UserError: the job reports a mistake.
-        RunError: the job failed.
-    """
-    if not (status := run_job(program, flags, ranks=ranks, threads=threads, link=link, log=log)):
-        return
-    printed = "\n".join(path.read_text(errors="replace") for path in sorted(log.parent.glob(f"{log.name}-*")))
-    problems = [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")]
-    message = problems[0] if problems else f"{program}: exit status {status}: {' '.join(printed[-1000:].split())}"
-    raise (UserError if status == 2 else RunError)(escape_control_characters(message))
+    status = next(filter(None, statuses), 0)
+    if status and log:
+        printed = "\n".join(output.read_text(errors="replace") for output in logs if output)
+        problems = [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")]
+        message = problems[0] if problems else f"{program}: exit status {status}: {' '.join(printed[-1000:].split())}"
+        raise (UserError if status == 2 else RunError)(escape_control_characters(message))
+    return status
 
 
 def time_steps(
@@ -107,7 +105,7 @@ def time_steps(
         else:
             output = run / STEPS.name
             flags = [*flags, *RUN_FLAGS, "--output_dir", run, "--max_steps", total]
-        run_quietly(program, flags, folder / "log", ranks=ranks, threads=threads, link=link)
+        run_job(program, flags, ranks=ranks, threads=threads, link=link, log=folder / "log")
         return pd.read_json(output, lines=True)[COLUMNS].iloc[WARM_UP:].sum()
 
 

@@ -20,7 +20,7 @@ from ..settings import Settings
 from ..strategies.base import add_gradients_per_block
 from ..strategies.ddp import DDPStrategy
 from .core import Lab, compared
-from .steps import PlainDDP, Variant, models, plain_ddp, time_steps
+from .steps import PlainDDP, Variant, plain_ddp, time_steps
 
 AFTER_BACKWARD = {  # MiB of the buffers into which gradients are copied; None: no exchange
     "no exchange": None,
@@ -79,17 +79,13 @@ def ladder(lab: Lab) -> None:
     }
     variants |= {"DDP, default": (settings, PlainDDP)}
     variants |= {name: (settings, partial(PlainDDP, mib=mib)) for name, mib in BUCKETS.items()}
-    relative = pd.DataFrame()
-    for model in models(lab.settings):
-        times, losses = time_steps(lab, model, variants)
-        frame = compared(times)
-        own = losses.sub(losses["DDP, default"], axis=0).abs().max()
-        largest = pd.concat(all_gather_object(own, lab.world), axis=1).max(axis=1)
-        frame["losses differ by"] = largest.map("{:.1e}".format)
-        lab.page.numbers[model]["loss_differences"] = largest.to_dict()
-        medians = times.median().drop("no exchange")
-        slowest, best = medians["after backward, per parameter"], medians.filter(like="DDP")
-        note = f"An all-reduce per parameter after the backward pass takes {slowest / best.min():.2f} times as long as "
-        lab.page.table(model, frame, f"{note} the fastest, {best.idxmin()}.")
-        relative[model] = frame["relative"]
-    lab.page.chart("Time per step", relative, "relative to no exchange")
+    times, losses = time_steps(lab, variants)
+    frame = compared(times)
+    own = losses.sub(losses["DDP, default"], axis=0).abs().max()
+    largest = pd.concat(all_gather_object(own, lab.world), axis=1).max(axis=1)
+    frame["losses differ by"] = largest.map("{:.1e}".format)
+    lab.page.numbers["loss_differences"] = largest.to_dict()
+    medians = times.median().drop("no exchange")
+    slowest, best = medians["after backward, per parameter"], medians.filter(like="DDP")
+    note = f"An all-reduce per parameter after the backward pass takes {slowest / best.min():.2f} times as long as "
+    lab.page.table("Time per step", frame, f"{note} the fastest, {best.idxmin()}.")

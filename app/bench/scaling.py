@@ -1,9 +1,8 @@
-"""Strong and weak scaling: measured on this machine, or predicted for a cluster.
+"""Scaling: the steps of more ranks, measured on this machine, or predicted for a cluster.
 
-    python -m app.bench.scaling
-    python -m app.bench.scaling --ranks 1 2 --links 1:5 --rounds 5
+    python -m app.bench.scaling --csv reviews.csv
     python -m app.bench.scaling --ranks 1 2 4 --links --strategies ddp zero1 zero2 zero3
-    python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100 --straggler_percent 3
+    python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100
 
 Trains short runs of app.ddp_loop with 1, 2, 4 and 8 ranks on this machine's GPUs. Without GPUs, the ranks share the
 CPU, and there are runs on two network namespaces with a link between them (needs root; left out otherwise). With
@@ -13,130 +12,121 @@ scaling.html, .md and .json into `--output_dir`. docs/scaling.md explains what i
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from ..program import check_command_line
-    from .scaling_flags import add_scaling_flags
+from ..cli import OneLineParser, count, positive
+from ..program import check_command_line, run_program
+from ..settings import STRATEGIES, Settings
+from .two_nodes import Link, NamespacesUnavailable, link, two_nodes
 
-    check_command_line(__doc__, add_scaling_flags, only=())
+DEFAULT_LINKS = ("1:0.1", "1:5", "10:0.1")  # Gbit/s and milliseconds
+MEASURED, PREDICTED = ("ranks", "links", "strategies"), ("parameters", "link_gbit", "link_latency_us")
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.set_defaults(model="4x312", max_length=64, threads=1)
+    add = parser.add_argument
+    on_machine = "on this machine (default: 1 2 4 8; at most the number of GPUs)"
+    add("--ranks", type=count, nargs="+", metavar="N", help=on_machine)
+    shapes = f"Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)}; on GPUs: none)"
+    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=f"links between two nodes, as {shapes}")
+    strategies = f"which of {', '.join(STRATEGIES)} to compare with ddp (default: ddp only)"
+    add("--strategies", choices=STRATEGIES, nargs="+", metavar="NAME", help=strategies)
+    add("--steps", type=count, default=10, metavar="N", help="timed steps of a run in each round")
+    add("--rounds", type=count, default=3, metavar="N", help="rounds, of which the medians are used")
+    add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
+    add("--parameters", type=positive, metavar="N", help="of the model with --step_ms, such as 60e6")
+    add("--link_gbit", type=positive, metavar="X", help="Gbit/s between the ranks with --step_ms (default: 100)")
+    about = "microseconds of a message with --step_ms (default: 10)"
+    add("--link_latency_us", type=positive, metavar="X", help=about)
+
+
+if __name__ == "__main__":
+    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
 
 import argparse
-import random
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
-from ..cli import OneLineParser, command_line
+from ..cli import command_line, parse_flags
 from ..common.cores import usable_cores
 from ..common.errors import UserError
-from ..common.link import Link
 from ..common.machine import describe_machine
 from ..distributed.processes import count_gpus
-from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from .cluster import Cluster, Hop, Step, show_cluster
+from .cluster import show_cluster
 from .core import Page, format_seconds
-from .flags import link
-from .jobs import alternate_jobs, time_steps
-from .models import CHINESE, model_folder
-from .scaling_flags import CLUSTER_FLAGS, DEFAULT_LINKS, MEASUREMENT_FLAGS, add_scaling_flags
-from .two_nodes import NamespacesUnavailable, two_nodes
+from .jobs import alternate_jobs, flags_of, time_steps
+from .models import with_model_folder
 
 DEFAULT_RANKS = (1, 2, 4, 8)
-LONGER = 4  # characters of a row for each of its tokens, so that every tokenizer has to truncate it
 
 
 class Run(NamedTuple):
-    """A training that is timed. The same one may be a point of strong and of weak scaling."""
+    """A training that is timed."""
 
     strategy: str
     ranks: int
     link: Link | None  # between two nodes; None: one node
-    batch: int  # rows of a step, over all ranks
 
     def __str__(self) -> str:
-        place = f"{self.ranks} ranks, {self.link}" if self.link else f"{self.ranks} rank(s)"
-        return f"{self.strategy}, {place}, {self.batch} rows"
+        return f"{self.strategy}, {self.ranks} rank(s)" + (f", {self.link}" if self.link else "")
 
 
 def main() -> int:
-    parser = OneLineParser(description=__doc__)
-    add_scaling_flags(parser)
-    arguments = parser.parse_args()
-    measures = arguments.step_ms is None
-    for name in CLUSTER_FLAGS if measures else MEASUREMENT_FLAGS:
-        if getattr(arguments, name) != parser.get_default(name):
+    settings, flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    options = argparse.Namespace(**flags)
+    measures = options.step_ms is None
+    for name in PREDICTED if measures else MEASURED:
+        if getattr(options, name) is not None:
             where = "give --step_ms, too" if measures else "with --step_ms, nothing is measured"
             raise UserError(f"--{name}: {where}")
-    measure(arguments) if measures else predict(arguments)
+    measure(settings, options) if measures else predict(settings, options)
     return 0
 
 
-def predict(arguments: argparse.Namespace) -> None:
+def new_page(settings: Settings, facts: dict[str, str]) -> Page:
+    folder = create_folder(settings.output_dir, RUNS / "scaling")
+    device = torch.device("cuda", 0) if count_gpus(settings.use_cpu) else torch.device("cpu")
+    return Page("Scaling", facts | describe_machine(device) | {"command": command_line()}, folder)
+
+
+def predict(settings: Settings, options: argparse.Namespace) -> None:
     """Predict a cluster, without measuring anything."""
-    if arguments.parameters is None:
+    if options.parameters is None:
         raise UserError("--step_ms: add --parameters, the model's number of them, such as 60e6")
-    variation = arguments.straggler_percent / 100
-    step = Step(arguments.step_ms / 1000, arguments.rows, arguments.parameters, variation)
-    node, between = (
-        Hop(getattr(arguments, f"{kind}_latency_us") / 1e6, 8e-9 / getattr(arguments, f"{kind}_gbit"))
-        for kind in ("node", "link")
-    )
-    page = new_page(arguments, {})
-    show_cluster(page, step, Cluster(arguments.ranks_per_node, node, between), batch=arguments.cluster_batch_size)
+    alpha, beta = (options.link_latency_us or 10) / 1e6, 8e-9 / (options.link_gbit or 100)
+    page = new_page(settings, {})
+    show_cluster(page, options.step_ms / 1000, options.parameters, alpha=alpha, beta=beta)
     page.write("scaling")
 
 
-def new_page(arguments: argparse.Namespace, facts: dict[str, str]) -> Page:
-    folder = create_folder(arguments.output_dir, RUNS / "scaling")
-    device = torch.device("cuda", 0) if count_gpus(arguments.use_cpu) else torch.device("cpu")
-    facts |= describe_machine(device) | {"threads": str(arguments.threads), "command": command_line()}
-    return Page("Scaling", facts, folder)
-
-
-# ---- measured on this machine ----------------------------------------------------------------------------------------
-
-
-def measure(arguments: argparse.Namespace) -> None:
-    """Time runs of every configuration in alternating rounds, and show strong and weak scaling."""
-    gpus = count_gpus(arguments.use_cpu)
-    ranks = sorted(set(arguments.ranks or [n for n in DEFAULT_RANKS if n <= (gpus or n)]))
-    links = usable_links(arguments.links, gpus)
-    for n in (*ranks, *([2] if links else [])):
-        if arguments.train_batch_size % n:
-            raise UserError(f"--train_batch_size {arguments.train_batch_size} cannot be divided among {n} ranks")
-        if 0 < gpus < n:
-            raise UserError(f"--ranks {n}: this machine has {gpus} GPU(s), and each rank needs one: add --use_cpu")
-    places: list[tuple[str, int, Link | None]] = [
-        (strategy, n, None) for strategy in dict.fromkeys(("ddp", *arguments.strategies)) for n in ranks
-    ]
-    places += [("ddp", 2, link) for link in links]
-    modes = {
-        "strong": [Run(*place, batch=arguments.train_batch_size) for place in places],
-        "weak": [Run(*place, batch=place[1] * arguments.rows) for place in places],
-    }
-    runs = {str(run): run for of_mode in modes.values() for run in of_mode}
-    with tempfile.TemporaryDirectory(prefix="samebits-") as name:
-        folder = Path(name)
-        write_rows(folder / "rows.csv", max(run.batch for run in runs.values()), arguments.length)
-        flags = ["--csv", folder / "rows.csv", "--cache_dir", folder / "cache", "--max_length", arguments.length]
-        flags += ["--model", model_folder(arguments.model, folder / "model"), *([] if gpus else ["--use_cpu"])]
-        train = partial(time_run, flags=flags, threads=arguments.threads)
-        train(Run("ddp", 1, None, 8), steps=1)  # fills the cache, or reports a mistake before there is a folder
-        page = new_page(arguments, {"model": f"{arguments.model}, {arguments.length} tokens per row"})
-        jobs = {name: partial(train, run, steps=arguments.steps) for name, run in runs.items()}
-        seconds = alternate_jobs(jobs, arguments.rounds)["seconds"].unstack() / arguments.steps
+def measure(settings: Settings, options: argparse.Namespace) -> None:
+    """Time runs of every configuration, all of which train the same batches, in alternating rounds."""
+    gpus = count_gpus(settings.use_cpu)
+    ranks = sorted(set(options.ranks or [n for n in DEFAULT_RANKS if n <= (gpus or n)]))
+    if 0 < gpus < ranks[-1]:
+        raise UserError(f"--ranks {ranks[-1]}: this machine has {gpus} GPU(s), and each rank needs one: add --use_cpu")
+    strategies = dict.fromkeys(("ddp", *(options.strategies or ())))
+    runs = [Run(strategy, n, None) for strategy in strategies for n in ranks]
+    runs += [Run("ddp", 2, link) for link in usable_links(options.links, gpus)]
+    for run in runs:
+        if settings.train_batch_size % run.ranks:
+            raise UserError(f"--train_batch_size {settings.train_batch_size} cannot be divided among {run.ranks} ranks")
+    train = partial(time_run, flags=flags_of(with_model_folder(settings)), threads=settings.threads or 0)
+    train(Run("ddp", 1, None), steps=1)  # fills the cache, or reports a mistake before there is a folder
+    facts = {"model": settings.model, "batch": f"{settings.train_batch_size} rows", "threads": f"{settings.threads}"}
+    page = new_page(settings, facts)
+    jobs = {str(run): partial(train, run, steps=options.steps) for run in runs}
+    times = alternate_jobs(jobs, options.rounds)["seconds"].unstack()[list(jobs)] / options.steps
     cores = "Each rank has a GPU." if gpus else f"All ranks share {len(usable_cores())} CPU core(s)."
-    about = f"{cores} Medians, and the range, of {arguments.rounds} alternating rounds of {arguments.steps} steps."
-    page.section("measured", "Strong and weak scaling on this machine", about)
-    for mode, of_mode in modes.items():
-        show(page, mode, of_mode, seconds=seconds)
+    about = f"{cores} Medians, and the range, of {options.rounds} alternating rounds of {options.steps} steps."
+    page.section("measured", "Strong scaling on this machine", about)
+    show(page, runs, times)
     page.write("scaling")
 
 
@@ -157,36 +147,27 @@ def usable_links(requested: Sequence[Link] | None, gpus: int) -> list[Link]:
     return links
 
 
-def write_rows(path: Path, batch: int, length: int) -> None:
-    """Write reviews of random characters. All are truncated to the same length, so every rank does the same work."""
-    generator = random.Random(0)
-    texts = ("".join(generator.choices(CHINESE, k=LONGER * length)) for _ in range(4 * batch))
-    path.write_text("label,review\n" + "".join(f"{i % 2},{text}\n" for i, text in enumerate(texts)), encoding="utf-8")
-
-
-def time_run(run: Run, *, steps: int, threads: int, flags: Sequence[Any]) -> pd.Series:
-    flags = [*flags, "--strategy", run.strategy, "--train_batch_size", run.batch]
+def time_run(run: Run, *, steps: int, flags: Sequence[Any], threads: int) -> pd.Series:
+    flags = [*flags, "--strategy", run.strategy]
     return time_steps("train", flags, steps=steps, ranks=run.ranks, threads=threads, link=run.link)
 
 
-def show(page: Page, mode: str, runs: Sequence[Run], *, seconds: pd.DataFrame) -> None:
-    """Show a table of one kind of scaling, and a chart if there is a run of one rank, which comes first.
+def show(page: Page, runs: Sequence[Run], times: pd.DataFrame) -> None:
+    """Show a table, and a chart if there is a run of one rank, which comes first.
 
     Args:
-        seconds: of a step: a row for each round, a column for each run.
+        times: seconds of a step: a row for each round, a column for each run.
     """
-    times, ranks = seconds[[str(run) for run in runs]], [run.ranks for run in runs]
-    page.numbers[mode] = times.to_dict("list")
+    page.numbers["seconds"] = times.to_dict("list")
     shown = {"step": times.median(), "lowest": times.min(), "highest": times.max()}
     table = pd.DataFrame(shown).map(format_seconds).rename_axis("run")
-    if ranks[0] == 1:
+    if runs[0].ranks == 1:
         speedup = times.rdiv(times.iloc[:, 0], axis=0).median()  # T(1) / T(N), of the same round
         table["T(1) / T(N)"] = speedup.map("{:.2f}".format)
-        table["efficiency"] = (speedup / (ranks if mode == "strong" else 1)).map("{:.0%}".format)
+        table["efficiency"] = (speedup / [run.ranks for run in runs]).map("{:.0%}".format)
         curves = pd.Series({(run.ranks, run.strategy): speedup[str(run)] for run in runs if not run.link}).unstack()
-        label = "speedup over one rank" if mode == "strong" else "efficiency"
-        page.chart(f"{mode} scaling: {label}", curves.rename_axis("ranks"), label)
-    page.table(f"{mode} scaling", table)
+        page.chart("Strong scaling", curves.rename_axis("ranks"), "speedup over one rank")
+    page.table("Strong scaling", table)
 
 
 if __name__ == "__main__":

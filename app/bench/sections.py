@@ -10,81 +10,63 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.distributed as dist
 
-from ..common.errors import UserError
-from ..common.formats import MIB, mib
+from ..common.formats import mib
 from ..data.sampler import BatchPlan, plan_batches
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
-from ..profiling.breakdown import CATEGORIES, EXPOSED, divide_steps
+from ..profiling.breakdown import EXPOSED, divide_steps
 from ..profiling.profiler import FIRST, events_of, start_profiler
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
 from ..training.build import select_strategy
 from .core import Lab, compared, format_seconds
-from .flags import STEP_SECONDS
 from .steps import (
     TOTAL_STEPS,
     Bench,
     PlainDDP,
     Variant,
-    distribute_named,
-    models,
+    build_bench,
     plain_ddp,
     time_steps,
 )
 
 PROFILED_STEPS = 5
-LARGER = "BERT 4 x 512"  # the communication's share over a link depends on the size of the model
-BUCKET_SIZES = (1, 5, 25, 100)  # MiB
 SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
 PASSES, WARM_UP = 10, 2  # backward passes
-ROWS = (4, 8, 16, 32, 64, 128)  # of a micro-batch, on each rank
+HOOKS = {hook: hook for hook in ("no", "fp16", "bf16", "power_sgd")}
 
 
 def breakdown(lab: Lab) -> None:
     """Where the time of a step goes
 
-    From a profile of 5 steps, which the profiler slows down: the last line of the table is without it, and without the
-    wait for data. The mean of all ranks.
+    From a profile of 5 steps, which the profiler slows down. The mean of all ranks.
     docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts.
     """
-    names = models(lab.settings)
-    table, shares = pd.DataFrame(), pd.DataFrame()
-    for name in [*names, LARGER] if lab.over_link and len(names) > 1 else names:
-        bench = distribute_named(lab, name, lab.settings)
-        optimization, size = bench.optimization(TOTAL_STEPS), bench.data.plan.micro_batches_per_step
-        profiler, batches = start_profiler(PROFILED_STEPS, lab.world.device), cycle(bench.loader)
-        for step in range(FIRST - 1 + PROFILED_STEPS):
-            if step:
-                profiler.step()
-            bench.train_steps(batches, optimization, steps=1)
-        profiler.stop()
-        of_ranks = all_gather_object(divide_steps(events_of(profiler)).mean(), lab.world)
-        parts = pd.concat(of_ranks, axis=1).mean(axis=1)
-        parts["of which hidden"] = parts["communication"] - parts[EXPOSED]
-        share = (parts / parts["step"]).map("{:.1%}".format)
-        if parts["communication"]:
-            share["of which hidden"] = f"{parts['of which hidden'] / parts['communication']:.0%}"
-        shares[name] = 100 * parts[list(CATEGORIES)] / parts["step"]
-        same = list(islice(cycle(bench.loader), (FIRST - 1 + PROFILED_STEPS) * size))[-PROFILED_STEPS * size :]
-        profiled = partial(bench.train_steps, same, optimization, steps=PROFILED_STEPS)
-        times = lab.times({name: profiled}, STEP_SECONDS)[name] / PROFILED_STEPS
-        parts["step without the profiler"] = 1000 * times.median()
-        table[f"{name}, ms"] = parts.map("{:.2f}".format)
-        table[f"{name}, share"] = share.reindex(parts.index, fill_value="")
-        lab.page.numbers[name] = {"milliseconds": parts.to_dict()}
-    lab.page.table(f"Parts of a step: {lab.settings.strategy}", table)
-    lab.page.chart("Parts of a step", shares.T, "share of the step, %", stacked=True)
+    bench = build_bench(lab.settings, lab.data, lab.world)
+    optimization, batches = bench.optimization(TOTAL_STEPS), cycle(bench.loader)
+    profiler = start_profiler(PROFILED_STEPS, lab.world.device)
+    for step in range(FIRST - 1 + PROFILED_STEPS):
+        if step:
+            profiler.step()
+        bench.train_steps(batches, optimization, steps=1)
+    profiler.stop()
+    of_ranks = all_gather_object(divide_steps(events_of(profiler)).mean(), lab.world)
+    parts = pd.concat(of_ranks, axis=1).mean(axis=1)
+    parts["of which hidden"] = parts["communication"] - parts[EXPOSED]
+    share = (parts / parts["step"]).map("{:.1%}".format)
+    if parts["communication"]:
+        share["of which hidden"] = f"{parts['of which hidden'] / parts['communication']:.0%}"
+    lab.page.table(f"Parts of a step: {lab.settings.strategy}", pd.DataFrame({"ms": parts, "share": share}))
+    lab.page.numbers["milliseconds"] = parts.to_dict()
 
 
 # ---- variants of a step ----------------------------------------------------------------------------------------------
@@ -93,32 +75,18 @@ def breakdown(lab: Lab) -> None:
 def compare_steps(
     lab: Lab, variants: Mapping[str, Variant], *, unit: str = "step", units: Mapping[str, int] | None = None
 ) -> None:
-    """Show how long the variants of a step of each model take, relative to the first one. Collective.
+    """Show how long the variants of a step take, relative to the first one. Collective.
 
     Args:
         units: how many of another unit are in a step of each variant, of which the time is then shown.
     """
-    relative = pd.DataFrame()
-    for model in models(lab.settings):
-        times, _ = time_steps(lab, model, variants, micro_batches=max(SYNC_EVERY) if units else None)
-        frame = compared(times / pd.Series(units or 1, times.columns), unit)
-        lab.page.table(model, frame)
-        relative[model] = frame["relative"]
-    lab.page.chart(f"Time per {unit}", relative, f"relative to {relative.index[0]}")
+    times, _ = time_steps(lab, variants, micro_batches=max(SYNC_EVERY) if units else None)
+    lab.page.table(f"Time per {unit}", compared(times / pd.Series(units or 1, times.columns), unit))
 
 
 def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str, Variant]:
     """Return steps that differ in one setting, whose value each name has."""
     return {name: (replace(settings, **{field: value}), select_strategy) for name, value in values.items()}
-
-
-def buckets(lab: Lab) -> None:
-    """Bucket size
-
-    docs/communication.md#a-training-step explains the buckets, and why 25 MiB differs from the default.
-    """
-    sizes = {"default": None} | {f"{size} MiB": size for size in BUCKET_SIZES}
-    compare_steps(lab, vary(plain_ddp(lab.settings), "ddp_bucket_cap_mb", sizes))
 
 
 def unused_parameters(lab: Lab) -> None:
@@ -129,13 +97,26 @@ def unused_parameters(lab: Lab) -> None:
     compare_steps(lab, vary(plain_ddp(lab.settings), "ddp_find_unused_parameters", {"off": False, "on": True}))
 
 
+def compression(lab: Lab) -> None:
+    """Compressed gradients
+
+    Each --ddp_comm_hook. docs/communication.md#compressed-gradients.
+    """
+    # PowerSGD compresses from the third step on, because 10% of so few steps is less than its minimum of 2. A call that
+    # is timed is preceded by two others.
+    strategy = "zero1" if lab.settings.strategy == "zero1" else "ddp"
+    with raise_on_all_ranks(lab.world):
+        variants = vary(plain_ddp(lab.settings, strategy=strategy, max_steps=3), "ddp_comm_hook", HOOKS)
+    compare_steps(lab, variants)
+
+
 def no_sync(lab: Lab) -> None:
     """Skipped synchronization
 
     docs/communication.md#a-training-step explains why not all of the difference is communication.
     """
     plain = plain_ddp(lab.settings)
-    n_train = len(lab.reviews.split.train)
+    n_train = len(lab.data.split.train)
     with raise_on_all_ranks(lab.world):
         plan = plan_batches(plain, n_train, lab.world.size)
     rows = plan.global_size // plan.accumulation_steps  # of one micro-batch on all ranks
@@ -173,47 +154,23 @@ def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrate
     return DDPStrategy(settings, plan, replace(world, node_groups=()))
 
 
-def batch_size(lab: Lab) -> None:
-    """Time per row over the size of the batch
-
-    Steps of one micro-batch of 4 to 128 rows per rank. docs/communication.md#the-size-of-the-batch.
-    """
-    one_batch: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": None}
-    rows = {str(n): n * lab.world.size for n in ROWS if n * lab.world.size <= len(lab.reviews.split.train)}
-    with raise_on_all_ranks(lab.world):
-        if not rows:
-            raise UserError(f"{len(lab.reviews.split.train)} training rows are not enough for a batch")
-    variants = vary(plain_ddp(lab.settings, logical_ranks=None, **one_batch), "train_batch_size", rows)
-    compare_steps(lab, variants, unit="row", units=rows)
-
-
 # ---- when gradients are ready ----------------------------------------------------------------------------------------
 
 
 def readiness(lab: Lab) -> None:
     """When gradients are ready
 
-    A backward pass without communication on every rank, and an all-reduce of the same bytes in buckets of 25 MiB, one
-    after another, without computation: figure 2 (c, d) of the paper. docs/communication.md#readiness.
+    A backward pass without communication on every rank: figure 2 (c, d) of the paper.
+    docs/communication.md#readiness.
     """
-    rows = {}
-    for model in models(lab.settings):
-        sizes, ready = ready_gradients(lab, distribute_named(lab, model, plain_ddp(lab.settings)))
-        done = np.cumsum(sizes)
-        tensor = torch.zeros(int(done[-1]) // 4, device=lab.world.device)
-
-        def exchange(buckets: tuple[torch.Tensor, ...] = tensor.split(25 * MIB // 4)) -> None:
-            for bucket in buckets:
-                dist.all_reduce(bucket)
-
-        seconds = float(lab.times({model: exchange}, STEP_SECONDS)[model].median())
-        times = [ready[0], ready[np.searchsorted(done, done[-1] / 2)], ready[-1], seconds]
-        rows[model] = [mib(done[-1]), *map(format_seconds, times), f"{seconds / ready[-1]:.2f}"]
-        lab.page.numbers[model] = {"seconds": ready.tolist(), "bytes": sizes.tolist(), "exchange": seconds}
-        share = pd.DataFrame({model: 100 * done / done[-1]}, pd.Index(1000 * ready, name="ms of the backward pass"))
-        lab.page.chart(f"Gradients that are ready: {model}", share, "share of the bytes, %")
-    header = ["gradients, MiB", "first ready", "half ready", "all ready", "all-reduce", "all-reduce / backward"]
-    lab.page.table("Backward pass and exchange", pd.DataFrame.from_dict(rows, orient="index", columns=header))
+    sizes, ready = ready_gradients(lab, build_bench(plain_ddp(lab.settings), lab.data, lab.world))
+    done = np.cumsum(sizes)
+    times = [ready[0], ready[np.searchsorted(done, done[-1] / 2)], ready[-1]]
+    row = pd.Series([mib(done[-1]), *map(format_seconds, times)], ["MiB", "first", "half", "all"])
+    lab.page.table("Gradients that are ready", row.to_frame("gradients").T)
+    share = pd.DataFrame({"gradients": 100 * done / done[-1]}, pd.Index(1000 * ready, name="ms of the backward pass"))
+    lab.page.chart("Gradients that are ready", share, "share of the bytes, %")
+    lab.page.numbers |= {"seconds": ready.tolist(), "bytes": sizes.tolist()}
 
 
 def ready_gradients(lab: Lab, bench: Bench) -> tuple[Any, Any]:

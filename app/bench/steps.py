@@ -5,7 +5,6 @@ All of them are `app.ddp_loop.train_step` itself, with all of its settings: prec
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,42 +14,29 @@ from typing import Any
 import pandas as pd
 import torch
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..model.inputs import to_device
-from ..model.vocabulary import tokens_of_model, trim_vocabulary, trimmed_vocabulary
-from ..plan.step import Plan, plan_step
 from ..setting_groups import TINY_BERT
-from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
+from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization
 from ..training.build import ReviewData, build_model, select_strategy
 from ..training.step import build_optimizer, build_scheduler
 from .core import Lab
-from .flags import SIZES, STEP_SECONDS
 
 LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
 COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
+STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 
 MakeStrategy = Callable[[Settings, BatchPlan, World], Strategy]
 Variant = tuple[Settings, MakeStrategy]  # of a step: it differs from others in its settings or its strategy
-
-
-def with_each_strategy(settings: Settings) -> list[Settings]:
-    """Return the settings with each strategy that supports them."""
-    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else WRAPPED_IN_DDP
-    if "bf16" in (settings.param_dtype, settings.reduce_dtype):
-        strategies = SHARDED
-    return [
-        replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
-        for strategy in strategies
-    ]
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class Bench:
     world: World
     data: ReviewData
     strategy: Strategy
-    model: torch.nn.Module
+    model: PreTrainedModel
     wrapped: torch.nn.Module
     loader: DataLoader[Any]  # this rank's micro-batches, as the training paths get them
 
@@ -92,67 +78,16 @@ class Bench:
             yield from self.loader
 
 
-def build_named(name: str, settings: Settings, data: ReviewData, *, world: World, trim: bool = True) -> PreTrainedModel:
-    """Build a BERT of `SIZES`, or else the model of the settings, with the same weights on every rank. Collective.
-
-    Args:
-        trim: whether a BERT of `SIZES` has only the embeddings that training needs, as the model of the settings has.
-    """
-    if name not in SIZES:
-        return build_model(settings, data, world).model
-    set_seed(settings.seed)
-    model: PreTrainedModel = BertForSequenceClassification(bert_config(name))
-    if trim:
-        trim_vocabulary(model, tokens_of_model(data.tokens, data.tokenizer, model.config), keep_unused=False)
-    return model
-
-
-def bert_config(name: str) -> BertConfig:
-    layers, hidden, heads, intermediate = SIZES[name]
-    return BertConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=intermediate
-    )
-
-
-def distribute(
-    settings: Settings,
-    data: ReviewData,
-    model: torch.nn.Module,
-    *,
-    world: World,
-    make_strategy: MakeStrategy = select_strategy,
+def build_bench(
+    settings: Settings, data: ReviewData, world: World, *, make_strategy: MakeStrategy = select_strategy
 ) -> Bench:
-    """Prepare a model for training with the strategy and the logical ranks of the settings. Collective."""
+    """Build a model, and prepare it for training as the training paths do. Collective."""
+    model = build_model(settings, data, world).model
     with raise_on_all_ranks(world):
         data = replace(data, plan=plan_batches(settings, len(data.split.train), world.size))
     strategy = make_strategy(settings, data.plan, world)
     loader = data.train_loader(strategy.logical_ranks, settings, world)
     return Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)
-
-
-def build_planned(name: str, settings: Settings, data: ReviewData, *, world: World) -> tuple[Bench, Plan]:
-    """Prepare a model as `build_named` and `distribute` do, and plan its step as app.plan does. Collective."""
-    model = build_named(name, settings, data, world=world, trim=False)
-    config, vocabulary = copy.deepcopy(model.config), trimmed_vocabulary(model)
-    bench = distribute(settings, data, model, world=world)
-    with raise_on_all_ranks(world):
-        plan = plan_step(
-            settings,
-            config,
-            bench.data.plan,
-            n_tokens=None if vocabulary is None else len(vocabulary.used),
-            device=world.device,
-            topology=world.topology,
-        )
-    return bench, plan
-
-
-def distribute_named(
-    lab: Lab, name: str, settings: Settings, *, make_strategy: MakeStrategy = select_strategy
-) -> Bench:
-    """Build a model as `build_named` does, and prepare it for training. Collective."""
-    model = build_named(name, settings, lab.reviews, world=lab.world)
-    return distribute(settings, lab.reviews, model, world=lab.world, make_strategy=make_strategy)
 
 
 # ---- variants of a step ----------------------------------------------------------------------------------------------
@@ -175,15 +110,10 @@ def plain_ddp(settings: Settings, **changes: Any) -> Settings:
     return replace(settings, **plain | {"param_dtype": "fp32", "reduce_dtype": "fp32"} | changes)
 
 
-def models(settings: Settings) -> list[str]:
-    """Return the names of the models to measure: the one that `--model` names, or two sizes."""
-    return [TINY_BERT, "BERT 4 x 312"] if settings.model == TINY_BERT else [settings.model]
-
-
 def time_steps(
-    lab: Lab, model: str, variants: Mapping[str, Variant], *, micro_batches: int | None = None
+    lab: Lab, variants: Mapping[str, Variant], *, micro_batches: int | None = None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Time variants of a training step of a model, from the same weights. Collective.
+    """Time variants of a training step, from the same weights. Collective.
 
     Variants whose micro-batches have the same number of rows train on the same ones.
 
@@ -193,13 +123,13 @@ def time_steps(
     Returns:
         A column for each variant: seconds per step in each round, and this rank's losses of the first micro-batches.
     """
-    n = micro_batches or (8 if model == TINY_BERT else 2)
+    n = micro_batches or (8 if lab.settings.model == TINY_BERT else 2)
     calls: dict[str, Callable[[], object]] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
     steps = pd.Series(0, list(variants))
     for name, (settings, make_strategy) in variants.items():
-        bench = distribute_named(lab, model, settings, make_strategy=make_strategy)
+        bench = build_bench(settings, lab.data, lab.world, make_strategy=make_strategy)
         plan = bench.data.plan
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
@@ -207,7 +137,7 @@ def time_steps(
         train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
         calls[name] = partial(_train_and_keep_losses, train, losses[name])
     times = lab.times(calls, multiple=STEP_SECONDS) / steps
-    lab.page.numbers[model] = {"seconds": times.to_dict("list")}
+    lab.page.numbers["seconds"] = times.to_dict("list")
     return times, pd.DataFrame({name: pd.Series(torch.cat(kept).tolist()) for name, kept in losses.items()})
 
 

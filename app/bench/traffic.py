@@ -4,16 +4,16 @@
     torchrun --nproc_per_node=4 -m app.bench.traffic --model bert-base-chinese --logical_ranks 8
 
 Counts the third step under each strategy: in the first one, DDP exchanges all gradients at once. Ends with exit status
-1 if a predicted number differs from the counted one.
+1 if a counted number differs from the predicted one.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from ..program import check_command_line
-    from .flags import measure_tiny_bert
+from ..program import check_command_line, launch
+from .models import measure_tiny_bert
 
-    check_command_line(__doc__, measure_tiny_bert)
+if __name__ == "__main__":
+    check_command_line(__doc__, measure_tiny_bert)  # before torch is imported, which takes seconds
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,79 +21,22 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..common.errors import RunError
-from ..common.formats import markdown_table
-from ..distributed.collectives import all_gather_object
-from ..distributed.process_group import join
-from ..distributed.world import Topology, World
+from ..distributed.world import Topology
 from ..plan.memory import bytes_of
+from ..plan.step import Plan
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
-from ..program import launch
 from ..settings import Settings
-from ..training.build import ReviewData, build_data
-from ..training.console import quiet_libraries
-from .flags import measure_tiny_bert
-from .steps import Bench, build_planned, with_each_strategy
-
-
-def main(settings: Settings) -> None:
-    with join(settings) as world:
-        quiet_libraries(world)
-        data = build_data(settings, world)
-        for with_strategy in with_each_strategy(settings):
-            compare(with_strategy, data, world)
-
-
-def compare(settings: Settings, data: ReviewData, world: World) -> None:
-    """Train three steps, and print a line for each kind of collective. Collective.
-
-    Raises:
-        RunError: a rank has called other collectives than predicted.
-    """
-    settings = replace(settings, max_steps=STEPS)  # PowerSGD begins to compress after a share of all steps
-    bench, plan = build_planned(settings.model, settings, data, world=world)
-    predicted = plan.traffic(settings.strategy)
-    counted = count_third_step(bench)
-    rows = rows_of(predicted, counted)
-    header = ["operation", "among", "what", "bytes", "predicted", "counted"]
-    sent = f"a rank sends {sum(collective.sent(world.topology) for collective in predicted):,.0f} bytes per step"
-    if world.topology.nodes > 1:
-        sent += f", and {sum(collective.leaving(world.topology) for collective in predicted):,.0f} bytes leave a node"
-    world.print_main(f"## {settings.strategy}: {sent}\n")
-    world.print_main(markdown_table(header, rows, text_columns=3))
-    expected = as_counts(predicted)
-    wrong = [rank for rank, count in enumerate(all_gather_object(counted, world)) if count != expected]
-    if wrong:
-        raise RunError(f"{settings.strategy}: rank(s) {wrong} called other collectives than predicted")
-
-
-def rows_of(predicted: Sequence[Collective], counted: Counts) -> list[list[str]]:
-    """Return the cells of the table: for each collective of one size, how often it was predicted and counted."""
-    expected = as_counts(predicted)
-    rows = []
-    for key in expected | counted:
-        same = [c for c in predicted if (c.operation, c.size, c.among) == key]
-        what = "; ".join(f"{c.purpose}: {c.what}" for c in same) or "not predicted"
-        operation, size, among = key
-        rows.append([operation, among, what, f"{size:,}", str(expected[key]), str(counted[key])])
-    return rows
-
-
-def as_counts(collectives: Iterable[Collective]) -> Counts:
-    """Return how often a step calls each collective."""
-    counts = Counts()
-    for collective in collectives:
-        counts[collective.operation, collective.size, collective.among] += collective.times
-    return counts
-
+from .planned import MEASURED, PREDICTED, compare_with_plan
+from .steps import Bench
 
 Counts = Counter[tuple[str, int, str]]  # how often a step calls a collective: (operation, bytes, among which ranks)
-
+STEPS = 3  # the last one is counted
 # Each collective, and which of its arguments is as large as `Collective.size`.
 ARGUMENTS = {
     "allreduce_": ("all-reduce", 0),
@@ -105,7 +48,35 @@ ARGUMENTS = {
     "_reduce_scatter_base_": ("reduce-scatter", 1),
 }
 
-STEPS = 3  # the last one is counted
+
+def main(settings: Settings) -> None:
+    # PowerSGD begins to compress after a share of all steps.
+    compare_with_plan(replace(settings, max_steps=STEPS), measure)
+
+
+def measure(bench: Bench, plan: Plan) -> pd.DataFrame:
+    """Train three steps, and return how often the last one calls each kind of collective. Collective."""
+    predicted, topology = plan.traffic(bench.settings.strategy), bench.world.topology
+    expected, counted = as_counts(predicted), count_third_step(bench)
+    sent = f"A rank sends {sum(collective.sent(topology) for collective in predicted):,.0f} bytes per step"
+    if topology.nodes > 1:
+        sent += f", and {sum(collective.leaving(topology) for collective in predicted):,.0f} bytes leave a node"
+    bench.world.print_main(f"{sent}.\n")
+    rows = []
+    for operation, size, among in expected | counted:
+        same = [c for c in predicted if (c.operation, c.size, c.among) == (operation, size, among)]
+        what = "; ".join(f"{c.purpose}: {c.what}" for c in same) or "not predicted"
+        counts = (of_kind[operation, size, among] for of_kind in (expected, counted))
+        rows.append([f"{operation} of {size:,} bytes", among, what, *counts])
+    return pd.DataFrame(rows, columns=["collective", "among", "what", PREDICTED, MEASURED]).set_index("collective")
+
+
+def as_counts(collectives: Iterable[Collective]) -> Counts:
+    """Return how often a step calls each collective."""
+    counts = Counts()
+    for collective in collectives:
+        counts[collective.operation, collective.size, collective.among] += collective.times
+    return counts
 
 
 def count_third_step(bench: Bench) -> Counts:
@@ -117,12 +88,6 @@ def count_third_step(bench: Bench) -> Counts:
         bench.train_steps(batches, optimization, steps=1)
     counts: Counts = mode.counts
     return counts
-
-
-def sent_bytes(counts: Counts, topology: Topology) -> float:
-    """Return the bytes that a rank sends in counted collectives, averaged over the ranks."""
-    collectives = (Collective("", "", kind, size, times, among) for (kind, size, among), times in counts.items())
-    return sum(collective.sent(topology) for collective in collectives)
 
 
 class CountCollectives(TorchDispatchMode):

@@ -10,6 +10,7 @@ device, and a process forwards packets between the two (`app.bench.link_forwarde
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import shlex
@@ -20,10 +21,11 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import UserError
-from ..common.link import Link
+from ..cli import positive
+from ..common.errors import UserError, shorten
 from ..common.paths import CLONE, PACKAGE
 from .link_forwarder import LARGEST_PACKET
 
@@ -44,6 +46,29 @@ for namespace in "$@"; do
   ip netns delete "$namespace"
 done
 """
+
+
+@dataclass(frozen=True)
+class Link:
+    """The shape of a link between two nodes."""
+
+    gbit: float  # rate in each direction in Gbit/s
+    delay_ms: float  # propagation delay in one direction
+
+    def __str__(self) -> str:
+        return f"{self.gbit:g} Gbit/s, {self.delay_ms:g} ms"
+
+
+def link(text: str) -> Link:
+    """Parse RATE:DELAY, as the `type` of a flag."""
+    rate, _, delay = text.partition(":")
+    try:
+        parsed = Link(positive(rate), float(delay))
+    except (ValueError, argparse.ArgumentTypeError):
+        parsed = None
+    if parsed is None or not 0 <= parsed.delay_ms <= 1000:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be Gbit/s:milliseconds, such as 1:5")
+    return parsed
 
 
 class NamespacesUnavailable(UserError):
@@ -130,7 +155,7 @@ def _forwarder(names: Sequence[str], link: Link) -> Iterator[None]:
             rename = ["name", INTERFACE, "mtu", str(LARGEST_PACKET), "txqueuelen", "10000"]
             run_command(["ip", "-n", name, "link", "set", device, *rename])
         configure(names)
-        arguments = [*map(str, devices), repr(link.bytes_per_second), repr(link.delay)]
+        arguments = [*map(str, devices), repr(link.gbit * 1e9 / 8), repr(link.delay_ms / 1000)]
         process = subprocess.Popen(
             [sys.executable, "-m", f"{PACKAGE}.bench.link_forwarder", *arguments],
             cwd=CLONE,

@@ -30,7 +30,6 @@ def make_lab(review_csv, tmp_path, monkeypatch, world) -> Callable[..., Lab]:
             seconds=0.001,
             largest=2**16,
             seeds=1,
-            over_link=False,
         )
 
     return make

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from app.bench import communication
-from app.bench.flags import SECTIONS
+from app.bench.communication import SECTIONS
 from app.common.errors import AgreedError, RunError, UserError
 from app.settings import Settings
 
@@ -46,15 +47,15 @@ def test_a_used_folder_is_rejected_before_anything_is_measured(settings, tmp_pat
 
 
 def test_nothing_is_left_of_a_mistake(settings, tmp_path):
-    with pytest.raises(UserError, match="a message needs two ranks"):
-        communication.main(settings, sections=["point_to_point"], **FLAGS)
+    with pytest.raises(UserError, match="cannot be divided among --logical_ranks 2"):
+        communication.main(replace(settings, train_batch_size=7), sections=["reduction"], **FLAGS)
     assert not (tmp_path / "out").exists()
 
 
 def test_sections_are_written_one_after_another(settings, monkeypatch, tmp_path, capsys):
     def measure(name):
         def section(lab):
-            if name == "no_sync":
+            if name == "ladder":
                 raise RunError("out of memory")
             lab.page.numbers["number"] = 1
 
@@ -64,13 +65,13 @@ def test_sections_are_written_one_after_another(settings, monkeypatch, tmp_path,
     monkeypatch.setattr(communication, "MEASURE", {name: measure(name) for name in SECTIONS})
     monkeypatch.setattr(sys, "argv", ["communication.py", "--sections", "a b"])
     with pytest.raises(RunError, match="out of memory"):
-        communication.main(settings, sections=["buckets", "no_sync", "breakdown"], **FLAGS)
+        communication.main(settings, sections=["readiness", "ladder", "breakdown", "reduction"], **FLAGS)
     content = json.loads((tmp_path / "out" / "communication.json").read_text())
-    assert content["sections"] == {name: {"number": 1} for name in ("breakdown", "buckets")}
+    assert content["sections"] == {name: {"number": 1} for name in ("breakdown", "reduction")}
     assert content["settings"]["train_batch_size"] == 8
     assert content["machine"]["command"].endswith("--sections 'a b'")
     printed = capsys.readouterr().out
     text = (tmp_path / "out" / "communication.md").read_text()
     assert text.rstrip() in printed
     assert text.startswith("# Communication laboratory: ranks 1 on 1 node(s), ")
-    assert "About buckets" in (tmp_path / "out" / "communication.html").read_text()
+    assert "About reduction" in (tmp_path / "out" / "communication.html").read_text()

@@ -12,19 +12,7 @@ import pytest
 
 from app.bench import link_forwarder, two_nodes
 from app.bench.link_forwarder import Direction
-from app.bench.two_nodes import NamespacesUnavailable, network_namespaces
-from app.common.link import Link
-
-
-def test_an_unshaped_link_has_no_rate():
-    assert Link().bytes_per_second == math.inf
-    assert str(Link()) == "unshaped"
-
-
-def test_a_link_is_described_by_rate_and_delay():
-    assert str(Link(10, 0.1)) == "10 Gbit/s, 0.1 ms"
-    assert Link(8, 5).bytes_per_second == 1e9
-    assert Link(8, 5).delay == 0.005
+from app.bench.two_nodes import Link, NamespacesUnavailable, network_namespaces
 
 
 def test_without_iproute2_it_says_so(monkeypatch):
@@ -45,7 +33,7 @@ def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
     monkeypatch.setattr(two_nodes, "run_command", refuse)
     monkeypatch.setattr(two_nodes, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
     problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
-    with pytest.raises(NamespacesUnavailable, match=problem), two_nodes.two_nodes(Link()):
+    with pytest.raises(NamespacesUnavailable, match=problem), two_nodes.two_nodes(Link(1, 1)):
         pass
     monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, **__: "ip")
     with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():

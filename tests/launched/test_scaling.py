@@ -14,8 +14,7 @@ import psutil
 import pytest
 from helpers.jobs import Job, unavailable
 
-from app.bench.two_nodes import ADDRESSES, NamespacesUnavailable, inside, run_command, two_nodes
-from app.common.link import Link
+from app.bench.two_nodes import ADDRESSES, Link, NamespacesUnavailable, inside, run_command, two_nodes
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -59,7 +58,7 @@ def namespaces_of(job: Job) -> list[str]:
 @pytest.mark.parametrize("shape", [Link(1, 5), Link(1, 0.1), Link(0.2, 20)], ids=str)
 def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(shape: Link) -> None:
     """It can't be faster than asked; on a busy machine it may be slower for a moment."""
-    size = int(0.4 * shape.bytes_per_second)  # 0.4 s
+    size, delay = int(0.4 * shape.gbit * 1e9 / 8), shape.delay_ms / 1000  # 0.4 s
     with ExitStack() as stack:
         try:
             names = stack.enter_context(two_nodes(shape))
@@ -72,25 +71,26 @@ def test_a_link_has_the_rate_and_the_delay_that_were_asked_for(shape: Link) -> N
         client = inside(names[1], [sys.executable, "-c", CLIENT, ADDRESSES[0], str(size)])
         printed = subprocess.run(client, capture_output=True, text=True, timeout=60, check=True).stdout
     round_trip, seconds = map(float, printed.split())
-    assert 2 * shape.delay <= round_trip < 2 * shape.delay + 0.005
-    assert 0.4 + 2 * shape.delay <= seconds < 1.2
+    assert 2 * delay <= round_trip < 2 * delay + 0.005
+    assert 0.4 + 2 * delay <= seconds < 1.2
 
 
 def test_the_benchmark_measures_and_leaves_nothing(tmp_path: Path) -> None:
-    flags = ["--ranks", 2, "--links", "1:1", "--rounds", 1, "--steps", 2, "--length", 16, "--rows", 2, "--use_cpu"]
+    flags = ["--ranks", 2, "--links", "1:1", "--rounds", 1, "--steps", 2, "--max_length", 16, "--use_cpu"]
     flags += ["--train_batch_size", 4, "--strategies", "zero3", "--output_dir", tmp_path / "out"]
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
         done = job.finish()
     assert done.status == 0, done.err
     assert not namespaces_of(job)
-    measured = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]["measured"]
-    two_ranks = {"ddp, 2 rank(s), 4 rows", "zero3, 2 rank(s), 4 rows"}
+    seconds = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]["measured"]["seconds"]
+    two_ranks = {"ddp, 2 rank(s)", "zero3, 2 rank(s)"}
     if "not measured: two nodes" not in done.out:
-        two_ranks.add("ddp, 2 ranks, 1 Gbit/s, 1 ms, 4 rows")
-        # The gradients of 7 million parameters: the link's time alone is a lower bound of the step's.
-        assert min(measured["weak"]["ddp, 2 ranks, 1 Gbit/s, 1 ms, 4 rows"]) > 0.1
-    assert set(measured["strong"]) == set(measured["weak"]) == two_ranks
-    assert all(seconds > 0 for times in measured["strong"].values() for seconds in times)
+        over_link = "ddp, 2 rank(s), 1 Gbit/s, 1 ms"
+        two_ranks.add(over_link)
+        # The gradients of 5 million parameters: the link's time alone is a lower bound of the step's.
+        assert min(seconds[over_link]) > 0.1
+    assert set(seconds) == two_ranks
+    assert all(value > 0 for times in seconds.values() for value in times)
 
 
 def test_a_mistake_that_a_job_reports_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""What the benchmarks of memory and traffic share: a step under each strategy, next to what app.plan predicts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pandas as pd
+
+from ..common.errors import RunError
+from ..common.formats import markdown_table
+from ..distributed.collectives import all_gather_object, local_main_process_first, raise_on_all_ranks
+from ..distributed.process_group import join
+from ..model.vocabulary import trimmed_vocabulary
+from ..plan.step import Plan, plan_step
+from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
+from ..training.build import build_data
+from ..training.console import quiet_libraries
+from .models import with_model_folder
+from .steps import Bench, build_bench
+
+# Returns this rank's figures: a row for each, with the columns PREDICTED and MEASURED.
+Measure = Callable[[Bench, Plan], pd.DataFrame]
+PREDICTED, MEASURED = "predicted", "measured"
+
+
+def compare_with_plan(settings: Settings, measure: Measure, tolerance: float = 0.0) -> None:
+    """Measure a step under each strategy that supports the settings, and print its figures. Collective.
+
+    Args:
+        tolerance: the largest relative difference from a predicted figure.
+
+    Raises:
+        RunError: a figure of any rank differs by more than that.
+    """
+    with join(settings) as world:
+        quiet_libraries(world)
+        with local_main_process_first(world):
+            settings = with_model_folder(settings)
+        data, wrong = build_data(settings, world), []
+        for with_strategy in with_each_strategy(settings):
+            bench = build_bench(with_strategy, data, world)
+            with raise_on_all_ranks(world):
+                plan = plan_of(bench)
+            world.print_main(f"## {with_strategy.strategy}\n")
+            of_ranks = dict(enumerate(all_gather_object(measure(bench, plan), world)))
+            rows = pd.concat(of_ranks, names=["ranks"]).reset_index()
+            off = (rows[MEASURED] - rows[PREDICTED]).abs() > tolerance * rows[PREDICTED]
+            wrong += [f"{with_strategy.strategy}, rank {row.iloc[0]}: {row.iloc[1]}" for _, row in rows[off].iterrows()]
+            cells = rows.map(lambda cell: f"{cell:,.1f}" if isinstance(cell, float) else f"{cell}")
+            # Ranks with the same figures have one row.
+            merged = cells.groupby(list(cells)[1:], sort=False)["ranks"].agg(", ".join).reset_index()
+            header, text_columns = [str(name) for name in merged], merged.shape[1] - 3
+            world.print_main(markdown_table(header, merged.to_numpy().tolist(), text_columns, aligned=True))
+        if wrong:
+            raise RunError(f"measured values differ from the plan: {'; '.join(wrong)}")
+
+
+def with_each_strategy(settings: Settings) -> list[Settings]:
+    """Return the settings with each strategy that supports them."""
+    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else WRAPPED_IN_DDP
+    if "bf16" in (settings.param_dtype, settings.reduce_dtype):
+        strategies = SHARDED
+    return [
+        replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
+        for strategy in strategies
+    ]
+
+
+def plan_of(bench: Bench) -> Plan:
+    """Plan a step as app.plan does."""
+    vocabulary = trimmed_vocabulary(bench.model)
+    return plan_step(
+        bench.settings,
+        copy.deepcopy(bench.model.config),
+        bench.data.plan,
+        n_tokens=None if vocabulary is None else len(vocabulary.used),
+        device=bench.world.device,
+        topology=bench.world.topology,
+    )
