@@ -7,14 +7,14 @@ test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop'
 """
 
 if __name__ == "__main__":
-    from .program import check_command_line, run_program
+    from .program import check_command_line, launch
 
     check_command_line(__doc__, only=("csv", "max_steps", "train_batch_size"))
 
 import gc
 import json
-import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithPadding
 
-from .cli import parse_settings
 from .model.built_in import embeddings_of
 from .model.dropout import RowDropout
 from .model.load import load_classifier, load_tokenizer
 from .runs.hashes import hash_weights
+from .settings import Settings
 from .strategies.base import sum_of_squares
 from .strategies.optimization import VectorTails
 from .strategies.reduction import sum_pairwise
@@ -35,8 +35,8 @@ from .training.build import read_and_split
 from .training.step import build_scheduler, parameter_groups
 
 
-def main() -> None:
-    settings = parse_settings(["--gradient_accumulation_steps=2", *sys.argv[1:]])  # others: app.ddp_loop's defaults
+def main(settings: Settings) -> None:
+    settings = replace(settings, gradient_accumulation_steps=2)  # otherwise the defaults of app.ddp_loop
 
     # 1. THE PROCESS GROUP connects the ranks: over "gloo" if they use CPUs, as on this page, over "nccl" if each has a
     #    GPU. They communicate by collectives such as all_reduce, which every rank has to call in the same order.
@@ -117,4 +117,4 @@ def average_in_fixed_order(_: None, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main, on_ranks=True))
+    launch(main, __doc__, only=("csv", "max_steps", "train_batch_size"))

@@ -6,28 +6,18 @@ import gc
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-from .cli import OneLineParser, parse_flags, program_name
+from .cli import OneLineParser, parse_flags
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.terminal import as_interrupt
-from .distributed.environment import (
-    check_environment,
-    drop_accelerate_variables,
-    rank_and_sizes,
-    split_off_local_rank,
-    started_by_torchrun,
-)
+from .distributed.environment import become_single_process, check_environment, rank_and_sizes, started_by_torchrun
 from .settings import TYPES, Settings
-
-SECONDS_OF_RANK_0 = 10.0  # that the other ranks give it to report a mistake which all of them have found
 
 
 def check_command_line(
@@ -53,19 +43,23 @@ def check_command_line(
     # even the thread that it waits for, have to wait for. OpenMP reads the variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     escape_unencodable_output()
-    rank, wants_help = 0, bool({"-h", "--help"} & set(sys.argv[1:]))
+    # torch.distributed.launch adds it. torchrun sets LOCAL_RANK instead.
+    sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
+    wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     try:
         check_environment()
         rank, size, _, local_size = rank_and_sizes()
         if wants_help and rank != 0:
             sys.exit(0)  # rank 0 prints the help
-        # The ranks of one node read the same files, but another node's may differ. All ranks then have to learn of a
-        # mistake, so `launch` connects them first.
-        if wants_help or size == local_size:
-            settings, _ = parse_flags(description, split_off_local_rank(sys.argv[1:])[0], add_arguments, only=only)
+        # The ranks of one node read the same files: rank 0 reports a mistake and exits, and torchrun ends the others
+        # while they import torch. Another node's files may differ. All ranks then have to learn of a mistake, so
+        # `launch` connects them first.
+        if wants_help or (rank == 0 and size == local_size):
+            settings, _ = parse_flags(description, sys.argv[1:], add_arguments, only=only)
             check_files(settings)
     except UserError as problem:
-        sys.exit(print_mistake(problem, rank))
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def check_files(settings: Settings) -> None:
@@ -81,61 +75,33 @@ def check_files(settings: Settings) -> None:
                 check_exists(Path(path))
 
 
-def stop_importing(*, is_rank: bool) -> None:
-    """Exempt everything that has been imported from garbage collections, and let Ctrl-C raise `KeyboardInterrupt`.
-
-    Args:
-        is_rank: A rank gets Ctrl-C from the terminal, like all processes, and again from the launcher. So it ignores
-            the second one.
-    """
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
+def stop_importing() -> None:
+    """Exempt everything that has been imported from garbage collections, and let Ctrl-C raise `KeyboardInterrupt`."""
     gc.freeze()
     gc.enable()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt if is_rank else signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_program(program: Callable[[], int | None], *, on_ranks: bool = False) -> int:
+def run_program(program: Callable[[], int | None]) -> int:
     """Call a program and return its exit status: its own, 2 after a mistake, 1 after a failed run, 130 if interrupted.
 
-    Mistakes and failures are printed as one line without a traceback.
-
-    Args:
-        on_ranks: Whether torchrun starts the program on every rank. Otherwise SIGTERM and SIGHUP interrupt like Ctrl-C.
+    Mistakes and failures are printed as one line without a traceback. SIGTERM and SIGHUP interrupt like Ctrl-C.
     """
-    stop_importing(is_rank=on_ranks)
+    stop_importing()
     escape_unencodable_output()
     try:
-        if on_ranks and not started_by_torchrun():
-            raise UserError(f"start it with torchrun: torchrun --standalone --nproc_per_node=2 -m {program_name()}")
-        with nullcontext() if on_ranks else as_interrupt(signal.SIGTERM, signal.SIGHUP):
+        with as_interrupt(signal.SIGTERM, signal.SIGHUP):
             return program() or 0
     except UserError as problem:
-        return print_mistake(problem, rank_and_sizes()[0] if on_ranks else 0)
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     except RunError as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        if on_ranks:
-            _exit_interrupted()
         print("interrupted: every job that was started has ended", file=sys.stderr)
         return 130
-
-
-def print_mistake(problem: UserError, rank: int) -> int:
-    """Print a mistake of this rank as one line, and return the exit status.
-
-    Most mistakes, such as an invalid flag, are made on every rank: rank 0 prints it and exits, and torchrun ends the
-    other ranks while they wait here.
-    """
-    if rank != 0:
-        time.sleep(SECONDS_OF_RANK_0)
-    print(f"error: {problem}", file=sys.stderr, flush=True)
-    return 2
 
 
 def launch(
@@ -157,37 +123,37 @@ def launch(
         add_arguments, only: As for `parse_given`.
     """
     # Here, because `check_command_line` needs none of torch.
-    from .distributed.failure import exit_without_handlers, report_failure_to_connect
+    import torch.distributed as dist
+
+    from .distributed.failure import exit_now, report_failure_to_connect
     from .distributed.process_group import join
 
-    stop_importing(is_rank=True)
-    escape_unencodable_output()
-    try:
-        check_environment()  # before the rank is read
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    rank = rank_and_sizes()[0]
-    sys.argv[1:], added = split_off_local_rank(sys.argv[1:])
-    if added and rank == 0:
-        print("warning: --local-rank is not needed: torchrun sets LOCAL_RANK instead", file=sys.stderr, flush=True)
-    if (names := drop_accelerate_variables()) and rank == 0:
+    stop_importing()
+    if not started_by_torchrun():
+        become_single_process()
+    rank, status = rank_and_sizes()[0], 0
+    # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.
+    names = [name for name in os.environ if name.startswith("ACCELERATE_")]
+    for name in names:
+        del os.environ[name]
+    if names and rank == 0:
         print(f"warning: the settings count, not {', '.join(names)} of accelerate launch", file=sys.stderr, flush=True)
     try:
-        try:
-            settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, only=only)
-            settings = select_precision(settings)
-        except UserError as problem:
-            with join(Settings(use_cpu=True, threads=1), str(problem)):
-                raise AssertionError("join raises the problem on all ranks") from problem
-        # A tracker that hangs must not stop the exit, where its library waits for it.
-        with exit_without_handlers() if rank == 0 and settings.report_to != "none" else nullcontext():
-            main(settings, **own_flags)
+        settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, only=only)
+        main(select_precision(settings), **own_flags)
+    except SystemExit as outcome:
+        status = int(outcome.code or 0)
     except KeyboardInterrupt:
         _exit_interrupted()
+    except UserError as problem:  # most are made on every rank, and one rank prints it
+        if dist.is_initialized():  # by app.minimal
+            dist.destroy_process_group()
+        with suppress(SystemExit), join(Settings(use_cpu=True, threads=1), str(problem)):
+            raise AssertionError("join raises the problem on all ranks") from problem
+        status = 2
     except Exception as failure:  # before the process group was joined
         report_failure_to_connect(failure, rank)
-    sys.exit(0)
+    exit_now(status)  # without exit handlers, in which the library of a tracker may wait for ever
 
 
 def select_precision(settings: Settings) -> Settings:

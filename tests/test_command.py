@@ -168,19 +168,6 @@ def imports_torch(process: psutil.Process) -> bool:
     return any("libtorch_cpu" in region.path for region in process.memory_maps())
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_ctrl_c_on_a_rank_of_the_page_is_one_line(rank):
-    # From the terminal and from the launcher.
-    program = "def program():\n    try:\n        os.kill(0, 2)\n    finally:\n        os.kill(0, 2)\n"
-    code = (
-        f"import os, sys; from app.program import run_program\n{program}sys.exit(run_program(program, on_ranks=True))"
-    )
-    sizes = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    with start(code, option="-c", **sizes) as job:
-        out, err = job.communicate(timeout=LIMIT)
-    assert (job.returncode, out, err) == (130, "", "interrupted\n" if rank == "0" else "")
-
-
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.distributed.environment import check_environment, drop_accelerate_variables, split_off_local_rank
+from app.distributed.environment import check_environment, rank_and_sizes
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 TORCHRUN |= {"MASTER_PORT": "29500"}
@@ -27,7 +27,7 @@ def problem_with(monkeypatch, variables: dict[str, str]) -> str:
     with pytest.raises(UserError) as problem:
         check_environment()
     assert len(str(problem.value).splitlines()) == 1
-    assert len(str(problem.value)) < 200
+    assert len(str(problem.value)) < 300
     return str(problem.value)
 
 
@@ -40,24 +40,22 @@ def test_the_variables_of_torchrun_and_of_plain_python_are_accepted(monkeypatch,
     check_environment()
 
 
-@pytest.mark.parametrize("value", ["", " ", "-1", "one", "1.0", "1e3", "²", "١", "9" * 5000, "1\n2", "\x1b[31m"])
+@pytest.mark.parametrize("value", ["", " ", "-1", "one", "1.0", "1e3", "²", "9" * 5000, "1\n2", "\x1b[31m"])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_value_that_is_not_a_number_names_its_variable(monkeypatch, name, value):
-    assert name in problem_with(monkeypatch, TORCHRUN | {name: value})
+    assert f"{name}={value[:9]!r}"[:-1] in problem_with(monkeypatch, TORCHRUN | {name: value})
 
 
 @pytest.mark.parametrize("missing", sorted({*TORCHRUN} - {"RANK"}))
 def test_a_rank_without_its_other_variables_is_one_line(monkeypatch, missing):
     variables = {name: value for name, value in TORCHRUN.items() if name != missing}
-    assert f"{missing} is not" in problem_with(monkeypatch, variables)
+    assert f"{missing}=''" in problem_with(monkeypatch, variables)
 
 
 def test_a_rank_beyond_the_world_size_and_a_world_size_without_a_rank_are_one_line(monkeypatch):
-    assert "RANK=2" in problem_with(monkeypatch, TORCHRUN | {"RANK": "2"})
-    assert problem_with(monkeypatch, TORCHRUN | {"LOCAL_RANK": "2"}).startswith(
-        "RANK=1 of WORLD_SIZE=2, LOCAL_RANK=2 of"
-    )
-    assert "RANK is not" in problem_with(monkeypatch, {"WORLD_SIZE": "2"})
+    assert "RANK='2', WORLD_SIZE='2'" in problem_with(monkeypatch, TORCHRUN | {"RANK": "2"})
+    assert "LOCAL_RANK='2', LOCAL_WORLD_SIZE='2'" in problem_with(monkeypatch, TORCHRUN | {"LOCAL_RANK": "2"})
+    assert "RANK='', WORLD_SIZE='2'" in problem_with(monkeypatch, {"WORLD_SIZE": "2"})
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
@@ -74,7 +72,9 @@ def test_any_environment_is_accepted_or_a_user_error(variables):
             check_environment()
         except UserError:
             return
-        assert all(int(os.environ[name]) >= 0 for name in NUMBERS if name in variables)
+        rank, size, local_rank, local_size = rank_and_sizes()
+        assert 0 <= rank < size
+        assert 0 <= local_rank < local_size
 
 
 @pytest.mark.launched
@@ -93,14 +93,3 @@ def test_an_entry_point_prints_one_line(tmp_path):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "WORLD_SIZE" in line
-
-
-def test_the_variables_of_accelerate_launch_are_dropped(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert "ACCELERATE_MIXED_PRECISION" in drop_accelerate_variables()
-    assert not [name for name in os.environ if name.startswith("ACCELERATE_")]
-
-
-def test_the_local_rank_that_torch_distributed_launch_passes():
-    own, added = split_off_local_rank(["--local-rank=1", "--csv", "--local_rank", "--local_rank=0"])
-    assert (own, added) == (["--csv", "--local_rank"], ["--local-rank=1", "--local_rank=0"])
