@@ -13,8 +13,8 @@
 # MASTER_ADDR       address of node 0
 # MASTER_PORT       a free port on node 0
 # NPROC_PER_NODE    processes on this node; default: one per GPU, or 2 without GPUs
-# MAX_RESTARTS      how often torchrun restarts all ranks after a failure (default 0); they resume from the latest
-#                   checkpoint, which must be on a file system that all nodes share (--output_dir)
+# MAX_RESTARTS      with c10d: how often torchrun restarts all ranks after a failure (default 0); they resume from the
+#                   latest checkpoint, which must be on a file system that all nodes share (--output_dir)
 # RDZV_CONF         with c10d: more of torchrun's --rdzv_conf, such as last_call_timeout=10,keep_alive_interval=2
 # RDZV_ID           with c10d: a name of the job, which keeps the nodes of others out (default: none)
 # LOCAL_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,18 +16,18 @@ import torch.distributed as dist
 from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
 from app.common import machine
-from app.common.errors import Preempted, RunError
+from app.common.errors import Preempted
 from app.distributed import failure, network, process_group
 from app.distributed.collectives import all_gather_object, wait_for_device
-from app.distributed.process_group import RankDevice, common_device_type, join, nccl_timeout
+from app.distributed.process_group import Place, common_device_type, join, nccl_timeout
 from app.settings import Settings
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
-CPU, GPU = RankDevice("cpu", "host-a"), RankDevice("cuda", "host-b")
-FULL = RankDevice("cuda", "host-c", "too few GPUs")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES += ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
+CPU, GPU = Place("host-a", 0, 1, "cpu"), Place("host-b", 0, 1, "cuda")
+FULL = Place("host-c", 0, 1, "cuda", "too few GPUs")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +68,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=7))
     monkeypatch.setattr(dist, "init_process_group", init)
     return calls
 
@@ -108,30 +107,19 @@ def test_every_rank_chooses_the_same_device_type(ranks):
         assert ranks == [GPU] * len(ranks)
 
 
-# ---- the store of an attempt -------------------------------------------------------------------------------------
+# ---- restarts ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_several_nodes_do_not_wait_for_a_rank_0_that_has_died(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    torchruns = HashStore()
-    with socket.create_server(("localhost", 0)) as dead:
-        torchruns.set("port of rank 0", str(dead.getsockname()[1]))
-    with ThreadPoolExecutor() as pool:
-        early = pool.submit(process_group._store_of_rank_0, torchruns, 1, timedelta(seconds=20))
-        own = process_group._store_of_rank_0(torchruns, 0, timedelta(seconds=20))
-        own.set("word", "of this attempt")
-        assert early.result().get("word") == b"of this attempt"
-
-
-def test_without_a_rank_0_the_wait_is_limited(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    torchruns = HashStore()
-    with socket.create_server(("localhost", 0)) as dead:
-        torchruns.set("port of rank 0", str(dead.getsockname()[1]))
-    with pytest.raises(
-        RunError, match="rank 1 could not connect to the other ranks: rank 0 at localhost does not answer"
-    ):
-        process_group._store_of_rank_0(torchruns, 1, timedelta(seconds=0.2))
+@pytest.mark.parametrize(
+    ("one_node", "shared", "restarts", "works"),
+    [(True, "True", "3", True), (False, "False", "3", True), (False, "True", "0", True), (False, "True", "3", False)],
+)
+def test_restarts_on_several_nodes_over_a_shared_store_are_refused(monkeypatch, one_node, shared, restarts, works):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    problem = process_group.problem_of_restarts(one_node)
+    assert (problem is None) is works
+    assert works or "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in problem
 
 
 # ---- timeouts ---------------------------------------------------------------------------------------------------
@@ -219,9 +207,9 @@ def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
     assert "use --precision fp16 or fp32" in line
 
 
-@pytest.mark.parametrize(("supported", "use_cpu"), [(True, False), (False, True)])
-def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypatch, supported, use_cpu):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
+@pytest.mark.parametrize(("major", "use_cpu"), [(8, False), (7, True)])
+def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypatch, major, use_cpu):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     with join(Settings(precision="bf16", use_cpu=use_cpu)) as world:
         assert world.device.type == ("cpu" if use_cpu else "cuda")
 
@@ -230,20 +218,18 @@ def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("capability", "variables", "message"),
+    ("major", "variables", "message"),
     [
-        ((7, 5), {}, "--tf32: cuda:0 (Tesla T4) has no TF32: remove it"),
-        ((8, 0), {"NVIDIA_TF32_OVERRIDE": "0"}, "NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"),
+        (7, {}, "--tf32: cuda:0 (Tesla T4) has no TF32: remove it"),
+        (8, {"NVIDIA_TF32_OVERRIDE": "0"}, "NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"),
         (None, {}, "--tf32 needs GPUs, and this job uses CPUs: remove it"),
     ],
 )
-def test_tf32_where_there_is_none_is_refused_with_one_line(
-    fake_gpu, monkeypatch, capsys, capability, variables, message
-):
-    if capability is None:
+def test_tf32_where_there_is_none_is_refused_with_one_line(fake_gpu, monkeypatch, capsys, major, variables, message):
+    if major is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught, join(Settings(tf32=True)):
@@ -256,7 +242,7 @@ def test_tf32_where_there_is_none_is_refused_with_one_line(
 @pytest.mark.parametrize("tf32", [True, False])
 def test_tf32_is_used_only_if_requested(fake_gpu, monkeypatch, tf32):
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
     with join(Settings(tf32=tf32)):
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest"), "recorded as a kernel"

@@ -80,8 +80,8 @@ def test_any_other_number_of_processes_is_one_line(value):
 )
 def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(machine, gpus, accelerator, line):
     machine(gpus, usable=False, accelerator=accelerator)
-    assert process_group._device_type(True, 1) == ("cpu", None)
-    device_type, problem = process_group._device_type(False, 1)
+    assert process_group.find_device(Settings(use_cpu=True), 0, 1) == ("cpu", None)
+    device_type, problem = process_group.find_device(Settings(), 0, 1)
     assert device_type == "cpu"
     if line is None:
         assert problem is None

@@ -88,10 +88,7 @@ def test_the_ranks_connect_over_the_cable(nodes: list[str], form: str, tmp_path:
 
 @pytest.mark.launched
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "shared_store"), [("static", "0"), ("c10d", "0"), ("c10d", "1")])
-def test_ranks_of_two_nodes_connect_again_after_a_sigkill(
-    nodes: list[str], form: str, shared_store: str, tmp_path: Path
-) -> None:
+def test_ranks_of_two_nodes_connect_again_after_a_sigkill(nodes: list[str], tmp_path: Path) -> None:
     """Once while they communicate, and once while they start, so that the nodes count different numbers of restarts."""
     (tmp_path / "restarted.py").write_text(
         "import os, signal\n"
@@ -113,8 +110,7 @@ def test_ranks_of_two_nodes_connect_again_after_a_sigkill(
     )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(PROJECT)]))
-        options = {"MAX_RESTARTS": "9", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared_store}
-        printed = run_on_both(nodes, form, "restarted", log_folder=tmp_path, **options)
+        printed = run_on_both(nodes, "c10d", "restarted", log_folder=tmp_path, MAX_RESTARTS="9")
     finished = [line for text in printed for line in text.splitlines() if line.startswith("rank ")]
     assert sorted(finished) == ["rank 0 has finished", "rank 1 has finished"]
 
