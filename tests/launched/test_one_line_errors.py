@@ -153,6 +153,7 @@ def test_a_job_that_fails_prints_one_line(case, tmp_path):
             case.during(job, tmp_path)
         done = job.finish(120)
     assert done.status == case.status, done.err
+    assert len(done.error_lines) == 1, done.err
     (line,) = done.error_lines
     assert case.line in line
     if case.rank_status is not None:
