@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -61,19 +60,17 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
     Only the first rank that knows a cause prints it; those of other ranks are in torchrun's error files. If no rank
     knows one, as after a SIGKILL, the lowest surviving rank prints which ranks are missing.
     """
-    cause, note, line = _prepare_report(problem), _note(problem) or "before training", None
-    if is_lost_contact(problem):
-        answered, is_reported = _ask_other_ranks(world)
-        missing = [rank for rank in range(world.size) if rank not in answered]
-        if not is_reported and min(answered) == world.rank:
-            who = f"lost contact with rank(s) {', '.join(map(str, missing))}" if missing else f"lost contact: {cause}"
-            line = f"rank {world.rank} {who}, {note}"
-    elif _is_first_to_report(world):
+    cause, note, lost_contact = _prepare_report(problem), _note(problem) or "before training", is_lost_contact(problem)
+    answered, is_reported = _ask_other_ranks(world, lost_contact)
+    if lost_contact and not is_reported and min(answered) == world.rank:
+        missing = ", ".join(str(rank) for rank in range(world.size) if rank not in answered)
+        who = f"lost contact with rank(s) {missing}" if missing else f"lost contact: {cause}"
+        print(f"error: rank {world.rank} {who}, {note}", file=sys.stderr, flush=True)
+    elif not lost_contact and not is_reported:
         reason = _reason_outside_program(problem)
         if not (reason or isinstance(problem, OSError)):
             traceback.print_exception(problem)
         line = f"rank {world.rank} failed {note}: {f'{reason}: ' if reason else ''}{cause}"
-    if line is not None:
         print(f"error: {line}", file=sys.stderr, flush=True)
     exit_now(1)
 
@@ -123,53 +120,30 @@ def is_lost_contact(problem: Exception) -> bool:
     return isinstance(problem, RuntimeError) and LOST_CONTACT.match(str(problem)) is not None
 
 
-# ---- what the ranks tell each other ----------------------------------------------------------------------------------
-# Through the store, because collectives no longer work. It may not answer either: its rank or node may be gone.
+def _ask_other_ranks(world: World, lost_contact: bool) -> tuple[set[int], bool]:
+    """Tell the other ranks that this one fails, because it has lost contact or for a cause that it will report.
 
+    Returns:
+        The ranks that have lost contact, too, with this one, and whether another rank reports a cause.
+    """
+    answered, reports = {world.rank}, [False]
 
-def _ask_other_ranks(world: World) -> tuple[set[int], bool]:
-    """Return the ranks that have lost contact like this one, and whether a rank has reported the cause."""
-    answered = {world.rank}
-    reports: list[str] = []
-
-    def ask() -> None:
-        world.store.set(f"lost contact/{world.rank}", "")
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while len(answered) < world.size and not reports and time.monotonic() < deadline:
-            answered.update(rank for rank in range(world.size) if world.store.check([f"lost contact/{rank}"]))
-            reports.extend(["cause"] if world.store.check(["cause"]) else [])
-            time.sleep(POLL_SECONDS)
-
-    _with_time_limit(ask)
-    return answered, bool(reports)
-
-
-def _is_first_to_report(world: World) -> bool:
-    """Tell whether no other rank has reported a cause. True if the store does not answer."""
-    reports: list[int] = []
-    _with_time_limit(lambda: reports.append(world.store.add("cause", 1)))
-    return reports in ([], [1])
-
-
-def _with_time_limit(use_store: Callable[[], None]) -> None:
-    def call() -> None:
+    def ask() -> None:  # the store, because collectives no longer work
         with suppress(RuntimeError):
-            use_store()
+            if not lost_contact:
+                reports.append(world.store.add("cause", 1) > 1)
+                return
+            world.store.set(f"lost contact/{world.rank}", "")
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while len(answered) < world.size and not reports[-1] and time.monotonic() < deadline:
+                answered.update(rank for rank in range(world.size) if world.store.check([f"lost contact/{rank}"]))
+                reports.append(world.store.check(["cause"]))
+                time.sleep(POLL_SECONDS)
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)  # the store's rank or node may be gone, too: then it waits
     thread.start()
     thread.join(ANSWER_SECONDS + 1)
-
-
-@contextmanager
-def exit_without_handlers() -> Iterator[None]:
-    """End the process after the block, with the status that the block exits with, without calling atexit handlers."""
-    status = 0
-    try:
-        yield
-    except SystemExit as outcome:
-        status = int(outcome.code or 0)
-    exit_now(status)
+    return answered, reports[-1]
 
 
 def exit_now(status: int) -> NoReturn:
