@@ -183,12 +183,14 @@ def imports_torch(process: psutil.Process) -> bool:
 )
 def test_mistakes_are_one_line(flags, problem, monkeypatch):
     monkeypatch.setattr(agent, "forward_signals", lambda: None)  # pytest's handlers stay
+    monkeypatch.setattr(agent.logging, "disable", lambda: None)
     with pytest.raises(UserError, match=problem):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
 
 
 def test_a_node_without_contact_is_one_line(monkeypatch):
     monkeypatch.setattr(agent, "forward_signals", lambda: None)
+    monkeypatch.setattr(agent.logging, "disable", lambda: None)
     flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "to be restored")
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from ..common.errors import RunError, UserError, shorten
 
 RANK_STATUSES = (1, 2, 75, 130)  # see program.launch
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-UNRESPONSIVE_SECONDS = 1.0  # after which the main thread is considered to wait in C++
 
 
 def run_agent(command: Sequence[str]) -> int:
@@ -35,9 +35,7 @@ def run_agent(command: Sequence[str]) -> int:
         RunError: the other nodes cannot be reached.
     """
     if "LOGLEVEL" not in os.environ:
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed."):  # each of torchrun's loggers has a level of its own
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.disable()  # all of this process's messages are torchrun's
     options = parse_args(list(command))  # and environment variables, such as PET_MAX_RESTARTS
     if options.nnodes != "1":
         # Each attempt of a c10d job gets a new store. A node that rejoins does not find torchrun's own.
@@ -62,24 +60,22 @@ def one_line(problem: BaseException) -> str:
 
 def forward_signals() -> None:
     """Pass signals on to the ranks, which save a checkpoint, and end this process with their status."""
-    handler_has_run = threading.Event()
 
     def forward(number: int, _: FrameType | None) -> None:
-        handler_has_run.set()
-        ranks = ranks_of_this_process()
+        ranks = psutil.Process().children()
+        if not ranks:
+            return  # `end_without_ranks` exits
         for process in ranks:
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 # To a rank, SIGHUP is no request to stop.
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         statuses = [process.wait() for process in ranks]  # another signal is forwarded meanwhile
-        if ranks and all(status == 0 for status in statuses):  # the signal came after the last step
+        if all(status == 0 for status in statuses):  # the signal came after the last step
             os._exit(0)
-        known = [status for status in statuses if status in RANK_STATUSES]
-        if not known:  # no rank has printed anything
-            print("interrupted", file=sys.stderr, flush=True)
         # A rank that ends with 75 has saved a checkpoint together with all others, even if one has failed since.
         # The process ends here: torchrun would restart the ranks, or wait for nodes that cannot be reached.
-        os._exit(max(known, default=130))
+        known = [status for status in statuses if status in RANK_STATUSES]
+        os._exit(max(known) if known else exit_interrupted())
 
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -90,21 +86,15 @@ def forward_signals() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def watch() -> None:
-        while number := os.read(reader, 1):
-            if number[0] in SIGNALS and not handler_has_run.wait(UNRESPONSIVE_SECONDS) and not ranks_of_this_process():
-                os.write(sys.stderr.fileno(), b"interrupted\n")
-                os._exit(130)
+    def end_without_ranks() -> None:
+        while os.read(reader, 1):
+            if not psutil.Process().children():
+                exit_interrupted()
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=end_without_ranks, daemon=True).start()
 
 
-def ranks_of_this_process() -> list[psutil.Process]:
-    """Return the ranks among this process's children, including those that have just ended."""
-    ranks = []
-    for process in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):
-            # Helper processes have no -m. A zombie has no command line any more; its status counts.
-            if process.status() == psutil.STATUS_ZOMBIE or "-m" in process.cmdline():
-                ranks.append(process)
-    return ranks
+def exit_interrupted() -> NoReturn:
+    """Exit after a signal that no rank has reported."""
+    os.write(sys.stderr.fileno(), b"interrupted\n")
+    os._exit(130)
