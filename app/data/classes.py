@@ -29,11 +29,15 @@ def form_classes(path: Path, label_column: str, labels: list[str], *, n_rows: in
     return sorted(names, key=int) if all(map(INTEGER.fullmatch, names)) else names
 
 
-def find_class(label: str, classes: Sequence[str]) -> int | None:
-    """Return the class id of a label; -1 for an empty one, None for one that is not a class."""
+def find_class(label: str, classes: Sequence[str], names: Mapping[str, str]) -> int | None:
+    """Return the class id of a label; -1 for an empty one, None for one that is not a class.
+
+    Args:
+        names: those of some labels whose classes have other names.
+    """
     for name in (label, _class_name(label)):
-        if name in classes:
-            return classes.index(name)
+        if names.get(name, name) in classes:
+            return classes.index(names.get(name, name))
     return None if label else -1
 
 
@@ -41,12 +45,6 @@ def _class_name(label: str) -> str:
     """Normalize integers: missing labels turn an integer column into floats, so 1.0 and 1 are the same class."""
     integer = INTEGER.fullmatch(label)
     return str(int(integer[1])) if integer else label
-
-
-def original_names(classes: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """Return the labels of classes that `rename_classes` may have renamed."""
-    labels = {name: label for label, name in names.items()}
-    return [labels.get(name, name) for name in classes]
 
 
 def rename_classes(classes: Sequence[str], names: Mapping[str, str], *, origin: str) -> tuple[str, ...]:

@@ -15,25 +15,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ..common.errors import UserError, list_names
+from ..common.errors import UserError, list_names, shorten
 from ..settings import split_label_names
-from .classes import find_class, form_classes, original_names, rename_classes
-from .sources import Files, Source, hash_json, open_sources
+from .classes import find_class, form_classes, rename_classes
+from .sources import Files, Source, hash_json, one_line_errors, open_sources
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
-CHUNK = 10_000  # rows that are hashed at once
 
 # Every split fingerprint covers this text. Keep it word for word unless the rules themselves change.
 CLEANING_RULES = (
     "rows without a review (empty or only whitespace), then rows without a label (the same), are dropped; "
     "reviews are kept to the letter; labels are stripped, and 1.0 and +1 are the class 1"
 )
-
-_MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
+MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
+CHUNK = 10_000  # rows that are hashed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +76,15 @@ class ReviewTable:
 
 
 def read_reviews(
-    path: str | Path | Files,
+    files: Path | Files,
     text_column: str = "review",
     label_column: str = "label",
     *,
     label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
-    """Read and clean reviews. Arguments and errors are those of `open_sources` and `clean`.
-
-    Args:
-        path: A file, or as `files_of` returns it.
-    """
-    files = {"train": Path(path)} if isinstance(path, str | Path) else path
+    """Read and clean reviews. Arguments and errors are those of `open_sources` and `clean`."""
+    files = {"train": files} if isinstance(files, Path) else files
     return clean(open_sources(files, cache_dir), (text_column, label_column), label_names=label_names)
 
 
@@ -110,7 +104,7 @@ def clean(
         columns: Names of the text and label columns; None for no labels, only with `class_names`.
         class_names: The classes of a trained model, whose predictions need no labels. By default, the classes are the
             distinct labels, and rows without a label are dropped.
-        label_names: Other names for the classes, such as `0=negative,1=positive`.
+        label_names: Other names for the classes, such as `0=negative,1=positive`. The files have the original ones.
 
     Raises:
         UserError: There is no usable row, or the labels have a single value or too many values to be classes.
@@ -118,32 +112,94 @@ def clean(
     path = sources["train"].path
     if columns[0] == columns[1]:
         raise UserError(f"{path}: --text_column and --label_column both name {columns[0]!r}; they must differ")
-    parts = {part: _clean_part(source, columns, class_names is not None) for part, source in sources.items()}
-    names, train = split_label_names(label_names or ""), parts["train"]
+    frames = {part: _read_columns(source, columns) for part, source in sources.items()}
+    hashes = {part: source.sha256 or _hash_rows(frames[part]) for part, source in sources.items()}
+    frame = pd.concat(frames)
+    parts, rows = (frame.index.get_level_values(level).to_numpy() for level in (0, 1))
+    texts = frame[columns[0]]
+    labels = frame[columns[1]].fillna("").str.strip() if columns[1] else pd.Series("", frame.index)
+    no_review = (texts.eq("") | texts.str.isspace()).fillna(True).to_numpy(bool)
+    no_label = labels.eq("").to_numpy(bool) & ~no_review & (class_names is None)
+    kept = ~no_review & ~no_label
+    dropped: dict[str, list[int]] = {}
+    for part, source in sources.items():
+        for reason, is_missing in (("no review", no_review), ("no label", no_label)):
+            if of_part := rows[is_missing & (parts == part)].tolist():
+                dropped[reason if part == "train" else f"{reason} ({part} file)"] = of_part
+        if not kept[parts == part].any():
+            needed = "a review" if class_names else f"both a review ({columns[0]!r}) and a label ({columns[1]!r})"
+            counts = ", ".join(f"{len(of_reason):,} with {reason}" for reason, of_reason in dropped.items())
+            raise UserError(f"{source.path}: no row has {needed}: {counts}")
+    labels, parts, rows = labels[kept], parts[kept], rows[kept]
+    names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        classes = form_classes(path, str(columns[1]), train.distinct_labels, n_rows=len(train.rows))
-    else:  # the file has the original names
-        classes = original_names(class_names, names)
-    origin = str(path) if class_names is None else "the model"
-    dropped = {
-        reason if part == "train" else f"{reason} ({part} file)": rows
-        for part, cleaned in parts.items()
-        for reason, rows in cleaned.dropped.items()
-    }
-    hashes = {part: source.sha256 or _hash_rows(source, columns) for part, source in sources.items()}
-    texts = pa.chunked_array([chunk for cleaned in parts.values() for chunk in cleaned.texts], pa.large_string())
-    labels = [_class_ids(cleaned, classes, path=sources[part].path, origin=origin) for part, cleaned in parts.items()]
+        of_train = labels[parts == "train"]
+        class_names = form_classes(path, str(columns[1]), of_train.unique().tolist(), n_rows=len(of_train))
+        class_names = rename_classes(class_names, names, origin=origin)
+    elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
+        class_names = rename_classes(class_names, names, origin=origin)
+    codes, distinct = labels.factorize()
+    class_ids = [find_class(label, class_names, names) for label in distinct]
+    if None in class_ids:
+        code = class_ids.index(None)
+        first = int(np.argmax(codes == code))
+        raise UserError(
+            f"{sources[parts[first]].path}: row {rows[first]}: label {shorten(repr(distinct[code]))} is not a class of "
+            f"{origin}, which has {list_names(class_names)}; leave it out, or choose another column with --label_column"
+        )
     return ReviewTable(
         path=path,
         sha256=hashes["train"] if len(hashes) == 1 else hash_json(hashes),
-        rows_read=sum(len(source.table) for source in sources.values()),
+        rows_read=len(frame),
         dropped=dropped,
-        class_names=rename_classes(classes, names, origin=origin),
-        rows=np.concatenate([cleaned.rows for cleaned in parts.values()]),
-        texts=pd.Series(pd.arrays.ArrowExtensionArray(texts)),
-        labels=np.concatenate(labels),
-        parts={part: len(cleaned.rows) for part, cleaned in parts.items()} if len(parts) > 1 else {},
+        class_names=tuple(class_names),
+        rows=rows,
+        texts=_select(texts, kept),
+        labels=np.array(class_ids, dtype=np.int64)[codes],
+        parts={part: int((parts == part).sum()) for part in sources} if len(sources) > 1 else {},
     )
+
+
+def _read_columns(source: Source, columns: tuple[str, str | None]) -> pd.DataFrame:
+    """Return the columns as texts in Arrow arrays, in the order of the file."""
+    for flag, name in zip(("--text_column", "--label_column"), columns, strict=True):
+        if name is not None and name not in source.table.column_names:
+            names = list_names(source.table.column_names)
+            raise UserError(f"{source.path}: no column {name!r}; the file has {names} (choose a column with {flag})")
+    texts = {name: _texts(source, name) for name in source.table.column_names if name in columns}
+    return pd.DataFrame({name: pd.arrays.ArrowExtensionArray(column) for name, column in texts.items()})
+
+
+def _texts(source: Source, name: str) -> pa.ChunkedArray:
+    column = source.table.data[name]
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        values = source.table[name][:]
+        if odd := [row for row, value in enumerate(values) if not isinstance(value, str | int | float | None)]:
+            raise UserError(f"{source.path}: row {odd[0]}, column {name!r}: is neither a text nor a number")
+        # NaN is what writers other than pandas leave for a missing value.
+        texts = [None if value is None or value != value else str(value) for value in values]
+        return pa.chunked_array([texts], pa.large_string())
+    with one_line_errors(f"{source.path}: column {name!r}"):
+        column.validate(full=True)  # Arrow does not check the encoding of JSON and Parquet files when it reads them
+    return column.cast(pa.large_string())
+
+
+def _select(texts: pd.Series, kept: NDArray[np.bool_]) -> pd.Series:
+    """Return the kept texts. Slices remain in the mapped file, which all processes share; a mask copies."""
+    slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
+    if len(slices) > MOST_SLICES:
+        return texts[kept].reset_index(drop=True)
+    selected: pd.Series = pd.concat([texts.iloc[part] for part in slices], ignore_index=True)
+    return selected
+
+
+def _hash_rows(frame: pd.DataFrame) -> str:
+    """Return the hash of the CSV that pandas would write: the same rows have the same hash in every format."""
+    digest = hashlib.sha256()
+    for start in range(0, len(frame), CHUNK):
+        text = frame[start : start + CHUNK].to_csv(index=False, header=start == 0, lineterminator="\n")
+        digest.update(text.encode())
+    return digest.hexdigest()
 
 
 def sample_rows(rows: Indices) -> Indices:
@@ -163,110 +219,3 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
     """Return the first of some data rows for a message."""
     numbers = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
     return f"row{'s' * (len(rows) != 1)} {numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The usable rows of a part, and what has been dropped.
-
-    Attributes:
-        distinct_labels: the labels, without the whitespace around them.
-        codes: the index in `distinct_labels` of the label of each row.
-    """
-
-    rows: Indices
-    dropped: dict[str, list[int]]
-    texts: list[pa.Array]
-    distinct_labels: list[str]
-    codes: Indices
-
-
-def _clean_part(source: Source, columns: tuple[str, str | None], to_predict: bool) -> _Part:
-    for flag, column in zip(("--text_column", "--label_column"), columns, strict=True):
-        if column is not None and column not in source.table.column_names:
-            names = list_names(source.table.column_names)
-            raise UserError(f"{source.path}: no column {column!r}; the file has {names} (choose a column with {flag})")
-    texts = _column(source, columns[0])
-    labels = _column(source, columns[1]) if columns[1] else pa.chunked_array([[""] * len(texts)], pa.large_string())
-    no_review = _is_missing(texts)
-    no_label = _is_missing(labels) & ~no_review if not to_predict else np.zeros_like(no_review)
-    found = {"no review": no_review, "no label": no_label}
-    dropped = {reason: np.flatnonzero(missing).tolist() for reason, missing in found.items() if missing.any()}
-    kept = ~(no_review | no_label)
-    if not kept.any():
-        counts = ", ".join(f"{len(rows):,} with {reason}" for reason, rows in dropped.items())
-        label = "" if to_predict else f" and a label ({columns[1]!r})"
-        raise UserError(
-            f"{source.path}: no row has {'' if to_predict else 'both '}a review ({columns[0]!r}){label}: {counts}"
-        )
-    labels = pc.utf8_trim_whitespace(labels.filter(pa.array(kept)).fill_null("")).combine_chunks()
-    codes = labels.dictionary_encode()
-    return _Part(
-        rows=np.flatnonzero(kept),
-        dropped=dropped,
-        texts=_select(texts, kept),
-        distinct_labels=codes.dictionary.to_pylist(),
-        codes=codes.indices.to_numpy(),
-    )
-
-
-def _class_ids(part: _Part, classes: Sequence[str], *, path: Path, origin: str) -> Indices:
-    """Return the class id of each row; -1 for an empty label."""
-    ids = [find_class(label, classes) for label in part.distinct_labels]
-    if None in ids:
-        code = ids.index(None)
-        row, label = part.rows[np.argmax(part.codes == code)], list_names(part.distinct_labels[code : code + 1])
-        raise UserError(
-            f"{path}: row {row}: label {label} is not a class of {origin}, which has {list_names(classes)}; "
-            "leave it out, or choose another column with --label_column"
-        )
-    return np.array(ids, dtype=np.int64)[part.codes]
-
-
-def _column(source: Source, name: str) -> pa.ChunkedArray:
-    """Return a column as texts."""
-    column = source.table.data[name]
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        values = source.table[name][:]
-        if odd := [row for row, value in enumerate(values) if not isinstance(value, str | int | float | None)]:
-            raise UserError(f"{source.path}: row {odd[0]}, column {name!r}: is neither a text nor a number")
-        # NaN is what writers other than pandas leave for a missing value.
-        texts = [None if value is None or value != value else str(value) for value in values]
-        return pa.chunked_array([texts], pa.large_string())
-    try:
-        column.validate(full=True)  # Arrow does not check the encoding of JSON and Parquet files when it reads them
-    except pa.ArrowInvalid as problem:
-        raise UserError(f"{source.path}: column {name!r}: {problem}") from None
-    if source.table.info.builder_name == "csv" and pc.any(pc.match_substring(column, "\0")).as_py():
-        raise UserError(f"{source.path}: contains NUL bytes: it is a binary file, or damaged; save it as UTF-8")
-    return column.cast(pa.large_string())
-
-
-def _is_missing(texts: pa.ChunkedArray) -> NDArray[np.bool_]:
-    """Tell which texts are missing, empty or only whitespace."""
-    blank = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
-    missing: NDArray[np.bool_] = pc.fill_null(blank, True).to_numpy()
-    return missing
-
-
-def _select(texts: pa.ChunkedArray, keep: NDArray[np.bool_]) -> list[pa.Array]:
-    """Return the kept rows. Slices remain in the mapped file, which all processes share; `filter` copies."""
-    starts, ends = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2).T
-    if len(starts) > _MOST_SLICES:
-        chunks: list[pa.Array] = texts.filter(pa.array(keep)).chunks
-        return chunks
-    return [chunk for start, end in zip(starts, ends, strict=True) for chunk in texts.slice(start, end - start).chunks]
-
-
-def _hash_rows(source: Source, columns: tuple[str, str | None]) -> str:
-    """Return the hash of the CSV that pandas would write: the same rows have the same hash in every format."""
-    names = [name for name in source.table.column_names if name in columns]
-    table = pa.table({name: _column(source, name) for name in names})
-    digest = hashlib.sha256()
-    for start in range(0, len(table), CHUNK):
-        rows = table.slice(start, CHUNK).to_pandas()
-        digest.update(rows.to_csv(index=False, header=start == 0, lineterminator="\n").encode())
-    return digest.hexdigest()

@@ -11,11 +11,9 @@ import hashlib
 import json
 import logging
 import os
-import re
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pandas as pd
 
 from ..common.errors import UserError, list_names, shorten
@@ -32,19 +29,10 @@ from ..common.files import check_exists
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # everything else is a CSV
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = ("utf-8-sig", "gb18030")
-MOST_BRACKETS = 500  # open at once in a line of JSON: at some more, Arrow's parser crashes the process
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set on the Hugging Face Hub: `NAME` or `NAME/CONFIG`, or a folder of one."""
-
-    name: str
-
-
-# One file; the files of published parts, by part: "train" and "validation", "test", or both; or a data set.
-Files = Mapping[str, Path] | HubDataset
+# The files of published parts, by part: "train", with "validation", "test" or both; or the name of a data set: of a
+# folder or on the Hugging Face Hub, `NAME` or `NAME/CONFIG`.
+Files = Mapping[str, Path] | str
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ def files_of(settings: Mapping[str, Any]) -> Files:
         settings: with the `csv` that is read, which may be a default. Those of older runs lack the other names.
     """
     if settings.get("dataset_name") is not None:
-        return HubDataset(settings["dataset_name"])
+        return str(settings["dataset_name"])
     parts = {"train": "csv", "validation": "validation_file", "test": "test_file"}
     return {part: Path(settings[name]) for part, name in parts.items() if settings.get(name) is not None}
 
@@ -77,14 +65,14 @@ def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Sourc
     Raises:
         UserError: There is no such file or data set, it cannot be read, or it has no rows or no training rows.
     """
-    if not isinstance(files, HubDataset):
+    if not isinstance(files, str):
         return {part: open_file(path, cache_dir) for part, path in files.items()}
-    with _one_line_errors(f"--dataset_name {files.name}"):
-        splits = _load_data_set(files.name, cache_dir)
+    with one_line_errors(f"--dataset_name {files}"):
+        splits = _load_data_set(files, cache_dir)
     if "train" not in splits:
-        raise UserError(f"--dataset_name {files.name}: has no split train, but {list_names(list(splits))}")
+        raise UserError(f"--dataset_name {files}: has no split train, but {list_names(list(splits))}")
     return {
-        part: Source(Path(files.name if part == "train" else f"{files.name} ({part})"), splits[part])
+        part: Source(Path(files if part == "train" else f"{files} ({part})"), splits[part])
         for part in ("train", "validation", "test")
         if part in splits
     }
@@ -94,81 +82,57 @@ def open_file(path: Path, cache_dir: Path | None = None) -> Source:
     """Load a file. All columns of a CSV are texts."""
     check_exists(path)
     builder = BUILDERS.get(path.suffix.lower(), "csv")
-    with _one_line_errors(str(path)):
-        sha256, splits = _load_local(builder, cache_dir, data_files=glob.escape(str(path.absolute())))
-    return Source(path, splits["train"], sha256 if builder == "csv" else None)
-
-
-# --- datasets --------------------------------------------------------------------------------------------------------
+    with one_line_errors(str(path)):
+        splits, hashes = _load_files(builder, cache_dir, data_files=glob.escape(str(path.absolute())))
+    return Source(path, splits["train"], hashes[0] if builder == "csv" else None)
 
 
 def _load_data_set(name: str, cache_dir: Path | None) -> datasets.DatasetDict:
-    """Load all splits of a data set, from the Hub or a folder, or from the cache of `datasets`."""
+    """Load all splits of a data set, from a folder, or from the Hub or the cache of `datasets`."""
     base, _, config = name.rstrip("/").rpartition("/")
-    for folder, of_folder in ((name, None), (base, config)):
+    candidates = [(name, None), *([(base, config)] if base else [])]
+    for folder, of_folder in candidates:
         if os.path.isdir(folder):
             # `datasets` names a data set after its folder, and `.` has no name.
-            return _load_local(os.path.abspath(folder), cache_dir, name=of_folder)[1]
-    if name.startswith((".", "~", "/")):
-        raise ValueError("there is no such folder (~ is not expanded here)")
-    # A name on the Hub is mostly owner/name, but it may be name/config as well.
-    candidates = [(name, None)] if name.count("/") < 2 else []
+            return _load_files(os.path.abspath(folder), cache_dir, name=of_folder)[0]
     problems = []
-    for path, of_path in [*candidates, *([(base, config)] if base else [])]:
+    # A name on the Hub is mostly owner/name, but it may be name/config as well.
+    for path, of_path in candidates[1:] if name.count("/") > 1 else candidates:
         try:
-            return _load_from_hub(path, of_path, cache_dir)
+            return datasets.load_dataset(path, of_path, cache_dir=cache_dir and str(cache_dir / "datasets"))
         except Exception as problem:  # the errors of `datasets` have no common class
             problems.append(problem)
     raise problems[0]
 
 
-def _load_from_hub(path: str, config: str | None, cache_dir: Path | None) -> datasets.DatasetDict:
-    folder = None if cache_dir is None else cache_dir / "datasets"
-    splits = _load(path, folder, name=config)
-    table = next(iter(splits.values()))
-    if table.info.builder_name == "csv":
-        splits = _load(path, folder, name=config, **_as_texts(table.column_names))
-    return splits
-
-
-def _load_local(path: str, cache_dir: Path | None, **options: Any) -> tuple[str, datasets.DatasetDict]:
-    """Load a folder, or files with a builder of `datasets`. Return the SHA-256 of the files, and all splits."""
+def _load_files(path: str, cache_dir: Path | None, **options: Any) -> tuple[datasets.DatasetDict, list[str]]:
+    """Load a folder, or files with a builder of `datasets`. Return all splits, and the SHA-256 of each file."""
     with tempfile.TemporaryDirectory() as temporary:
         builder = datasets.load_dataset_builder(path, cache_dir=temporary, **options)
-    found: Mapping[Any, list[str]] = builder.config.data_files or {}
-    files = [Path(file) for of_split in found.values() for file in of_split]
-    sha256 = _hash_files(files)
-    # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
-    folder = None if cache_dir is None else cache_dir / "datasets" / sha256[:32]
-    load = partial(_load, path, folder, **options)
-    try:
-        if builder.name == "json":
-            for file in files:
-                _check_nesting(file)
-        splits = _load_csv(load, files[0], builder.config.pd_read_csv_kwargs) if builder.name == "csv" else load()
-    except Exception as error:
-        problem = error.__cause__ or error
-        if folder is not None and isinstance(problem, OSError):  # the files themselves have been read before
-            raise UserError(f"--cache_dir {cache_dir}: cannot be written: {problem.strerror or problem}") from error
-        raise
-    if _hash_files(files) != sha256:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError("has changed while it was read; start again")
-    return sha256, splits
+        found: Mapping[Any, list[str]] = builder.config.data_files or {}
+        files = [Path(file) for of_split in found.values() for file in of_split]
+        hashes = [_hash_file(file) for file in files]
+        # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
+        folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_json(hashes)[:32])
+        load = partial(datasets.load_dataset, path, cache_dir=folder, keep_in_memory=cache_dir is None, **options)
+        is_csv = builder.name == "csv"
+        return _load_csv(load, files[0], builder.config.pd_read_csv_kwargs) if is_csv else load(), hashes
 
 
 def _load_csv(load: Callable[..., Any], first: Path, arguments: Mapping[str, Any]) -> datasets.DatasetDict:
-    """Load CSV files in one of the encodings.
+    """Load CSV files in one of the encodings, as texts: pandas would read 007 as 7, and NA as missing.
 
     Args:
         first: the file whose header has the names of all columns.
         arguments: of `pandas.read_csv`, such as the separator of a .tsv file.
     """
+    # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
     for encoding in ENCODINGS:
-        header = {**arguments, "encoding": encoding, "index_col": False, "nrows": 0, "chunksize": None}
+        options: dict[str, Any] = {"na_filter": False, "index_col": False, "encoding": encoding}
         try:
-            splits: datasets.DatasetDict = load(encoding=encoding, **_as_texts(pd.read_csv(first, **header).columns))
+            names = pd.read_csv(first, **{**arguments, **options, "nrows": 0, "chunksize": None}).columns
+            features = datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))
+            splits: datasets.DatasetDict = load(features=features, **options)
             return splits
         except Exception as error:
             if not isinstance(error.__cause__ or error, UnicodeDecodeError):
@@ -176,24 +140,11 @@ def _load_csv(load: Callable[..., Any], first: Path, arguments: Mapping[str, Any
     raise ValueError("is neither UTF-8 nor GB18030; save it as UTF-8")
 
 
-def _as_texts(names: Iterable[str]) -> dict[str, Any]:
-    """Return options for CSV columns as they are in the file: pandas would read 007 as 7, and NA as missing."""
-    features = datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))
-    # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
-    return {"features": features, "na_filter": False, "index_col": False}
-
-
-def _load(path: str, folder: Path | None, **options: Any) -> datasets.DatasetDict:
-    with tempfile.TemporaryDirectory() as temporary:
-        return datasets.load_dataset(path, cache_dir=str(folder or temporary), keep_in_memory=folder is None, **options)
-
-
 @contextmanager
-def _one_line_errors(name: str) -> Iterator[None]:
+def one_line_errors(name: str) -> Iterator[None]:
     """Turn whatever is raised inside the block, where `datasets` is quiet, into a `UserError` of one line."""
-    disabled = logging.root.manager.disable
+    datasets.disable_progress_bars()
     logging.disable(logging.CRITICAL)
-    datasets.disable_progress_bars()  # also of the tokenizing that follows
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # pandas has dropped fields that are too many
@@ -205,34 +156,17 @@ def _one_line_errors(name: str) -> Iterator[None]:
         text = shorten(lines[0] if lines else type(error).__name__, 200)
         raise UserError(f"{name}: {'has no rows' if 'corresponds to no data' in text else text}") from error
     finally:
-        logging.disable(disabled)
+        logging.disable(logging.NOTSET)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _hash_files(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of a file, or of the hashes of several files."""
-    hashes = []
-    for path in files:
-        if not path.stat().st_size:
-            raise UserError(f"{path}: is empty; it needs rows")
-        with path.open("rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashes[0] if len(hashes) == 1 else hash_json(hashes)
+def _hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, which must not be empty."""
+    if not path.stat().st_size:
+        raise UserError(f"{path}: is empty; it needs rows")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_json(content: object) -> str:
     """Return the SHA-256 of the JSON of a value."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _check_nesting(path: Path) -> None:
-    """Reject JSON that is nested so deeply that Arrow's parser would crash the process."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.count(b"[") + line.count(b"{") > MOST_BRACKETS:
-                brackets = np.frombuffer(_STRING.sub(b"", line), np.uint8)
-                steps = np.isin(brackets, list(b"[{")).astype(int) - np.isin(brackets, list(b"]}"))
-                if steps.cumsum().max(initial=0) > MOST_BRACKETS:
-                    raise UserError(f"{path}: line {number}: is nested too deeply")

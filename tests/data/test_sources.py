@@ -14,7 +14,6 @@ import pytest
 
 from app.common.errors import UserError
 from app.data.reviews import ReviewTable, read_reviews
-from app.data.sources import HubDataset
 from app.data.split import split_reviews
 
 ROWS = pd.DataFrame(
@@ -90,28 +89,11 @@ def test_cached_reviews_are_mapped_not_copied(review_csv, tmp_path):
     assert pa.total_allocated_bytes() - before < len("".join(table.texts)) / 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_cached(review_csv, tmp_path, monkeypatch):
-    path, cache, load = review_csv(50), tmp_path / "cache", datasets.load_dataset
-
-    def change_after_reading(*arguments, **options):
-        splits = load(*arguments, **options)
-        path.write_text(path.read_text("utf-8") + "1,好\n", "utf-8")
-        return splits
-
-    monkeypatch.setattr(datasets, "load_dataset", change_after_reading)
-    with pytest.raises(UserError, match="has changed while it was read"):
-        read_reviews(path, cache_dir=cache)
-    assert not list(cache.rglob("*.arrow"))
-
-
-def test_a_cache_folder_that_cannot_be_used_is_reported(review_csv, tmp_path, mount):
+def test_a_cache_folder_that_cannot_be_used_is_reported(review_csv, mount):
     path = review_csv(5_000)
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--cache_dir .*file: cannot be written"):
-        read_reviews(path, cache_dir=tmp_path / "file")
     for options, reason in (("size=64k", "No space left on device"), ("ro", "Read-only file system")):
         cache = mount(options)
-        with pytest.raises(UserError, match=f"--cache_dir .*cannot be written: {reason}"):
+        with pytest.raises(UserError, match=reason):
             read_reviews(path, cache_dir=cache)
         assert not list(cache.rglob("*.arrow"))
 
@@ -125,19 +107,6 @@ def test_a_missing_number_of_parquet_is_a_missing_label(tmp_path):
     table = read_reviews(tmp_path / "rows.parquet")
     assert table.class_names == ("0", "1")
     assert len(table) == 8
-
-
-def test_a_json_line_that_is_nested_too_deeply_is_one_line(tmp_path):
-    path = tmp_path / "deep.jsonl"
-    depth = 100_000  # Arrow's parser would crash
-    path.write_text(GOOD + '{"review": ' + "[" * depth + "]" * depth + "}\n")
-    with pytest.raises(UserError, match=r"deep\.jsonl: line 2: is nested too deeply$"):
-        read_reviews(path)
-
-
-def test_a_text_with_many_brackets_is_no_nesting(tmp_path):
-    path = write(ROWS.assign(review=["[{" * 1_000 + str(i) for i in range(20)]), tmp_path / "rows.jsonl")
-    assert len(read_reviews(path)) == 20
 
 
 @pytest.mark.parametrize(
@@ -158,7 +127,7 @@ def test_a_data_set_on_the_hub_may_be_followed_by_a_config(monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=f"--dataset_name {name}: no network"):
-        read_reviews(HubDataset(name))
+        read_reviews(name)
     assert tried == calls
 
 
