@@ -46,10 +46,10 @@ from .model.dropout import RowDropout
 from .model.inputs import to_device
 from .model.precision import mixed_precision
 from .program import launch
+from .record.run_record import RunRecord
 from .settings import Settings
 from .strategies.base import Strategy
 from .strategies.optimization import LossScale, Optimization
-from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 from .training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 
@@ -80,14 +80,12 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
     """
     # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
-    with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
-        train(prepared, world, stop)
+    record = RunRecord(prepared)  # the files of the run
+    with StopRequest(world, ignore_afterwards=exits_next) as stop, record.locate_failures():
+        train(prepared, record, stop)
         # No weights or settings were selected on the test rows.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world=world)
-        prepared.record.finish(
-            prepared.strategy, prepared.model, tokenizer=prepared.data.tokenizer, logits=logits, scores=scores
-        )
-        world.print_main(describe_result(scores, prepared.record))
+        record.finish(logits, scores)
 
 
 # 2. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch. A
@@ -145,14 +143,14 @@ def train_step(
     return torch.stack(losses), norm
 
 
-def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
+def train(prepared: Preparation, record: RunRecord, stop: StopRequest) -> None:
     """Train up to the last step, from the beginning or from a checkpoint.
 
     Raises:
         Preempted: the run was asked to stop, and has saved a checkpoint.
         RunError: a gradient norm is not finite, a checkpoint cannot be written, or the best weights are damaged.
     """
-    settings, strategy, plan, record = prepared.settings, prepared.strategy, prepared.plan, prepared.record
+    settings, strategy, plan, world = prepared.settings, prepared.strategy, prepared.plan, prepared.world
     model, data = prepared.model, prepared.data
 
     # 5. THE MODEL. By default every rank holds a complete copy. DistributedDataParallel (strategies/ddp.py) copies rank
@@ -173,7 +171,7 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
         state.load(prepared.resume.checkpoint)
     # True if the run was interrupted between the checkpoint and the evaluation of the same step.
     if record.begin(state, wrapped, stop):
-        evaluate_during_training(step, prepared, world)
+        evaluate_during_training(step, prepared, record)
 
     # 6. THE DATA. The sampler is a DistributedSampler: every rank computes the same permutation of the rows, and
     #    selects a different share of it. The loader turns this share into micro-batches.
@@ -200,16 +198,16 @@ def train(prepared: Preparation, world: World, stop: StopRequest) -> None:
             #    those of this rank only, and stay on the device: a collective in every step would delay training for
             #    a number that is only displayed. If any rank has been asked to stop, all ranks stop here.
             if record.after_step(step, losses, norm, learning_rate=learning_rate, batches=batches):
-                evaluate_during_training(step, prepared, world)
+                evaluate_during_training(step, prepared, record)
                 if record.early_stopping.stops:  # every rank has the same scores, so all ranks stop here
                     break
     record.best.load(state)
 
 
-def evaluate_during_training(step: int, prepared: Preparation, world: World) -> None:
+def evaluate_during_training(step: int, prepared: Preparation, record: RunRecord) -> None:
     """Evaluate after a step, and keep the weights if they are the best so far."""
-    scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world=world)
-    prepared.record.after_evaluation(step, prepared.eval_set.name, asdict(scores))
+    scores, _ = evaluate(prepared.model, prepared.eval_set, prepared.settings, world=prepared.world)
+    record.after_evaluation(step, prepared.eval_set.name, asdict(scores))
 
 
 # 8. EXACT EVALUATION.

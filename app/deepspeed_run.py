@@ -28,13 +28,12 @@ from .common.errors import RunError, UserError
 from .ddp_loop import evaluate
 from .distributed.collectives import raise_on_all_ranks
 from .distributed.process_group import join
-from .distributed.world import World
 from .model.dropout import RowDropout
 from .model.inputs import to_device
 from .program import launch
+from .record.run_record import RunRecord
 from .setting_groups import CheckpointSettings, EvaluationSettings
 from .settings import TYPES, Settings
-from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 
 # DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
@@ -58,35 +57,35 @@ def main(settings: Settings, deepspeed: str) -> None:
             except (OSError, ValueError) as problem:
                 raise UserError(f"--deepspeed {deepspeed}: {problem}") from None
         run = prepare("deepspeed_run", replace(settings, save_strategy="no", eval_strategy="no"), world)
-        with run.record.locate_failures():
-            fine_tune(run, config, world)
+        record = RunRecord(run)
+        with record.locate_failures():
+            fine_tune(run, record, config)
 
 
-def fine_tune(run: Preparation, config: Any, world: World) -> None:
+def fine_tune(run: Preparation, record: RunRecord, config: Any) -> None:
     """Train with DeepSpeed, and evaluate once on the test rows. Collective."""
     import deepspeed  # here, because its absence has a message of its own
 
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # DeepSpeed's calls
     deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles an all-reduce for CPUs, which takes half a minute
     try:
-        trainer = DeepSpeedTrainer(run, world, config)
+        trainer = DeepSpeedTrainer(run, record, config)
         trainer.train()
     except (ImportError, OSError, ValueError, AssertionError) as problem:
         # What the file asks for contradicts the flags, or needs what this machine lacks, such as a compiler.
         raise RunError(f"DeepSpeed: {' '.join(str(problem).split())}") from problem
-    scores, logits = evaluate(run.model, run.test_set, run.settings, world=world)
+    scores, logits = evaluate(run.model, run.test_set, run.settings, world=run.world)
     with deepspeed.zero.GatheredParameters(list(run.model.parameters())):  # ZeRO-3 shards them
-        run.record.finish(run.strategy, run.model, tokenizer=run.data.tokenizer, logits=logits, scores=scores)
-    world.print_main(describe_result(scores, run.record))
+        record.finish(logits, scores)
 
 
 class DeepSpeedTrainer(Trainer):
     """Trainer with the batches, dropout masks and log of app.ddp_loop. All else is Trainer's and DeepSpeed's."""
 
-    def __init__(self, run: Preparation, world: World, config: Any) -> None:
-        on_cpu, precision = world.device.type == "cpu", run.settings.precision
+    def __init__(self, run: Preparation, record: RunRecord, config: Any) -> None:
+        on_cpu, precision = run.world.device.type == "cpu", run.settings.precision
         arguments = TrainingArguments(
-            output_dir=str(run.record.folder),
+            output_dir=str(run.folder),
             deepspeed=config,
             per_device_train_batch_size=run.plan.micro_size,
             gradient_accumulation_steps=run.plan.micro_batches_per_step,
@@ -107,23 +106,23 @@ class DeepSpeedTrainer(Trainer):
         # If this were true, Trainer would multiply the loss of a classifier (huggingface/transformers#47688).
         assert self.model_accepts_loss_kwargs is False
         self.remove_callback(PrinterCallback)
-        self.run, self.world = run, world
+        self.run, self.record = run, record
         self.losses: list[torch.Tensor] = []  # of the micro-batches of this step
         self.batches: list[dict[str, torch.Tensor]] = []
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the shared loader: accelerate would assign complete batches to ranks instead of single rows."""
-        return self.run.data.train_loader(self.run.strategy.logical_ranks, self.run.settings, self.world)
+        return self.run.data.train_loader(self.run.strategy.logical_ranks, self.run.settings, self.run.world)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on a micro-batch, and record the step after its last one, in which DeepSpeed updates the weights."""
-        record, step = self.run.record, self.state.global_step
+        record, step = self.record, self.state.global_step
         if step == 0 and not self.batches:
             never = SimpleNamespace(requested=lambda: False)  # without checkpoints, a signal ends the run
             record.begin(state=None, wrapped=model, stop=never)  # type: ignore[arg-type]
         self.batches.append(inputs)
         learning_rate = self._get_learning_rate()
-        loss = super().training_step(model, to_device(inputs, self.run.model, self.world), *args, **kwargs)
+        loss = super().training_step(model, to_device(inputs, self.run.model, self.run.world), *args, **kwargs)
         if len(self.batches) == self.args.gradient_accumulation_steps:
             norm = torch.as_tensor(model.get_global_grad_norm(), dtype=torch.float32)
             losses = torch.stack(self.losses)

@@ -129,6 +129,11 @@ class Settings(
             yield "--early_stopping_threshold needs --early_stopping_patience"
 
     @property
+    def trackers(self) -> list[str]:
+        """The names in `--report_to`, each once."""
+        return [name for name in dict.fromkeys(split_names(self.report_to)) if name != "none"]
+
+    @property
     def may_validate(self) -> bool:
         """Whether there are validation rows. Only reading a `--dataset_name` tells whether it has some."""
         return self.validation_size > 0 or self.validation_file is not None or self.dataset_name is not None

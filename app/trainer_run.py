@@ -36,12 +36,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .distributed.preemption import StopRequest
 from .distributed.process_group import join
 from .distributed.world import World
-from .metrics.score import Scores, score
+from .metrics.score import score
 from .program import launch
+from .record.run_record import RunRecord
 from .settings import Settings
 from .trainer.arguments import training_arguments
 from .trainer.review_trainer import NothingLeftToTrain, RecordCallback, ReviewTrainer
-from .training.console import describe_result
 from .training.prepare import Preparation, prepare
 
 
@@ -62,19 +62,19 @@ def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> Non
         exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
     """
     prepared = prepare("trainer_run", settings, world)
-    with StopRequest(world, ignore_afterwards=exits_next) as stop, prepared.record.locate_failures(), prepared.profiler:
-        scores = train_and_test(prepared, world, stop)
-        world.print_main(describe_result(scores, prepared.record))
+    record = RunRecord(prepared)
+    with StopRequest(world, ignore_afterwards=exits_next) as stop, record.locate_failures():
+        train_and_test(prepared, record, stop)
 
 
-def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Scores:
-    """Train, and return the scores of the test rows. Collective."""
+def train_and_test(prepared: Preparation, record: RunRecord, stop: StopRequest) -> None:
+    """Train, and evaluate the test rows. Collective."""
     data = prepared.data
     trainer = ReviewTrainer(
         prepared,
-        world,
+        record,
         model=prepared.model,
-        args=training_arguments(prepared, world),
+        args=training_arguments(prepared),
         data_collator=data.collator,
         train_dataset=data.train_rows,
         eval_dataset=prepared.eval_set.loader.dataset,
@@ -85,12 +85,10 @@ def train_and_test(prepared: Preparation, world: World, stop: StopRequest) -> Sc
     assert trainer.model_accepts_loss_kwargs is False
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    trainer.add_callback(RecordCallback(trainer, prepared, world, stop=stop))
+    trainer.add_callback(RecordCallback(trainer, stop))
     train(trainer, prepared)
     logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
-    scores = score(logits, prepared.test_set.labels)
-    prepared.record.finish(prepared.strategy, prepared.model, tokenizer=data.tokenizer, logits=logits, scores=scores)
-    return scores
+    record.finish(logits, score(logits, prepared.test_set.labels))
 
 
 def train(trainer: ReviewTrainer, prepared: Preparation) -> None:
@@ -107,7 +105,7 @@ def train(trainer: ReviewTrainer, prepared: Preparation) -> None:
         counters.save_to_json(str(Path(folder, TRAINER_STATE_NAME)))  # all that Trainer reads of a checkpoint
         trainer.train(resume_from_checkpoint=folder if resume.step else None)
     assert trainer.model_wrapped is trainer.wrapped, "Trainer has wrapped the model again"
-    prepared.record.best.load(prepared.record.state)
+    trainer.record.best.load(trainer.record.state)
 
 
 if __name__ == "__main__":

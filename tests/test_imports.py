@@ -14,9 +14,8 @@ LAYERS = (
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
     {"report", "plan"},
     {"trainer"},
-    {"training"},
-    {"profiling"},
     {"record"},
+    {"training", "profiling"},
     {"checkpoint"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},

@@ -12,7 +12,6 @@ import torch
 from ..common.formats import markdown_table, mib
 from ..common.paths import PACKAGE
 from ..settings import STRATEGIES
-from ..training.console import advise_checkpointing
 from .empty_model import Activations
 from .step import Plan
 
@@ -44,9 +43,9 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
 def describe_run_plan(plan: Plan) -> str:
     """Return the plan of the strategy that the settings choose."""
     offload = plan.settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
-    advice = advise_checkpointing(plan.settings, plan.model, plan.batches.ranks)
-    lines = [*advice, verdict(plan, memory_of_device(plan))]
-    return "\n".join([*_tables(plan, [(plan.settings.strategy, offload)]), "## Verdict\n", *lines])
+    return "\n".join(
+        [*_tables(plan, [(plan.settings.strategy, offload)]), "## Verdict\n", verdict(plan, memory_of_device(plan))]
+    )
 
 
 def _tables(plan: Plan, variants: Sequence[Variant]) -> list[str]:

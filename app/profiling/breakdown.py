@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ..record.steps import START_CLOCK
-from ..strategies.base import CLIP, FORWARD, MICRO_BATCH
+from ..strategies.base import CLIP, FORWARD, MICRO_BATCH, START_CLOCK
 
 Interval = tuple[int, int]  # start and end, in nanoseconds, as all times here
 Mask = NDArray[np.bool_]  # a set of moments of a `Timeline`: whether each interval between its edges belongs to it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -17,8 +18,9 @@ from tqdm import tqdm
 
 from ..common.files import write_json, write_text
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
-from ..record.run_record import RunRecord
+from ..distributed.world import World
 from ..runs.schema import PROFILE, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
+from ..settings import Settings
 from .breakdown import CATEGORIES, EXPOSED, Event, divide_steps
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
@@ -33,13 +35,13 @@ class StepProfiler:
     preempted, nothing is written.
     """
 
-    def __init__(self, record: RunRecord, total_steps: int) -> None:
-        self.record, self.world, self.requested = record, record.world, record.settings.profile
-        self.folder = record.folder / PROFILE
-        self.step_number, self.first = record.resume.step, record.resume.step + FIRST
+    def __init__(self, settings: Settings, world: World, folder: Path, *, step: int, total_steps: int) -> None:
+        """`folder` is the run's, and `step` the last step before this process was started."""
+        self.world, self.requested, self.on_failure = world, settings.profile, settings.on_save_failure
+        self.folder = folder / PROFILE
+        self.step_number, self.first = step, step + FIRST
         self.last = min(self.first + self.requested - 1, total_steps)
         self.profile: profile | None = None
-        record.profile_step = self.step
 
     def __enter__(self) -> StepProfiler:
         if self.first <= self.last:
@@ -48,20 +50,24 @@ class StepProfiler:
             self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.first}")
         return self
 
-    def step(self) -> None:
-        """Call this after each training step. Collective after the last step that is profiled."""
+    def step(self) -> bool:
+        """Call this after each training step. Collective after the last step that is profiled.
+
+        Returns:
+            Whether that was the last step, and the files have been written.
+        """
         if self.profile is None:
-            return
+            return False
         self.step_number += 1
         if self.step_number >= self.first - 1 and self.world.device.type == "cuda":
             torch.cuda.synchronize()  # otherwise the step's kernels would run in a later one
         if self.step_number < self.last:
             self.profile.step()
-            return
+            return False
         finished, self.profile = self.profile, None
         finished.stop()
         self._write(finished)
-        self.record.steps.start_clock()  # writing is not training time
+        return True
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if self.profile is not None and self.world.device.type == "cpu":
@@ -88,8 +94,7 @@ class StepProfiler:
                 tqdm.write(text)  # above the progress bar
             tqdm.write(f"{'traces':>21}  {self.folder}/")
 
-        on_failure = self.record.settings.on_save_failure
-        with stop_or_warn(self.folder, on_failure=on_failure, warn=self.world.print_main):
+        with stop_or_warn(self.folder, on_failure=self.on_failure, warn=self.world.print_main):
             write_on_ranks(lambda: self.folder.mkdir(exist_ok=True), self.folder, self.world, main_only=True)
             write_on_ranks(lambda: finished.export_chrome_trace(str(trace)), self.folder, self.world)
             write_on_ranks(write_summary, self.folder, self.world, main_only=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.manager import PREFIX, CheckpointManager, latest_first, step_of
 from ..checkpoint.state import TrainingState
@@ -31,48 +30,46 @@ from ..distributed.preemption import StopRequest
 from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
 from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
-from ..model.vocabulary import complete_state
-from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, MODEL_FOLDER, STEPS
-from ..strategies.base import Strategy
+from ..model.vocabulary import complete_state, trimmed_vocabulary
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, STEPS
 from ..strategies.fsdp import wrapper_name
+from ..training.prepare import Preparation
 from .best import BestWeights
-from .results import metrics_content, stage_model, write_results
-from .run_folder import RunInfo, describe_run, run_state_content
-from .steps import MetricsLog, StepLog, Totals, console_line
+from .results import describe_result, write_results
+from .run_folder import describe_run, run_state_content
+from .steps import MetricsLog, StepLog, console_line
 from .trackers import Trackers
+
+if TYPE_CHECKING:
+    from ..profiling.profiler import StepProfiler
 
 
 class RunRecord:
     """The files of one run. Most methods are collective: every rank calls them in the same order."""
 
-    def __init__(self, info: RunInfo) -> None:
-        self.info, self.folder, self.resume, self.plan = info, info.folder, info.resume, info.plan
-        self.settings, self.world, self.vocabulary, self.lock = info.settings, info.world, info.vocabulary, info.lock
-        folder, resume = self.folder, self.resume
-        self.model_folder = folder / MODEL_FOLDER
+    def __init__(self, run: Preparation) -> None:
+        self.run, self.folder, self.resume, self.plan = run, run.folder, run.resume, run.data.plan
+        self.settings, self.world, self.lock = run.settings, run.world, run.lock
+        self.vocabulary = trimmed_vocabulary(run.model)
         self.checkpoints = CheckpointManager(
-            folder / CHECKPOINTS, self.settings.save_total_limit, self.settings.on_save_failure, world=self.world
+            run.folder / CHECKPOINTS, run.settings.save_total_limit, run.settings.on_save_failure, world=run.world
         )
-        self.checkpoints.latest_valid = resume.checkpoint
-        lines = {log.name: resume.lines_of(log.name) for log in (STEPS, EVALUATIONS)}
-        self.logs = {name: MetricsLog(folder / name, kept) for name, kept in lines.items()}
+        self.checkpoints.latest_valid = run.resume.checkpoint
+        lines = {log.name: run.resume.lines_of(log.name) for log in (STEPS, EVALUATIONS)}
+        self.logs = {name: MetricsLog(run.folder / name, kept) for name, kept in lines.items()}
+        self.steps = StepLog(run, lines[STEPS.name])
         self.evaluations = lines[EVALUATIONS.name]
-        self.best = BestWeights(self.checkpoints, self.settings, self.evaluations)
-        self.steps = StepLog(
-            self.settings.precision,
-            self.settings.ddp_comm_hook,
-            self.world,
-            rows_of_step=info.rows_of_step,
-            totals=Totals(),
-            step=resume.step,
-        )
-        for line in lines[STEPS.name]:
-            self.steps.totals.add(json.loads(line))
-        self.trackers = Trackers(folder, info, warn=self._print)
-        self.early_stopping = EarlyStopping(self.settings)
+        self.best = BestWeights(self.checkpoints, run.settings, self.evaluations)
+        self.early_stopping = EarlyStopping(run.settings)
         self.early_stopping.add_all(self.evaluations)
-        self.profile_step: Callable[[], None] = lambda: None  # a profiler replaces it
-        self.results_hash: str | None = None  # known on rank 0 once the run has finished
+        self.trackers = Trackers(run, warn=self._print)
+        self.profiler: StepProfiler | None = None
+        if run.settings.profile:
+            from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
+
+            self.profiler = StepProfiler(
+                run.settings, run.world, run.folder, step=run.resume.step, total_steps=self.plan.total_steps
+            )
 
     # ---- start and end of a run -------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ class RunRecord:
             if self.world.is_main_process:
                 if self.resume.checkpoint is not None:
                     self.best.take_over(self.resume.checkpoint)
-                describe_run(self.info, wrapper_name(wrapped))
+                describe_run(self.run, wrapper_name(wrapped))
         self.bar = tqdm(
             total=plan.total_steps,
             initial=step,
@@ -105,15 +102,7 @@ class RunRecord:
         is_evaluated = bool(self.evaluations) and json.loads(self.evaluations[-1])["step"] == step
         return step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step) and not is_evaluated
 
-    def finish(
-        self,
-        strategy: Strategy,
-        model: PreTrainedModel,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        logits: NDArray[np.floating[Any]],
-        scores: Scores,
-    ) -> None:
+    def finish(self, logits: NDArray[np.floating[Any]], scores: Scores) -> None:
         """Write the model, predictions.csv and, last, metrics.json, which marks the run as finished. Collective.
 
         Args:
@@ -122,22 +111,18 @@ class RunRecord:
         Raises:
             OSError: on rank 0, a file cannot be written.
         """
+        run = self.run
         peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
-        state = strategy.gather_model_state(model)
+        state = run.strategy.gather_model_state(run.model)
         if not self.world.is_main_process:
             return
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
-        metrics = metrics_content(scores, self.steps.totals, peak_memory)
-        self.results_hash = write_results(
-            self.folder,
-            self.info,
-            metrics=metrics,
-            logits=logits,
-            stage=lambda: stage_model(self.folder, model, complete_state(model, state), tokenizer=tokenizer),
-        )
-        self.trackers.log(METRICS.name, [metrics | {"step": self.plan.total_steps, "hash": self.results_hash}])
+        state = complete_state(run.model, state)
+        metrics = write_results(run, state, logits=logits, scores=scores, peak_memory=peak_memory)
+        self.trackers.log(METRICS.name, [metrics | {"step": self.plan.total_steps}])
         self.unlock()
+        self.world.print_main(describe_result(run, metrics))
 
     def unlock(self) -> None:
         """Let other jobs use the folder."""
@@ -149,7 +134,8 @@ class RunRecord:
     def locate_failures(self) -> Iterator[None]:
         """Add the last step and the latest checkpoint to an exception, for its error line."""
         try:
-            yield
+            with self.profiler or nullcontext():
+                yield
         except Exception as failure:
             # Rank 0 may have named one right before it failed. Those of later steps were skipped because of damage.
             named = (c for c in latest_first(self.checkpoints.folder) if step_of(c) <= self.steps.last_step)
@@ -191,7 +177,8 @@ class RunRecord:
             self.write_steps()
             self.bar.set_postfix(loss=f"{self.steps.last_loss:.4f}", refresh=False)
         self.bar.update()
-        self.profile_step()
+        if self.profiler is not None and self.profiler.step():
+            self.steps.start_clock()  # writing is not training time
         # All ranks learn of a request after the same step. Save before an evaluation, which may take longer than the
         # process has left.
         stop_requested = self.stop.requested()
@@ -276,7 +263,7 @@ class RunRecord:
                 flush(self.folder)
             return self.state.save(folder)
 
-        run_state = run_state_content(self.info, step)
+        run_state = run_state_content(self.run, step)
         if self.checkpoints.save(f"{PREFIX}{step}", write, run_state) and self.world.is_main_process:
             self.best.remove_unused()
         self.steps.start_clock()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from ..common.files import flush
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
+from ..strategies.base import START_CLOCK
+from ..training.prepare import Preparation
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24
-RowsOfStep = Callable[[int], Sequence[int]]  # returns this rank's data rows of an optimizer step, counted from 1
-START_CLOCK = "start_clock"  # a range in a trace of torch.profiler, for app/profiling/breakdown.py
 
 
 @dataclass
@@ -39,59 +41,18 @@ class Step:
     seconds: float
 
 
-@dataclass
-class Totals:
-    """Sums over all steps so far and all ranks."""
-
-    train_seconds: float = 0.0
-    examples: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0  # tokens and padding
-    skipped: int = 0  # steps skipped because of an overflow in fp16
-    skipped_in_a_row: int = 0  # since the last step that was not skipped
-
-    @property
-    def examples_per_second(self) -> float:
-        return self.examples / self.train_seconds
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.train_seconds += line["seconds"]
-        self.examples += line["examples"]
-        self.tokens += line["tokens"]
-        self.padded_tokens += line["padded_tokens"]
-        self.skipped += line["grad_norm"] is None
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["grad_norm"] is None else 0
-
-    def add_all(self, lines: Sequence[dict[str, Any]], precision: str | None) -> int | None:
-        """Add lines of steps.jsonl, up to the first one whose loss or gradient norm is not finite.
-
-        The norm of an overflow in fp16 becomes None: the loss scale was too large, and has been halved.
-
-        Returns:
-            The index of the line at which the run fails, or None.
-        """
-        for i, line in enumerate(lines):
-            if not (math.isfinite(line["grad_norm"]) and math.isfinite(line["loss"])):
-                is_overflow = precision == "fp16" and math.isfinite(line["loss"])
-                if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
-                    return i
-                line["grad_norm"] = None
-            self.add(line)
-        return None
-
-
 class StepLog:
     """The measurements of this rank's steps. Every rank holds one."""
 
-    def __init__(
-        self, precision: str, comm_hook: str, world: World, *, rows_of_step: RowsOfStep, totals: Totals, step: int
-    ) -> None:
-        """`step` is the last step before this process was started."""
-        self.precision, self.comm_hook, self.world = precision, comm_hook, world
-        self.rows_of_step, self.totals = rows_of_step, totals
+    def __init__(self, run: Preparation, lines: Sequence[str]) -> None:
+        """`lines` are those of steps.jsonl before this process was started."""
+        self.run, self.world = run, run.world
         self.pending: list[Step] = []
-        self.last_step = step  # the last step that has been done; `totals` and `last_loss` follow when it is reduced
+        self.last_step = run.resume.step  # the last step that has been done; `last_loss` follows when it is reduced
         self.last_loss = float("nan")
+        # How many steps have been skipped because of an overflow in fp16 since the last one that was not.
+        overflows = (json.loads(line)["grad_norm"] is None for line in reversed(lines))
+        self.skipped_in_a_row = sum(takewhile(bool, overflows))
 
     def start_clock(self) -> None:
         """Measure training time from now on. Call it after anything that is not training, such as an evaluation."""
@@ -115,7 +76,7 @@ class StepLog:
         self.last_step, self._clock = step, now
 
     def reduce(self) -> tuple[list[dict[str, Any]], RunError | None]:
-        """Reduce the pending steps over the ranks, and add them to the totals. Collective.
+        """Reduce the pending steps over the ranks. Collective.
 
         Returns:
             Lines of steps.jsonl, and the error to raise if a loss or a gradient norm is not finite, other than by an
@@ -124,33 +85,40 @@ class StepLog:
         """
         lines = reduce_steps(self.pending, self.world)
         self.last_loss = lines[-1]["loss"]
-        failed = self.totals.add_all(lines, self.precision)
         pending, self.pending = self.pending, []
-        if failed is None:
-            return lines, None
-        self.last_step = pending[failed].step - 1
-        return lines[:failed], self.nonfinite_error(pending[failed])
+        for i, line in enumerate(lines):
+            if math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]):
+                self.skipped_in_a_row = 0
+                continue
+            is_overflow = self.run.settings.precision == "fp16" and math.isfinite(line["loss"])
+            if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
+                self.last_step = pending[i].step - 1
+                return lines[:i], self.nonfinite_error(pending[i])
+            line["grad_norm"] = None  # the loss scale was too large, and has been halved
+            self.skipped_in_a_row += 1
+        return lines, None
 
     def nonfinite_error(self, step: Step) -> RunError:
-        """Return the error for a step that is not finite; `totals` hold the steps before it. Collective.
+        """Return the error for a step that is not finite. Collective.
 
         It names the ranks whose loss is not finite, and their rows.
         """
-        rows = ", ".join(map(str, self.rows_of_step(step.step)))
+        run = self.run
+        rows = ", ".join(map(str, run.data.rows_of_step(run.strategy.logical_ranks, run.settings, step.step)))
         reports = all_gather_object((bool(torch.isfinite(step.losses).all()), rows), self.world)
         ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
         cause = f"the gradient norm is {float(step.grad_norm)}"
         if ranks:
             cause = f"the loss is not finite on {' and '.join(ranks)}"
-        elif self.totals.skipped_in_a_row:
+        elif self.skipped_in_a_row:
             return RunError(
-                f"step {step.step}: the gradients overflowed in fp16 in {self.totals.skipped_in_a_row + 1} steps in a "
+                f"step {step.step}: the gradients overflowed in fp16 in {self.skipped_in_a_row + 1} steps in a "
                 "row, although each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or "
                 "fp32"
             )
         elif torch.isfinite(step.grad_norm):
             cause = "the mean of the losses of all ranks is not finite"
-        elif self.comm_hook == "fp16":
+        elif run.settings.ddp_comm_hook == "fp16":
             cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
         skipped = "" if torch.isfinite(step.grad_norm) else "; the optimizer skipped this step"
         return RunError(f"step {step.step}: {cause}{skipped}")

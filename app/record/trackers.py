@@ -6,7 +6,6 @@ A tracker that fails costs one warning, and is not used again. The files of the 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import UserError, escape_control_characters, shorten
+from ..common.errors import escape_control_characters, shorten
 from ..runs.schema import EVALUATIONS, LOCK, METRICS, STEPS, TRACKERS
-from ..settings import split_names
-from .run_folder import RunInfo, settings_content
+from ..training.prepare import Preparation
+from .run_folder import settings_content
 
 TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"
 PREFIXES = {STEPS.name: "train", EVALUATIONS.name: "eval", METRICS.name: "final"}
@@ -29,25 +28,13 @@ QUIET = {
 }
 
 
-def requested_trackers(report_to: str) -> list[str]:
-    """Return the names in `--report_to`, each once."""
-    return [name for name in dict.fromkeys(split_names(report_to)) if name != "none"]
-
-
-def check_trackers(report_to: str) -> None:
-    """Raise `UserError` if the package of a requested tracker is not installed."""
-    for name in requested_trackers(report_to):
-        if getattr(importlib.util.find_spec(name), "origin", None) is None:  # a folder ./wandb has no origin
-            raise UserError(f"--report_to {name}: its package is not installed: run pip install 'samebits[{name}]'")
-
-
 class Trackers:
     """The trackers of a run. Without any, and on other ranks than 0, the methods do nothing."""
 
-    def __init__(self, folder: Path, info: RunInfo, warn: Callable[[str], None]) -> None:
+    def __init__(self, run: Preparation, warn: Callable[[str], None]) -> None:
         """`warn` prints a warning, of which each tracker causes at most one."""
-        self.folder, self.info, self.warn = folder, info, warn
-        self.names = requested_trackers(info.settings.report_to) if info.world.is_main_process else []
+        self.run, self.folder, self.warn = run, run.folder, warn
+        self.names = run.settings.trackers if run.world.is_main_process else []
         self.started: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -60,8 +47,8 @@ class Trackers:
 
         # accelerate's own logger works only after an Accelerator has been created, which `ddp_loop` never does.
         tracking.logger = logging.getLogger(tracking.__name__)
-        create, project = tracking.LOGGER_TYPE_TO_CLASS[name], self.info.settings.project
-        run_name = self.info.settings.run_name or f"{self.info.path_name}-{self.folder.name}"
+        create, project = tracking.LOGGER_TYPE_TO_CLASS[name], self.run.settings.project
+        run_name = self.run.settings.run_name or f"{self.run.path_name}-{self.folder.name}"
         # The folder identifies the run, and the time of its lock, which is written once, a new run in the same folder.
         created = (self.folder / LOCK).stat().st_mtime_ns
         run_id = hashlib.sha256(f"{self.folder.resolve()} {created}".encode()).hexdigest()[:21]
@@ -77,7 +64,7 @@ class Trackers:
             tracker = create(project, name=run_name, id=run_id, resume="allow", settings=QUIET[name])
         tracker.main_process_only = False  # otherwise accelerate initializes its own state, which includes the device
         tracker.start()
-        config = settings_content(self.info).items()
+        config = settings_content(self.run).items()
         tracker.store_init_configuration({key: value for key, value in config if isinstance(value, int | float | str)})
         self.started[name] = tracker
 

@@ -20,6 +20,7 @@ MICRO_BATCH = "micro-batch"  # the forward and backward passes of one micro-batc
 SHARDED_FORWARD = "ShardedModel.forward"
 FORWARD = ("DistributedDataParallel.forward", SHARDED_FORWARD)  # PyTorch records the first one itself
 CLIP = "clip_grad_norm"
+START_CLOCK = "start_clock"  # training time is measured again, after a checkpoint or an evaluation
 CHUNK = 1 << 15  # elements that are converted to fp64 at a time: 256 KiB, which fits into a core's cache
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers import TrainingArguments
 
-from ..distributed.world import World
 from ..training.prepare import Preparation
 
 
@@ -17,10 +16,10 @@ class TrainingArgumentsWithoutPlacement(TrainingArguments):
         return False
 
 
-def training_arguments(prepared: Preparation, world: World) -> TrainingArguments:
-    settings, plan, on_cpu = prepared.settings, prepared.plan, world.device.type == "cpu"
+def training_arguments(prepared: Preparation) -> TrainingArguments:
+    settings, plan, on_cpu = prepared.settings, prepared.plan, prepared.world.device.type == "cpu"
     return TrainingArgumentsWithoutPlacement(
-        output_dir=str(prepared.record.folder),
+        output_dir=str(prepared.folder),
         per_device_train_batch_size=plan.micro_size,
         per_device_eval_batch_size=settings.eval_batch_size,
         gradient_accumulation_steps=plan.micro_batches_per_step,

@@ -17,27 +17,27 @@ from ..checkpoint.state import TrainingState
 from ..data.loaders import EvalSet
 from ..distributed.collectives import broadcast_buffers, gather_rows
 from ..distributed.preemption import StopRequest
-from ..distributed.world import World
 from ..metrics.score import score
 from ..model.dropout import RowDropout
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
+from ..record.run_record import RunRecord
 from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation
 from ..training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 
 
 class ReviewTrainer(Trainer):
-    def __init__(self, prepared: Preparation, world: World, **kwargs: Any) -> None:
+    def __init__(self, prepared: Preparation, record: RunRecord, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.prepared, self.world = prepared, world
+        self.prepared, self.record, self.world = prepared, record, prepared.world
         self.micro_losses: list[torch.Tensor] = []
         self.micro_batches: list[dict[str, torch.Tensor]] = []
         self.grad_norm = torch.zeros(())
         self.masks: RowDropout  # of the next micro-batch
-        self.train_loader = prepared.data.train_loader(prepared.strategy.logical_ranks, prepared.settings, world)
+        self.train_loader = prepared.data.train_loader(prepared.strategy.logical_ranks, prepared.settings, self.world)
         self.wrapped = prepared.strategy.wrap(prepared.model)
-        self.loss_scale = LossScale(prepared.settings.precision, prepared.plan, world)
+        self.loss_scale = LossScale(prepared.settings.precision, prepared.plan, self.world)
         # Otherwise accelerate calls optimizer.load_state_dict(optimizer.state_dict()), and ZeroRedundancyOptimizer has
         # no state dict before it is consolidated.
         self.accelerator.device_placement = False
@@ -131,8 +131,8 @@ class ReviewTrainer(Trainer):
         metrics = super().evaluate(*args, **kwargs)
         scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         scores["n"] = len(prepared.eval_set)
-        prepared.record.after_evaluation(self.state.global_step, prepared.eval_set.name, scores)
-        if prepared.record.early_stopping.stops:  # otherwise it is true after the last step already
+        self.record.after_evaluation(self.state.global_step, prepared.eval_set.name, scores)
+        if self.record.early_stopping.stops:  # otherwise it is true after the last step already
             self.control.should_training_stop = True
         return metrics
 
@@ -187,19 +187,19 @@ class RecordCallback(TrainerCallback):
     This covers the state of a resumed run, the check of the gradient norm, and all that follows a step.
     """
 
-    def __init__(self, trainer: ReviewTrainer, prepared: Preparation, world: World, *, stop: StopRequest) -> None:
-        self.trainer, self.prepared, self.world, self.stop = trainer, prepared, world, stop
+    def __init__(self, trainer: ReviewTrainer, stop: StopRequest) -> None:
+        self.trainer, self.prepared, self.record, self.stop = trainer, trainer.prepared, trainer.record, stop
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """If the run resumes, load the training state right before the first step. Trainer has loaded its counters."""
         prepared, trainer = self.prepared, self.trainer
         optimization = Optimization(trainer.shared_optimizer, trainer.shared_scheduler, trainer.loss_scale)
-        training_state = TrainingState(prepared.model, optimization, prepared.strategy, self.world)
+        training_state = TrainingState(prepared.model, optimization, prepared.strategy, prepared.world)
         if prepared.resume.checkpoint is not None:
             training_state.load(prepared.resume.checkpoint)
-        if prepared.record.begin(training_state, trainer.wrapped, self.stop):
+        if self.record.begin(training_state, trainer.wrapped, self.stop):
             trainer.evaluate()  # the run was interrupted between the checkpoint and the evaluation of the same step
-        if prepared.resume.step == prepared.plan.total_steps or prepared.record.early_stopping.stops:
+        if prepared.resume.step == prepared.plan.total_steps or self.record.early_stopping.stops:
             raise NothingLeftToTrain
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -218,6 +218,6 @@ class RecordCallback(TrainerCallback):
         trainer = self.trainer
         losses, batches = torch.stack(trainer.micro_losses), trainer.micro_batches
         trainer.micro_losses, trainer.micro_batches = [], []
-        control.should_evaluate = self.prepared.record.after_step(
+        control.should_evaluate = self.record.after_step(
             state.global_step, losses, trainer.grad_norm, learning_rate=self.learning_rate, batches=batches
         )

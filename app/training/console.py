@@ -1,17 +1,16 @@
-"""The text that a run prints before the first step and at its end."""
+"""The text that a run prints before the first step."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import datasets
 import huggingface_hub
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume
 from ..common.formats import labeled
@@ -22,17 +21,14 @@ from ..data.reviews import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
-from ..metrics.score import Scores
 from ..model.load import Classifier
 from ..model.vocabulary import trimmed_vocabulary
-from ..record.run_record import RunRecord
-from ..runs.hashes import DIGITS
-from ..runs.schema import LATEST, PREDICTIONS, RUNS
 from ..setting_groups import BUILT_IN
-from ..settings import Settings
-from .build import ReviewData
 from .loss import requested_class_weights
 from .step import warmup_steps
+
+if TYPE_CHECKING:
+    from .prepare import Preparation
 
 
 def quiet_libraries(world: World) -> None:
@@ -46,9 +42,9 @@ def quiet_libraries(world: World) -> None:
         datasets.logging.set_verbosity_error()
 
 
-def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) -> str:
+def describe_run(prepared: Preparation, classifier: Classifier) -> str:
     """Return the block that a run prints before the first step: one `name  value` line per fact."""
-    settings, world, path_name = record.info.settings, record.info.world, record.info.path_name
+    settings, world, data = prepared.settings, prepared.world, prepared.data
     table, split, plan = data.table, data.split, data.plan
     duplicates = describe_duplicates(data.duplicates, len(split.validation), len(split.test))
     sample = (
@@ -74,7 +70,7 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
     )
     n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     lines = [
-        ("path", path_name),
+        ("path", prepared.path_name),
         ("reviews", f"{table.path}{sample}"),
         *(("dropped", line) for line in describe_dropped(table)),
         ("rows", f"{rows}; classes {', '.join(table.class_names)}"),
@@ -94,9 +90,9 @@ def describe_run(data: ReviewData, classifier: Classifier, record: RunRecord) ->
             f"{settings.strategy}{compression}, "
             f"{settings.attn_implementation or 'default'} attention",
         ),
-        ("files", f"{record.folder}/"),
+        ("files", f"{prepared.folder}/"),
     ]
-    return "\n".join([_block(lines), *describe_resume(record.resume)])
+    return "\n".join([_block(lines), *describe_resume(prepared.resume)])
 
 
 def describe_resume(resume: Resume) -> list[str]:
@@ -118,38 +114,5 @@ def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
     return "\n" + _block(lines + ([("warning", mixed)] if mixed else []))
 
 
-def describe_result(scores: Scores, record: RunRecord) -> str:
-    """Return the block that a run prints at its end: its results, its files, and the next steps."""
-    correct = round(scores.accuracy * scores.n)
-    seconds, rate = record.steps.totals.train_seconds, record.steps.totals.examples_per_second
-    model, results_hash = str(record.model_folder), (record.results_hash or "")[:DIGITS]
-    other_path = "trainer_run" if record.info.path_name == "ddp_loop" else "ddp_loop"
-    latest = RUNS / other_path / LATEST
-    other_run = shlex.quote(str(latest)) if latest.exists() else "OTHER_RUN"
-    return _block(
-        [
-            ("test accuracy", f"{scores.accuracy:.4f} ({correct} of {scores.n} reviews), F1 {scores.f1:.4f}"),
-            ("training took", f"{seconds:.1f} s, {rate:.0f} reviews per second"),
-            ("hash", f"{results_hash}: weights, losses, gradient norms, evaluations and predictions"),
-            ("model", f"{model}/"),
-            ("predictions", str(record.folder / PREDICTIONS)),
-            ("use", f'transformers.pipeline("text-classification", model={model!r}, truncation=True)'),
-            ("compare", f"python -m {PACKAGE}.compare {shlex.quote(str(record.folder))} {other_run}"),
-        ]
-    )
-
-
 def _block(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(labeled(name, text) for name, text in lines)
-
-
-def advise_checkpointing(settings: Settings, model: PreTrainedModel, ranks: int) -> list[str]:
-    """Return at most one line: the reason why ZeRO-3 saves less memory, and the remedy."""
-    if settings.precision not in ("bf16", "fp16") or ranks == 1 or settings.strategy != "zero3":
-        return []
-    if settings.activation_checkpointing or not model.supports_gradient_checkpointing:
-        return []
-    return [
-        f"--strategy zero3 with --precision {settings.precision} keeps a complete copy of the weights in 16 bits from "
-        "the forward to the backward pass: --activation_checkpointing avoids it"
-    ]

@@ -2,69 +2,71 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume
-from ..common.errors import UserError
+from ..common.errors import AgreedError, UserError
+from ..common.machine import Arithmetic, device_name
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
 from ..data.split import describe_duplicates
-from ..distributed.collectives import all_gather_object, local_main_process_first, raise_on_all_ranks
+from ..distributed.collectives import (
+    all_gather_object,
+    broadcast_object,
+    gather_arithmetic,
+    local_main_process_first,
+    raise_on_all_ranks,
+)
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import ModelIdentity, hash_code
-from ..model.vocabulary import trimmed_vocabulary
-from ..record.run_folder import RunInfo, open_run
-from ..record.run_record import RunRecord
-from ..record.trackers import check_trackers
-from ..runs.folder import reject_used
+from ..runs.folder import claim_folder, reject_used, remove_claimed
+from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import Loss
 from .build import ReviewData, build_data, build_model, select_strategy
-from .console import advise_checkpointing, describe_ranks, describe_run, quiet_libraries
+from .console import describe_ranks, describe_run, quiet_libraries
 from .loss import build_loss
 from .step import default_learning_rate
 
-if TYPE_CHECKING:
-    from ..profiling.profiler import StepProfiler
 
-
-class NoProfiler(nullcontext[None]):
-    """Takes the place of `app.profiling.profiler.StepProfiler` in runs without `--profile`."""
-
-    def step(self) -> None:
-        """Do nothing after a training step."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A run that is ready for its first step.
+    """A run that is ready for its first step. `RunRecord` writes its files."""
 
-    Attributes:
-        settings: with all defaults resolved that depend on the data and the model, such as the learning rate.
-        eval_set: the rows to evaluate during training: validation rows if there are any, otherwise the test rows (for
-            monitoring only).
-        test_set: the rows that nothing is selected on.
-    """
-
-    settings: Settings
+    path_name: str  # the training path, `ddp_loop` or `trainer_run`
+    settings: Settings  # with all defaults resolved that depend on the data and the model, such as the learning rate
+    world: World
     data: ReviewData
     model: PreTrainedModel
+    identity: ModelIdentity
     strategy: Strategy
-    eval_set: EvalSet
-    test_set: EvalSet
-    record: RunRecord
-    resume: Resume
-    profiler: NoProfiler | StepProfiler
     loss: Loss
+    resume: Resume
+    folder: Path
+    lock: int | None  # on rank 0, the descriptor that keeps other jobs out of `folder`
+    devices: Sequence[str]  # the name of each rank's device
+    arithmetic: Arithmetic  # as returned by `gather_arithmetic`
+
+    @cached_property
+    def test_set(self) -> EvalSet:
+        """The rows that nothing is selected on."""
+        return self.data.eval_set("test", self.settings, self.world)
+
+    @cached_property
+    def eval_set(self) -> EvalSet:
+        """The rows to evaluate during training. Without validation rows, the test rows, for monitoring only."""
+        has_validation = len(self.data.split.validation) > 0
+        return self.data.eval_set("validation", self.settings, self.world) if has_validation else self.test_set
 
     @property
     def plan(self) -> BatchPlan:
@@ -109,46 +111,49 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         )
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
-    strategy = select_strategy(settings, data.plan, world)
-    info = open_run(
-        RunInfo(
-            path_name=path_name,
-            settings=settings,
-            table=data.table,
-            split=data.split,
-            duplicates=data.duplicates,
-            world=world,
-            model=identity,
-            plan=data.plan,
-            rows_of_step=partial(data.rows_of_step, strategy.logical_ranks, settings),
-            resume=resume,
-            vocabulary=trimmed_vocabulary(classifier.model),
-        )
-    )
-    record = RunRecord(info)
-    test_set = data.eval_set("test", settings, world)
-    eval_set = data.eval_set("validation", settings, world) if len(data.split.validation) else test_set
-    ranks = describe_ranks(world, record.info.arithmetic)
-    world.print_main(describe_run(data, classifier, record) + ranks)
-    profiler: NoProfiler | StepProfiler = NoProfiler()
-    if settings.profile:
-        from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
-
-        profiler = StepProfiler(record, data.plan.total_steps)
-    for line in advise_checkpointing(settings, classifier.model, world.size):
-        world.print_main(f"warning: {line}")
-    return Preparation(
+    folder, lock = open_folder(path_name, settings, resume, world=world)
+    prepared = Preparation(
+        path_name=path_name,
         settings=settings,
+        world=world,
         data=data,
         model=classifier.model,
-        strategy=strategy,
-        eval_set=eval_set,
-        test_set=test_set,
-        record=record,
-        resume=resume,
-        profiler=profiler,
+        identity=identity,
+        strategy=select_strategy(settings, data.plan, world),
         loss=loss,
+        resume=resume,
+        folder=folder,
+        lock=lock,
+        devices=all_gather_object(device_name(world.device), world),  # ranks may differ
+        arithmetic=gather_arithmetic(world),
     )
+    world.print_main(describe_run(prepared, classifier) + describe_ranks(world, prepared.arithmetic))
+    return prepared
+
+
+def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: World) -> tuple[Path, int | None]:
+    """Return the run's folder and, on rank 0, the descriptor that keeps other jobs out of it. Collective.
+
+    Raises:
+        AgreedError: the folder cannot be written, another job uses it, or not all ranks see it.
+    """
+    path, lock = resume.folder, resume.lock
+    with raise_on_all_ranks(world):
+        if world.is_main_process and path is None:
+            path, lock = claim_folder(settings.output_dir, RUNS / path_name)
+    path = broadcast_object(path, world)
+    assert path is not None
+    needs_all = settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile
+    visible = all_gather_object((path / LOCK).exists(), world)
+    if needs_all and not all(visible):
+        if world.is_main_process and resume.folder is None:
+            remove_claimed(path)
+        ranks = ", ".join(str(rank) for rank, sees_it in enumerate(visible) if not sees_it)
+        raise AgreedError(
+            f"--output_dir {path}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes share, "
+            "or turn checkpoints off with --save_strategy no, and do not use --profile"
+        )
+    return path, lock
 
 
 def check_parts(settings: Settings, data: ReviewData) -> None:
@@ -183,8 +188,9 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
     quiet_libraries(world)
     check_settings(settings, world)
     with raise_on_all_ranks(world):
-        if world.is_main_process:  # the others need no trackers
-            check_trackers(settings.report_to)
+        for name in settings.trackers if world.is_main_process else []:  # the others need no trackers
+            if getattr(importlib.util.find_spec(name), "origin", None) is None:  # a folder ./wandb has no origin
+                raise UserError(f"--report_to {name}: its package is not installed: run pip install 'samebits[{name}]'")
     resume = find_resume(path_name, settings, world)
     with raise_on_all_ranks(world):
         # Only on rank 0: a lookup by others would make NFS cache that the folder is missing.

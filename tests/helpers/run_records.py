@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,15 @@ def evaluations_on_disk(record: RunRecord) -> list[int]:
     return [json.loads(line)["step"] for line in (record.folder / EVALUATIONS.name).read_text().splitlines()]
 
 
+def finish(record: RunRecord, **parts: Any) -> None:
+    """Finish the run with other parts of its preparation, such as its `model`."""
+    record.run = replace(record.run, **parts)
+    record.finish(**correct_predictions(record))
+
+
 def correct_predictions(record: RunRecord) -> dict[str, Any]:
     """Return logits that predict every test row correctly, and their scores, as `RunRecord.finish` takes them."""
-    labels = record.info.table.labels[record.info.split.test]
+    labels = record.run.data.table.labels[record.run.data.split.test]
     logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
     return {"logits": logits, "scores": score(logits, labels)}
 

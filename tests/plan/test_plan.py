@@ -33,7 +33,6 @@ from app.plan.step import Plan, build_plan
 from app.program import run_program
 from app.settings import STRATEGIES, Settings
 from app.strategies.base import sharded_groups
-from app.training.console import advise_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -119,24 +118,6 @@ def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
     line = "Activations are those of CPU kernels"
     assert line not in describe_plan(planned)
     assert line in describe_plan(replace(planned, settings=replace(planned.settings, use_cpu=False)))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "advised", "flags"),
-    [
-        (2, True, {"strategy": "zero3", "precision": "bf16"}),
-        (2, True, {"strategy": "zero3", "precision": "fp16"}),
-        (1, False, {"strategy": "zero3", "precision": "bf16"}),
-        (2, False, {"strategy": "zero3"}),
-        (2, False, {"strategy": "zero2", "precision": "bf16"}),
-        (2, False, {"strategy": "zero3", "precision": "bf16", "activation_checkpointing": True}),
-    ],
-)
-def test_zero3_with_16_bits_is_advised_to_checkpoint_activations(planned, ranks, advised, flags):
-    lines = advise_checkpointing(Settings(**flags), planned.model, ranks)
-    assert [line.partition(" with")[0] for line in lines] == ["--strategy zero3"] * advised
-    plan = replace(planned, settings=replace(planned.settings, **flags), batches=replace(planned.batches, ranks=ranks))
-    assert ("--activation_checkpointing" in describe_run_plan(plan)) == advised
 
 
 @pytest.mark.slow

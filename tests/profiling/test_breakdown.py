@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.profiling.breakdown import CATEGORIES, EXPOSED, Event, Timeline, divide_steps
-from app.record.steps import START_CLOCK
-from app.strategies.base import CLIP, FORWARD, MICRO_BATCH
+from app.strategies.base import CLIP, FORWARD, MICRO_BATCH, START_CLOCK
 
 GLOO_THREAD = 2
 

@@ -117,14 +117,9 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
 
 def test_on_gpus_there_are_only_traces(tmp_path, monkeypatch, capsys, world):
     """The times of the host would say little about kernels. The trace itself needs a GPU."""
-    record = SimpleNamespace(
-        world=replace(world, device=torch.device("cuda")),
-        settings=Settings(profile=1),
-        folder=tmp_path,
-        resume=SimpleNamespace(step=0),
-    )
+    on_gpu = replace(world, device=torch.device("cuda"))
     monkeypatch.setattr(profiler, "divide_steps", lambda *_: pytest.fail("there is nothing to divide"))
     traces = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
-    profiler.StepProfiler(record, 9)._write(traces)
+    profiler.StepProfiler(Settings(profile=1), on_gpu, tmp_path, step=0, total_steps=9)._write(traces)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace-rank0.json.gz"]
     assert f"traces  {tmp_path / 'profile'}/" in capsys.readouterr().out

@@ -9,16 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from helpers.worlds import batch_plan, fake_world
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.checkpoint.resume import Resume
 from app.common.paths import DOWNLOADED_CSV
 from app.model.identity import ModelIdentity
 from app.record.results import model_card
-from app.record.run_folder import RunInfo
 from app.settings import Settings
 
 METRICS = {"accuracy": 0.875, "f1": 0.5, "precision": 0.25, "recall": 0.75, "loss": 0.4, "hash": "d" * 64}
@@ -30,20 +27,13 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
         path=Path(csv), sha256="f" * 64, rows_read=9, dropped={}, class_names=tuple(classes), texts=texts
     )
     split = SimpleNamespace(train=np.arange(6), validation=np.arange(0), test=np.arange(6, 9), fingerprint="e" * 64)
-    info = RunInfo(
+    run = SimpleNamespace(
         path_name="ddp_loop",
         settings=Settings(learning_rate=1e-3, **settings),
-        table=table,
-        split=split,
-        duplicates={},
-        world=fake_world(),
-        devices=["cpu"],
-        model=ModelIdentity(commit),
-        plan=batch_plan(),
-        rows_of_step=lambda step: [step],
-        resume=Resume(),
+        data=SimpleNamespace(table=table, split=split, duplicates={}),
+        identity=ModelIdentity(commit),
     )
-    return model_card(info, METRICS)
+    return model_card(run, METRICS)
 
 
 def front_matter(text: str) -> dict:
@@ -56,8 +46,7 @@ def test_the_front_matter_names_model_data_and_results():
     text = card(DOWNLOADED_CSV.name, model="google-bert/bert-base-chinese", commit="a" * 40)
     data = ModelCard(text).data
     assert data.base_model == "google-bert/bert-base-chinese"
-    assert data.datasets == ["ChnSentiCorp_htl_all"]
-    assert (data.language, data.license) == ("zh", "unknown")
+    assert data.license == "unknown"
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
     results = {result.metric_type: (result.metric_value, result.dataset_split) for result in data.eval_results}
     assert results == {"accuracy": (0.875, "test"), "f1": (0.5, "test")}

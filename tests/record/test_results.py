@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.run_records import Copies, add_steps, begin, correct_predictions
+from helpers.run_records import Copies, add_steps, begin, finish
 from helpers.worlds import batch_plan
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -45,9 +45,7 @@ from app.runs.schema import (
     STEPS,
 )
 from app.settings import Settings
-from app.strategies.ddp import DDPStrategy
 from app.training.build import select_strategy
-from app.training.console import describe_result
 
 # Old runs must remain readable, and other programs read these files: no key may change its name.
 KEYS = {
@@ -86,7 +84,6 @@ def gpt2() -> PreTrainedModel:
 def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
     model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9, 8_000)
     model.save_pretrained(tmp_path / "expected")
-    (tmp_path / SETTINGS.name).touch()
     state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     strategy = Copies()
     if strategy_name != "copies":
@@ -104,23 +101,22 @@ def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
     """Not the model's own tensors, which may be shards."""
     model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9, 8_000)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    (tmp_path / SETTINGS.name).touch()
     written = load_file(stage_model(tmp_path, model, dict(state), tokenizer=tokenizer) / MODEL)
     assert all(torch.equal(written[name], state[name]) for name in written)
 
 
-def finish(record, strategy) -> None:
-    tokenizer = load_tokenizer(record.settings, record.info.table.texts)
-    model = load_classifier(record.settings, record.info.table.class_names, tokenizer).model
-    record.finish(strategy, model, tokenizer=tokenizer, **correct_predictions(record))
+def finish_with_model(record) -> None:
+    data = record.run.data
+    data.tokenizer = load_tokenizer(record.settings, data.table.texts)
+    finish(record, model=load_classifier(record.settings, data.table.class_names, data.tokenizer).model)
 
 
-def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
+def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, capsys):
     record, plan = new_record(max_length=16, save_strategy="no", max_steps=2)
     begin(record, plan)
     add_steps(record, 1, 2)
     record.after_evaluation(2, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
-    finish(record, DDPStrategy(record.settings, plan, world))
+    finish_with_model(record)
     names = {path.name for path in record.folder.iterdir()}
     assert names == {
         *(file.name for file in (SETTINGS, SPLIT, STEPS, EVALUATIONS, METRICS)),
@@ -136,23 +132,25 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, world):
         assert keys_of(file) == {*keys.split(), *(record.settings.as_dict() if file == SETTINGS else ())}, file
     run = read_run(record.folder)
     assert run.metrics["accuracy"] == 1.0
-    assert run.metrics["hash"] == record.results_hash == hash_run(record.folder)
-    assert record.results_hash in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
-    assert record.results_hash[:16] in describe_result(correct_predictions(record)["scores"], record)
+    assert run.metrics["hash"] == hash_run(record.folder)
+    assert run.metrics["hash"] in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
+    assert run.metrics["train_seconds"] == sum(step["seconds"] for step in run.steps)
+    assert (run.metrics["padding_fraction"], run.metrics["skipped_steps"]) == (0.0, 0)
+    assert run.metrics["hash"][:16] in capsys.readouterr().out
 
 
 def test_predictions_are_written_in_chunks(new_record, tmp_path, monkeypatch):
-    info = new_record(max_length=16)[0].info
-    logits = np.random.default_rng(0).normal(size=(len(info.split.test), 2))
-    write_predictions(tmp_path / "at_once.csv", info.table, info.split.test, logits=logits)
+    data = new_record(max_length=16)[0].run.data
+    logits = np.random.default_rng(0).normal(size=(len(data.split.test), 2))
+    write_predictions(tmp_path / "at_once.csv", data.table, data.split.test, logits=logits)
     monkeypatch.setattr(predictions, "CHUNK", 5)
-    write_predictions(tmp_path / "in_chunks.csv", info.table, info.split.test, logits=logits)
+    write_predictions(tmp_path / "in_chunks.csv", data.table, data.split.test, logits=logits)
     content = (tmp_path / "in_chunks.csv").read_bytes()
     assert content == (tmp_path / "at_once.csv").read_bytes()
-    assert content.count(b"\n") == 1 + len(info.split.test) > 6
+    assert content.count(b"\n") == 1 + len(data.split.test) > 6
 
 
-def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, world, monkeypatch):
+def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, monkeypatch):
     record, plan = new_record(max_length=16)
     begin(record, plan)
     add_steps(record, 1)
@@ -161,7 +159,7 @@ def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(n
     for module in (files, steps):
         monkeypatch.setattr(module, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
-    finish(record, DDPStrategy(record.settings, plan, world))
+    finish_with_model(record)
     assert [name for what, name in done if what == "rename"] == [PREDICTIONS, MODEL_FOLDER, METRICS.name]
     for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
         position = done.index(("rename", name))
@@ -181,17 +179,17 @@ def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(
     begin(record, plan)
     add_steps(record, 1)
     with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
-        record.finish(Copies(), Model(2, 2), tokenizer=None, **correct_predictions(record))
+        finish(record, model=Model(2, 2))
     assert not (record.folder / ".model.tmp").exists()
 
 
-def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record, world):
+def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record):
     record, plan = new_record(max_length=16)
     begin(record, plan)
     add_steps(record, 1)
     (record.folder / STEPS.name).unlink()
     with pytest.raises(FileNotFoundError, match=STEPS.name):
-        finish(record, DDPStrategy(record.settings, plan, world))
+        finish_with_model(record)
     assert not [path.name for path in record.folder.iterdir() if "model" in path.name]
 
 
@@ -201,5 +199,5 @@ def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
     add_steps(record, 1)
     record.folder.rename(record.folder.with_name("elsewhere"))
     with pytest.raises(FileNotFoundError):
-        record.finish(Copies(), nn.Linear(2, 2), tokenizer=None, **correct_predictions(record))
+        finish(record)
     assert not record.folder.exists()

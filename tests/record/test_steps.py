@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import permutations
 from typing import Any
 
@@ -22,7 +21,7 @@ from app.common.errors import RunError
 from app.distributed.world import World
 from app.record import steps as steps_module
 from app.record.run_record import RunRecord
-from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, Totals, count_tokens, mean, reduce_steps
+from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, count_tokens, mean, reduce_steps
 from app.runs.schema import STEPS
 
 
@@ -122,7 +121,6 @@ def test_a_step_that_is_not_finite_is_reported_and_the_steps_before_it_are_writt
         record.write_steps()
     assert steps_on_disk(record) == [1, 2]
     assert record.steps.last_step == 2
-    assert record.steps.totals.examples == 8
 
 
 def norms_on_disk(record: RunRecord) -> list[float | None]:
@@ -137,13 +135,10 @@ def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_re
         record.steps.last_step = number
         record.write_steps()
     assert norms_on_disk(record) == [None, 1.5, None, None]
-    assert record.steps.totals.skipped == 3
-    assert record.steps.totals.examples == 16
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert ["overflow (step skipped)" in line for line in lines] == [False, True]
-    checkpointed = Totals(**json.loads(json.dumps(asdict(record.steps.totals))))
-    assert checkpointed == record.steps.totals, "a resumed run does not count them"
-    assert checkpointed.skipped_in_a_row == 2
+    lines = (record.folder / STEPS.name).read_text().splitlines()
+    assert StepLog(record.run, lines).skipped_in_a_row == record.steps.skipped_in_a_row == 2, "a resumed run counts on"
 
 
 @pytest.mark.parametrize("in_one_interval", [False, True])
@@ -161,7 +156,7 @@ def test_too_many_overflows_in_a_row_have_another_cause(new_record, in_one_inter
     with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
         record.write_steps()
     assert steps_on_disk(record) == list(range(1, 12 + MAX_SKIPPED))
-    assert record.steps.totals.skipped == 10 + MAX_SKIPPED
+    assert norms_on_disk(record).count(None) == 10 + MAX_SKIPPED
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
@@ -194,10 +189,10 @@ def test_a_loss_that_is_not_finite_fails_the_run_even_if_the_gradient_norm_is(ne
         ([1.0, 0.5], math.inf, "bf16", 0, "the gradient norm is inf"),
     ],
 )
-def test_the_error_names_ranks_and_rows(monkeypatch, losses, grad_norm, hook, skipped, message):
+def test_the_error_names_ranks_and_rows(new_record, monkeypatch, losses, grad_norm, hook, skipped, message):
     monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [(True, "1, 2"), mine])
-    totals = Totals(skipped_in_a_row=skipped)
-    log = StepLog("fp16", hook, fake_world(), rows_of_step=lambda number: [7, 9], totals=totals, step=3)
+    record, _ = new_record(precision="fp16", ddp_comm_hook=hook)
+    log = StepLog(record.run, ['{"grad_norm": null}\n'] * skipped)
     error = log.nonfinite_error(step(4, losses, grad_norm))
     assert str(error) == f"step 4: {message}; the optimizer skipped this step"
 

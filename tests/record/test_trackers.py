@@ -10,7 +10,8 @@ from accelerate import tracking
 from helpers.run_records import add_steps, begin
 
 from app.common.errors import UserError
-from app.record.trackers import check_trackers
+from app.settings import Settings
+from app.training.prepare import resolve_settings
 
 FLAGS = {"report_to": "wandb,trackio", "save_strategy": "no", "run_name": "first", "project": "reviews"}
 EVALUATION = {"n": 12, "accuracy": 1 / 3, "f1": 0.5, "loss": 0.7}
@@ -93,9 +94,9 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(new_record, fa
     assert [step for step, _ in works.logged] == [1, 2]
 
 
-def test_a_tracker_that_is_not_installed_is_rejected(monkeypatch, tmp_path):
+def test_a_tracker_that_is_not_installed_is_rejected(world, monkeypatch, tmp_path):
     (tmp_path / "wandb").mkdir()  # as W&B writes it
     monkeypatch.syspath_prepend(tmp_path)
-    check_trackers("none")
+    settings = Settings(report_to="wandb", output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"^--report_to wandb: its package is not installed: run pip install"):
-        check_trackers("wandb")
+        resolve_settings("ddp_loop", settings, world)

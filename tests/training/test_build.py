@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -52,10 +53,10 @@ def test_reviews_in_several_parts_are_counted_once_for_all_that_name_them(world,
     settings = Settings(csv=str(review_csv()), max_length=32, use_cpu=True, train_batch_size=4)
     lines: list[str] = []
     monkeypatch.setattr(World, "print_main", lambda world, line: lines.append(line))
-    record = prepare("ddp_loop", settings, world).record
-    assert split_content(record.info)["duplicates"]["test_in_train"] == 7
+    prepared = prepare("ddp_loop", settings, world)
+    assert split_content(prepared)["duplicates"]["test_in_train"] == 7
     assert " 7 of " in "\n".join(lines)
-    record.unlock()
+    os.close(prepared.lock)
     assert len(counted) == 1
 
 
@@ -66,5 +67,5 @@ def test_a_vocabulary_that_is_learned_from_a_sample_is_announced(world, review_c
     for at_most in (54, 20):
         monkeypatch.setattr(reviews, "MAX_SAMPLE", at_most)
         settings = Settings(csv=str(review_csv(60)), max_length=16, use_cpu=True, train_batch_size=4)
-        prepare("ddp_loop", settings, world).record.unlock()
+        os.close(prepare("ddp_loop", settings, world).lock)
         assert ("tokenizer  learned from 18 of 54 training rows" in "\n".join(lines)) == (at_most == 20)

@@ -66,7 +66,7 @@ def trained(world, tmp_path_factory) -> Settings:
 
 
 def start(settings: Settings, world: World) -> None:
-    prepare("ddp_loop", settings, world).record.unlock()
+    os.close(prepare("ddp_loop", settings, world).lock)
 
 
 @pytest.mark.parametrize("message", CHANGES)

@@ -6,17 +6,20 @@ import pytest
 
 from app.common.errors import UserError
 from app.distributed.collectives import all_gather_object
-from app.record import run_folder as folder_module
+from app.training import prepare as prepare_module
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_a_folder_that_another_rank_can_not_see_is_refused_if_checkpoints_are_written(
-    new_record, monkeypatch, tmp_path, strategy
+    new_record,
+    monkeypatch,
+    tmp_path,
+    strategy,
 ):
     def seen_by_one(value, world):
         return [value, False] if isinstance(value, bool) else all_gather_object(value, world)
 
-    monkeypatch.setattr(folder_module, "all_gather_object", seen_by_one)
+    monkeypatch.setattr(prepare_module, "all_gather_object", seen_by_one)
     if strategy == "no":
         new_record(save_strategy="no")
         return
