@@ -67,7 +67,7 @@ class DataSettings:
     test_file: Annotated[Name | None, "file of published test rows, as for --csv, which then has no such rows"] = None
     dataset_name: Annotated[
         Name | None,
-        "data set on the Hugging Face Hub, NAME or NAME/CONFIG, or a folder of one, instead of --csv; its splits "
+        "data set on the Hugging Face Hub, OWNER/NAME[/CONFIG], or a folder of one, instead of --csv; its splits "
         "train, validation and test are used as published",
     ] = None
     on_duplicates_between_parts: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..settings import split_label_names
-from .classes import find_class, form_classes, rename_classes
 from .sources import Files, Source, hash_json, one_line_errors, open_sources
 
 Indices = NDArray[np.int64]
@@ -32,6 +32,11 @@ CLEANING_RULES = (
 )
 MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
 CHUNK = 10_000  # rows that are hashed at once
+
+MAX_CLASSES = 1000
+ALWAYS_ALLOWED = 20  # above this, a column with a distinct value in most rows is not taken for labels
+# At most 18 digits, so that the value fits into int64. 007 is treated as a code, not as a number.
+INTEGER = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))(?:\.0*)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +56,10 @@ class ReviewTable:
     # could be larger than the memory.
     texts: pd.Series
     labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
-    parts: Mapping[str, int] = field(default_factory=dict)  # their numbers of reviews; empty if there is one file
+    parts: Mapping[str, Indices] = field(default_factory=dict)  # the positions of each published part, if there are any
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    @property
-    def part_rows(self) -> dict[str, Indices]:
-        """The positions of each published part."""
-        ends = np.cumsum([0, *self.parts.values()])
-        return {name: np.arange(ends[i], ends[i + 1], dtype=np.int64) for i, name in enumerate(self.parts)}
 
     def texts_of(self, rows: Indices) -> pd.Series:
         """Return the reviews of some positions, which are sorted."""
@@ -139,7 +138,8 @@ def clean(
     elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = rename_classes(class_names, names, origin=origin)
     codes, distinct = labels.factorize()
-    class_ids = [find_class(label, class_names, names) for label in distinct]
+    ids_of_names = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
+    class_ids = [ids_of_names.get(names.get(label, label)) for label in map(_class_name, distinct)]
     if None in class_ids:
         code = class_ids.index(None)
         first = int(np.argmax(codes == code))
@@ -156,7 +156,7 @@ def clean(
         rows=rows,
         texts=_select(texts, kept),
         labels=np.array(class_ids, dtype=np.int64)[codes],
-        parts={part: int((parts == part).sum()) for part in sources} if len(sources) > 1 else {},
+        parts={part: np.flatnonzero(parts == part) for part in sources} if len(sources) > 1 else {},
     )
 
 
@@ -219,3 +219,43 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
     """Return the first of some data rows for a message."""
     numbers = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
     return f"row{'s' * (len(rows) != 1)} {numbers} (data rows, counted from 0 below the header, as in predictions.csv)"
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def form_classes(path: Path, label_column: str, labels: list[str], *, n_rows: int) -> list[str]:
+    """Return the sorted class names of some distinct labels."""
+    if len(labels) > MAX_CLASSES or (len(labels) > ALWAYS_ALLOWED and 2 * len(labels) > n_rows):
+        raise UserError(
+            f"{path}: column {label_column!r} has {len(labels):,} distinct values in {n_rows:,} rows "
+            f"({list_names(labels[:3])}, …): too many to be classes; choose another column with --label_column"
+        )
+    names = sorted({_class_name(label) for label in labels})
+    if len(names) == 1:
+        raise UserError(
+            f"{path}: column {label_column!r} has only one class, {list_names(names)}; at least two are required"
+        )
+    return sorted(names, key=int) if all(map(INTEGER.fullmatch, names)) else names
+
+
+def _class_name(label: str) -> str:
+    """Normalize integers: missing labels turn an integer column into floats, so 1.0 and 1 are the same class."""
+    integer = INTEGER.fullmatch(label)
+    return str(int(integer[1])) if integer else label
+
+
+def rename_classes(classes: Sequence[str], names: Mapping[str, str], *, origin: str) -> tuple[str, ...]:
+    """Return the classes with other names for some of them.
+
+    Args:
+        origin: what has the classes, for messages.
+    """
+    if unknown := [label for label in names if label not in classes]:
+        raise UserError(
+            f"--label_names: {list_names(unknown[:1])} is not a class of {origin}, which has {list_names(classes)}"
+        )
+    renamed = tuple(names.get(label, label) for label in classes)
+    if len(set(renamed)) < len(renamed):
+        raise UserError(f"--label_names: two classes have the name {max(renamed, key=renamed.count)!r}")
+    return renamed

@@ -78,16 +78,13 @@ class BatchPlan:
         return step == self.total_steps or step % (every if strategy == "steps" else self.steps_per_epoch) == 0
 
     def __str__(self) -> str:
-        shares = _count(self.ranks, "rank")
+        shares = f"{self.ranks} rank(s)"
         if self.logical_ranks != self.ranks:
             shares = f"{self.logical_ranks} logical ranks (on {shares})"
-        micro = _count(self.accumulation_steps, "micro-batch")
-        return f"{self.global_size} rows per step = {shares} x {self.micro_size} rows x {micro}"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+        return (
+            f"{self.global_size} rows per step = {shares} x {self.micro_size} rows x "
+            f"{self.accumulation_steps} micro-batch(es)"
+        )
 
 
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
@@ -105,17 +102,13 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
             are fewer training rows than one batch needs.
     """
     logical_ranks, accumulation = settings.logical_ranks or world_size, settings.gradient_accumulation_steps
-    if logical_ranks != world_size and settings.ddp_comm_hook == "power_sgd":
-        raise UserError(
-            f"--ddp_comm_hook power_sgd keeps compression errors of each rank: {logical_ranks} logical ranks need "
-            f"{_count(logical_ranks, 'rank')}, not {world_size}"
-        )
-    # Fewer ranks add the gradients of the logical ranks up along the subtrees of one binary tree.
-    is_power_of_two = logical_ranks & (logical_ranks - 1) == 0
-    possible = [1 << i for i in range(logical_ranks.bit_length())] if is_power_of_two else [logical_ranks]
+    # Fewer ranks add the gradients of the logical ranks up along the subtrees of one binary tree. PowerSGD keeps the
+    # compression errors of each rank.
+    may_share = logical_ranks & (logical_ranks - 1) == 0 and settings.ddp_comm_hook != "power_sgd"
+    possible = [1 << i for i in range(logical_ranks.bit_length())] if may_share else [logical_ranks]
     if world_size not in possible:
         raise UserError(
-            f"--logical_ranks {logical_ranks} cannot be divided among {_count(world_size, 'rank')}: start "
+            f"--logical_ranks {logical_ranks} cannot be divided among {world_size} rank(s): start "
             f"{' or '.join(map(str, possible))} rank(s)"
         )
     size, n_micro_batches = resolve_train_batch_size(settings, world_size), logical_ranks * accumulation

@@ -25,13 +25,14 @@ import pandas as pd
 
 from ..common.errors import UserError, list_names, shorten
 from ..common.files import check_exists
+from ..settings import Settings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # everything else is a CSV
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = ("utf-8-sig", "gb18030")
 
 # The files of published parts, by part: "train", with "validation", "test" or both; or the name of a data set: of a
-# folder or on the Hugging Face Hub, `NAME` or `NAME/CONFIG`.
+# folder, or `OWNER/NAME` on the Hugging Face Hub, with `/CONFIG` if it has several.
 Files = Mapping[str, Path] | str
 
 
@@ -44,16 +45,12 @@ class Source:
     sha256: str | None = None  # of the bytes of a CSV file; None for anything else
 
 
-def files_of(settings: Mapping[str, Any]) -> Files:
-    """Return the files that settings name.
-
-    Args:
-        settings: with the `csv` that is read, which may be a default. Those of older runs lack the other names.
-    """
-    if settings.get("dataset_name") is not None:
-        return str(settings["dataset_name"])
-    parts = {"train": "csv", "validation": "validation_file", "test": "test_file"}
-    return {part: Path(settings[name]) for part, name in parts.items() if settings.get(name) is not None}
+def files_of(settings: Settings) -> Files:
+    """Return the files that settings name."""
+    if settings.dataset_name is not None:
+        return settings.dataset_name
+    parts = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
+    return {part: Path(path) for part, path in parts.items() if path is not None}
 
 
 def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Source]:
@@ -90,19 +87,12 @@ def open_file(path: Path, cache_dir: Path | None = None) -> Source:
 def _load_data_set(name: str, cache_dir: Path | None) -> datasets.DatasetDict:
     """Load all splits of a data set, from a folder, or from the Hub or the cache of `datasets`."""
     base, _, config = name.rstrip("/").rpartition("/")
-    candidates = [(name, None), *([(base, config)] if base else [])]
-    for folder, of_folder in candidates:
+    for folder, of_folder in ((name, None), (base, config)):
         if os.path.isdir(folder):
             # `datasets` names a data set after its folder, and `.` has no name.
             return _load_files(os.path.abspath(folder), cache_dir, name=of_folder)[0]
-    problems = []
-    # A name on the Hub is mostly owner/name, but it may be name/config as well.
-    for path, of_path in candidates[1:] if name.count("/") > 1 else candidates:
-        try:
-            return datasets.load_dataset(path, of_path, cache_dir=cache_dir and str(cache_dir / "datasets"))
-        except Exception as problem:  # the errors of `datasets` have no common class
-            problems.append(problem)
-    raise problems[0]
+    of_hub = (base, config) if name.count("/") > 1 else (name, None)
+    return datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets"))
 
 
 def _load_files(path: str, cache_dir: Path | None, **options: Any) -> tuple[datasets.DatasetDict, list[str]]:

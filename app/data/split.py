@@ -47,7 +47,7 @@ def split_reviews(
     Raises:
         UserError: A class has too few rows to be in every part, or a part would have fewer rows than there are classes.
     """
-    published = table.part_rows
+    published = table.parts
     train = published.get("train", np.arange(len(table), dtype=np.int64))
     recipe: list[object] = [table.sha256, columns, CLEANING_RULES, seed, test_size, validation_size]
     if "test" in published:
@@ -75,42 +75,23 @@ def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
     # same hash with a probability of 3e-8.
     chunks = (table.texts.iloc[start : start + CHUNK].to_numpy(object) for start in range(0, len(table), CHUNK))
     hashes = np.concatenate([pd.util.hash_array(chunk, categorize=False) for chunk in chunks])
-    train, validation, test = hashes[split.train], hashes[split.validation], hashes[split.test]
-    pairs = {
-        "test_in_train": (test, train),
-        "test_in_validation": (test, validation),
-        "validation_in_train": (validation, train),
+    pairs = (("test", "train"), ("test", "validation"), ("validation", "train"))
+    return {
+        f"{part}_in_{other}": int(np.isin(hashes[getattr(split, part)], hashes[getattr(split, other)]).sum())
+        for part, other in pairs
     }
-    return {name: int(np.isin(part, other).sum()) for name, (part, other) in pairs.items()}
 
 
-def describe_duplicates(counts: Mapping[str, int], n_validation: int, n_test: int) -> str | None:
+def describe_duplicates(counts: Mapping[str, int]) -> str | None:
     """Describe the result of `count_duplicates` in one line; None if there are no duplicates."""
-    sizes = {"test": n_test, "validation": n_validation}
-    parts = []
-    for key, count in counts.items():
-        part, _, other = key.partition("_in_")
-        if count:
-            name = "training" if other == "train" else other
-            parts.append(f"{count} of {sizes[part]} {part} reviews also occur in {name}")
-    return f"{'; '.join(parts)}: scores on new reviews may be lower" if parts else None
+    found = [f"{n} {parts.replace('_in_', ' reviews also occur in ')}" for parts, n in counts.items() if n]
+    return f"{'; '.join(found)} rows: scores on new reviews may be lower" if found else None
 
 
 def _hold_out(table: ReviewTable, rows: Indices, share: float, *, flag: str, seed: int) -> tuple[Indices, Indices]:
     """Return the remaining and the held-out rows, each sorted."""
-    labels = table.labels[rows]
-    counts = np.bincount(labels, minlength=len(table.class_names))
-    rarest = int(counts.argmin())
-    if counts[rarest] < 2:
-        raise UserError(
-            f"{table.path}: class {table.class_names[rarest]!r} has {counts[rarest]} row to divide between training "
-            f"and --{flag} {share}; each class needs at least 2"
-        )
     try:
-        kept, held_out = train_test_split(rows, test_size=share, stratify=labels, random_state=seed)
-    except ValueError:
-        raise UserError(
-            f"--{flag} {share} of {len(rows)} rows leaves a part with fewer rows than the {len(counts)} classes; "
-            f"choose a fraction closer to 0.5 or provide more rows ({table.path})"
-        ) from None
+        kept, held_out = train_test_split(rows, test_size=share, stratify=table.labels[rows], random_state=seed)
+    except ValueError as problem:  # it names the class or the part with too few rows
+        raise UserError(f"--{flag} {share} of the {len(rows)} rows of {table.path}: {problem}") from None
     return np.sort(kept), np.sort(held_out)

@@ -58,9 +58,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         ],
         "split_fingerprint": a.split["fingerprint"],
         "csv": a.split.get("csv"),
-        "duplicates": describe_duplicates(
-            a.split.get("duplicates") or {}, a.split.get("n_validation") or 0, a.split["n_test"]
-        ),
+        "duplicates": describe_duplicates(a.split.get("duplicates") or {}),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
         "max_loss_difference": _max_difference(*losses),

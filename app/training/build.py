@@ -120,7 +120,7 @@ def read_and_split(
         UserError: the file, the split or the batch size is invalid.
     """
     table = read_reviews(
-        files_of(settings.as_dict() | {"csv": settings.csv_path}),
+        files_of(settings),
         settings.text_column,
         settings.label_column,
         label_names=settings.label_names,

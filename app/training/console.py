@@ -46,7 +46,7 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
     """Return the block that a run prints before the first step: one `name  value` line per fact."""
     settings, world, data = prepared.settings, prepared.world, prepared.data
     table, split, plan = data.table, data.split, data.plan
-    duplicates = describe_duplicates(data.duplicates, len(split.validation), len(split.test))
+    duplicates = describe_duplicates(data.duplicates)
     sample = (
         f" (the bundled synthetic sample; {PACKAGE}.data.download fetches real reviews)"
         if table.path.resolve() == SAMPLE_CSV

@@ -163,19 +163,16 @@ def check_parts(settings: Settings, data: ReviewData) -> None:
         UserError: a size is given for a part that is published, validation rows are needed but missing, or a text is in
             two parts although --on_duplicates_between_parts is `stop`.
     """
-    n_validation, n_test = len(data.split.validation), len(data.split.test)
     for part in ("validation", "test"):  # only reading a --dataset_name tells which parts it has
         size = f"{part}_size"
         if part in data.table.parts and getattr(settings, size) != getattr(Settings, size):
             raise UserError(f"--{size} {getattr(settings, size)}: {data.table.path} has {part} rows: remove the flag")
     for name in ("load_best_model_at_end", "early_stopping_patience"):
-        if getattr(settings, name) and not n_validation:
+        if getattr(settings, name) and not len(data.split.validation):
             raise UserError(
                 f"--{name}: {data.table.path} has no validation rows to choose on: add --validation_size 0.1"
             )
-    if settings.on_duplicates_between_parts == "stop" and (
-        found := describe_duplicates(data.duplicates, n_validation, n_test)
-    ):
+    if settings.on_duplicates_between_parts == "stop" and (found := describe_duplicates(data.duplicates)):
         raise UserError(f"--on_duplicates_between_parts stop: {found.partition(': scores')[0]}")
 
 

@@ -36,7 +36,11 @@ def write(folder: Path, suffix: str = ".csv", **changed: pd.DataFrame) -> dict[s
 
 
 def read(settings: dict[str, str], cache_dir: Path | None = None) -> ReviewTable:
-    return read_reviews(files_of(Settings(**settings).as_dict()), cache_dir=cache_dir)
+    return read_reviews(files_of(Settings(**settings)), cache_dir=cache_dir)
+
+
+def sizes_of(table: ReviewTable) -> dict[str, int]:
+    return {part: len(positions) for part, positions in table.parts.items()}
 
 
 def split(table: ReviewTable) -> Split:
@@ -45,7 +49,7 @@ def split(table: ReviewTable) -> Split:
 
 def test_published_parts_are_used_as_they_are_in_any_format(tmp_path):
     table = read(write(tmp_path), tmp_path / "cache")
-    assert table.parts == SIZES
+    assert sizes_of(table) == SIZES
     assert (len(table), table.rows_read, table.path) == (34, 34, tmp_path / "train.csv")
     parts = split(table)
     for part, n in SIZES.items():
@@ -114,7 +118,7 @@ def test_a_part_of_a_data_set_may_have_several_files(tmp_path, monkeypatch):
     (folder / "test").mkdir()
     rows("test", 3).to_csv(folder / "test" / "0.csv", index=False)
     table = read({"dataset_name": str(folder)})
-    assert (table.parts, table.class_names) == ({"train": 24, "test": 3}, ("0", "1", "good"))
+    assert (sizes_of(table), table.class_names) == ({"train": 24, "test": 3}, ("0", "1", "good"))
     monkeypatch.chdir(folder)
     assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
 
@@ -129,7 +133,7 @@ def test_labels_of_tables_may_have_different_types_in_parts_and_chunks(tmp_path)
         frame.to_csv(folder / f"{part}.tsv", index=False, sep="\t")
     table = read({"dataset_name": str(folder)}, tmp_path / "cache")
     assert table.class_names == ("0", "1", "good")
-    assert table.parts == {"train": many, "test": 2}
+    assert sizes_of(table) == {"train": many, "test": 2}
 
 
 def test_options_that_a_data_set_declares_for_its_csv_files_are_applied(tmp_path):
@@ -165,7 +169,7 @@ def test_a_size_of_a_part_that_a_data_set_has_is_rejected(tmp_path, part):
 def test_dropped_rows_are_those_of_their_file(tmp_path):
     table = read(write(tmp_path, test=pd.DataFrame({"label": [1, None, 0], "review": ["a", "b", None]})))
     assert table.dropped == {"no review (test file)": [2], "no label (test file)": [1]}
-    assert table.parts == SIZES | {"test": 1}
+    assert sizes_of(table) == SIZES | {"test": 1}
 
 
 def test_texts_in_two_parts_are_counted_and_can_stop_the_run(tmp_path):
@@ -175,7 +179,7 @@ def test_texts_in_two_parts_are_counted_and_can_stop_the_run(tmp_path):
     assert counts == {"test_in_train": 3, "test_in_validation": 0, "validation_in_train": 0}
     data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates=counts))
     check_parts(Settings(**settings), data)
-    with pytest.raises(UserError, match=r"stop: 3 of 3 test reviews also occur in training$"):
+    with pytest.raises(UserError, match=r"stop: 3 test reviews also occur in train rows$"):
         check_parts(Settings(**settings, on_duplicates_between_parts="stop"), data)
 
 

@@ -112,9 +112,9 @@ def test_a_missing_number_of_parquet_is_a_missing_label(tmp_path):
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
-        ("owner/name", [("owner/name", None), ("owner", "name")]),
+        ("owner/name", [("owner/name", None)]),
         ("owner/name/config", [("owner/name", "config")]),
-        ("glue/sst2", [("glue/sst2", None), ("glue", "sst2")]),
+        ("imdb", [("imdb", None)]),
     ],
 )
 def test_a_data_set_on_the_hub_may_be_followed_by_a_config(monkeypatch, tmp_path, name, calls):

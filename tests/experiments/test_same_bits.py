@@ -41,7 +41,7 @@ def test_a_killed_run_is_resumed_elsewhere_if_there_is_another_place(monkeypatch
         (["--save_steps=30"], "--save_steps 30: must be less than half of --max_steps 60"),
         (["--max_steps=-1"], "--save_steps 10: must be less than half of --max_steps -1"),
         (["--save_strategy=epoch"], "--save_steps 10: must be .*--save_strategy steps"),
-        (["--ranks", "1", "3"], "--logical_ranks 4 cannot be divided among 3 ranks: start"),
+        (["--ranks", "1", "3"], "--logical_ranks 4 cannot be divided among 3 rank(s): start"),
         (["--ddp_comm_hook=bf16"], "--ddp_comm_hook bf16 needs --strategy ddp or zero1, not zero2"),
         (["--reduce_dtype=bf16"], "--reduce_dtype bf16 needs --strategy zero2 or zero3, not ddp"),
         (["--ddp_comm_hook=power_sgd", "--strategies=ddp"], "--ddp_comm_hook power_sgd .* need 4 ranks, not 1"),
