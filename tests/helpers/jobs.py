@@ -23,6 +23,7 @@ import torch
 from fake_cuda import guard
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
+from helpers.rank_server import PIDS, ForkedJob, can_fork
 
 PROJECT = Path(__file__).parents[2]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"
@@ -121,6 +122,7 @@ class Job(TorchrunJob):
         ranks: processes, or 0 for plain Python.
         torchrun_flags: as for `torchrun_command`.
         prefix: a command that replaces itself with the job, such as `unshare -m`.
+        real: start new interpreters, although forks of the rank server would do.
         environment: more variables.
     """
 
@@ -132,19 +134,38 @@ class Job(TorchrunJob):
         ranks: int = 2,
         torchrun_flags: Sequence[str] = ("--standalone",),
         prefix: Sequence[str] = (),
+        real: bool = False,
         **environment: str,
     ) -> None:
         module = program if program.endswith(".py") or "." in program else f"app.{program}"
         self._folder = tempfile.TemporaryDirectory()
-        self._mark = uuid.uuid4().hex  # in the environment of all its processes
         super().__init__(
             [*prefix, *torchrun_command(module, flags, nproc_per_node=ranks, torchrun_flags=torchrun_flags)],
-            environment={"HF_HUB_OFFLINE": "1", "JOB_OF_TEST": self._mark} | environment,
+            environment={"HF_HUB_OFFLINE": "1", PIDS: self._folder.name} | environment,
             cwd=cwd,
             stdout=Path(self._folder.name, "out"),
             stderr=Path(self._folder.name, "err"),
             grace_seconds=0,
         )
+        on_fake_gpus = program == str(ON_FAKE_GPUS)  # replaces parts of torch before anything imports them
+        self._forks = not (real or prefix or on_fake_gpus) and can_fork(self.environment)
+
+    def start(self) -> None:
+        if not self._forks:
+            super().start()
+            return
+        files = {"cwd": self.cwd, "stdout": self.stdout, "stderr": self.stderr}
+        self.torchrun = ForkedJob(self.command, env=self.environment, **files)
+
+    def processes(self) -> list[psutil.Process]:
+        return self.torchrun.processes() if self._forks else super().processes()
+
+    def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
+        if not self._forks:
+            return super().find_rank(rank, restart_count)
+        files = Path(self._folder.name).glob(f"{rank}-{'*' if restart_count is None else restart_count}")
+        pids = [int(file.read_text()) for file in files]
+        return next((process for process in self.processes() if process.pid in pids), None)
 
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank."""
@@ -159,13 +180,13 @@ class Job(TorchrunJob):
         except TimeoutError:
             raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
 
-    def finish(self, limit: float = LIMIT) -> Finished:
+    def finish(self, limit: float = LIMIT, patience: float = 15) -> Finished:
         """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
         try:
             status = self.wait(limit)
         except TimeoutError as late:
             raise AssertionError(f"{late}:\n{self.text}") from None
-        deadline = time.monotonic() + 15  # torchrun's helpers take a moment to notice that it has ended
+        deadline = time.monotonic() + patience  # torchrun's helpers take a moment to notice that it has ended
         while (leftovers := self.leftovers()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for process in leftovers:
@@ -176,10 +197,12 @@ class Job(TorchrunJob):
 
     def leftovers(self) -> list[psutil.Process]:
         """The processes of the job that still run, with any parent."""
-        found = self.processes()
+        if self._forks:
+            return self.processes()
+        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
-                if process.environ().get("JOB_OF_TEST") == self._mark:
+                if process.environ().get(PIDS) == self._folder.name:
                     found.append(process)
         return found
 
@@ -190,6 +213,8 @@ class Job(TorchrunJob):
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
+        if isinstance(getattr(self, "torchrun", None), ForkedJob):
+            self.torchrun.close()
         self._folder.cleanup()
 
 
