@@ -1,6 +1,6 @@
 """Training at any number of ranks is the same as a plain loop in one process, with dropout, up to rounding.
 
-That both paths are equal is proven in test_same_bits.py.
+That both paths are equal is proven in test_laws.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Both training paths are bitwise identical, and an evaluation counts each row once, at any number of ranks.
-
-Runs share jobs
-with those of other files. Batches are small: some CPUs emulate bf16, 20 times slower than fp32.
-"""
+"""Without logical ranks: both paths are bitwise identical, and an evaluation counts each row once, even on 3 ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +17,7 @@ from app.report.bitwise import first_difference
 from app.runs.reader import read_run
 
 PATHS = ("ddp_loop", "trainer_run")
-# Every value of each factor, and every pair of sampling and precision with more than one rank.
-CELLS = [
-    "1,4,group_by_length,bf16",
-    "1,2,random,fp32",
-    "2,1,random,bf16",
-    "2,4,group_by_length,fp32",
-    "3,2,random,fp32",
-    "3,1,group_by_length,bf16",
-]
+CELLS = ["1,2,random,fp32", "2,4,group_by_length,fp32", "3,2,random,fp32", "3,1,group_by_length,bf16"]
 ROWS = 301  # 31 test rows, which neither 2 nor 3 ranks can share equally; 202 training rows, 8 batches of 24
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=24", "--validation_size=0.25", "--num_train_epochs=3"]
 FLAGS += ["--max_length=16", "--dropout=0.1", "--save_strategy=no", "--eval_strategy=steps", "--eval_steps=5"]
@@ -72,9 +60,6 @@ def test_both_paths_are_bitwise_identical(trained, cell):
         assert (run.settings["train_sampling_strategy"], run.settings["precision"]) == (sampling, precision)
     assert first_difference(a, b) is None
     assert a.evaluations == b.evaluations
-    assert [(line["step"], line["rows"]) for line in a.evaluations] == [
-        (step, "validation") for step in (5, 10, 15, 20, 24)
-    ]
     assert len(a.steps) == 24
     assert a.steps[-1]["epoch"] == 3
     for file in ("predictions.csv", "model/model.safetensors", "split.json"):

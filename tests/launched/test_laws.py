@@ -1,0 +1,203 @@
+"""Laws 1 to 4: a run has the same bits in both paths, at any number of ranks, under any strategy, interrupted or not.
+
+The factors are not multiplied: `CELLS` is a covering array, in which each pair of values of two factors occurs in at
+least one cell. `app.experiments.same_bits` trains a full grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.architectures import write_model
+from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
+from helpers.shared_jobs import SharedRuns
+
+from app.runs.hashes import hash_results, hash_run
+from app.settings import SHARDED
+
+pytestmark = pytest.mark.launched
+RANKS = {"one_rank": 1, "two_ranks": 2, "four_ranks": 4, "two_nodes": 4}  # of each shared job
+
+
+class Cell(NamedTuple):
+    """A run, by one value of each factor."""
+
+    path: str
+    job: str
+    strategy: str
+    model: str  # `tiny` fills several of DDP's buckets
+    precision: str
+    accumulation: int
+    sampling: str
+    sums: str  # the precision in which the ranks exchange gradients
+    gathered: str  # and parameters
+    recomputes: bool  # --activation_checkpointing, which changes no bit
+    resumed_from: int | None  # a step of the reference run
+
+    @property
+    def reference(self) -> Cell:
+        """The run whose bits this one must have: `ddp_loop` in one process, uninterrupted."""
+        strategy = "ddp" if self.gathered == "fp32" else "zero2"
+        return self._replace(path="ddp_loop", job="one_rank", strategy=strategy, recomputes=False, resumed_from=None)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the strategy has these precisions: only DDP exchanges in fp16, and only FSDP2 gathers in bf16."""
+        is_sharded = self.strategy in SHARDED
+        return not (is_sharded and self.sums == "fp16") and (
+            self.gathered == "fp32" or (is_sharded and self.precision == "bf16")
+        )
+
+    @property
+    def pairs(self) -> set[tuple[Any, ...]]:
+        return {*itertools.combinations(zip(FACTORS, self, strict=True), 2)}
+
+    @property
+    def source(self) -> Cell:
+        """The run whose checkpoint this one resumes, if any: of the same path, and with the same kind of strategy."""
+        return self.reference._replace(path=self.path, strategy="zero3" if self.strategy in SHARDED else "ddp")
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value).replace(" ", "_") for value in self)
+
+    @property
+    def run(self) -> TrainingRun:
+        flags = [*FLAGS, f"--strategy={self.strategy}", f"--model={self.model}", f"--precision={self.precision}"]
+        flags += [f"--gradient_accumulation_steps={self.accumulation}", f"--train_sampling_strategy={self.sampling}"]
+        if self.sums != "fp32":
+            name = "reduce_dtype" if self.strategy in SHARDED else "ddp_comm_hook"
+            flags.append(f"--{name}={self.sums}")
+        if self.strategy in SHARDED:
+            flags.append(f"--param_dtype={self.gathered}")
+        if self.recomputes:
+            flags.append("--activation_checkpointing")
+        if self.resumed_from is not None:
+            flags.append(f"--resume_from_checkpoint={self.source.name}/checkpoints/checkpoint-{self.resumed_from}")
+        # In fp16, the first steps overflow: those of `tiny` by themselves.
+        overflows = self.precision == "fp16" and self.model == "bert"
+        return TrainingRun(self.path, flags, mutation="large_loss_scale" if overflows else None)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "path": ("ddp_loop", "trainer_run"),
+    "job": tuple(RANKS),
+    "strategy": ("ddp", "zero1", "zero2", "zero3"),
+    "model": ("tiny", "bert"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "accumulation": (1, 3),
+    "sampling": ("group_by_length", "random"),
+    "sums": ("fp32", "bf16", "fp16"),
+    "gathered": ("fp32", "bf16"),
+    "recomputes": (False, True),
+    "resumed_from": (None, 4, 6),  # between two evaluations, and where one is due
+}
+# 300 reviews: 8 validation and 30 test rows, so that neither can be divided equally, and 5 steps per epoch. Dropout and
+# clipping.
+FLAGS = ["--csv=reviews.csv", "--logical_ranks=4", "--train_batch_size=48", "--max_steps=8", "--max_length=24"]
+FLAGS += ["--validation_size=0.03", "--eval_strategy=steps", "--eval_steps=3", "--eval_batch_size=8"]
+FLAGS += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--warmup_steps=0"]
+FLAGS += ["--dropout=0.1", "--max_grad_norm=0.5"]
+
+
+def cover_all_pairs(seed: int = 2) -> list[Cell]:
+    """Return cells with each possible pair of values of two factors, chosen greedily among random ones."""
+    generator = random.Random(seed)
+    random_cells = (Cell(*map(generator.choice, FACTORS.values())) for _ in range(3000))
+    candidates = {cell: cell.pairs for cell in random_cells if cell.is_possible}
+    cells, missing = [], set().union(*candidates.values())
+    while missing:
+        cells.append(max(candidates, key=lambda cell: len(candidates[cell] & missing)))
+        missing -= candidates[cells[-1]]
+    return cells
+
+
+CELLS = cover_all_pairs()
+# A deliberate bug shows between one rank and several ones.
+BUGS = {"swapped_leaves": "four_ranks", "physical_dropout": "two_ranks", "fp32_norm": "two_ranks"}
+EIGHT = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8", "--model=bert"])
+SHARED_RUNS: SharedRuns = {"one_rank": {}, "two_ranks": {}}
+SLOW_SHARED_RUNS: SharedRuns = {
+    "one_rank": {"eight-1": EIGHT},
+    "four_ranks": {},
+    "eight_ranks": {"eight-8": EIGHT},
+    "two_nodes": {},
+}
+for cell in CELLS:
+    for needed in [cell.reference, cell.source] if cell.resumed_from else [cell.reference]:
+        SHARED_RUNS["one_rank"][needed.name] = needed.run
+for cell in CELLS:
+    runs = SLOW_SHARED_RUNS if RANKS[cell.job] == 4 else SHARED_RUNS
+    runs[cell.job][cell.name] = cell.run
+for bug, job in BUGS.items():
+    for place in ("one_rank", job):
+        flags = [*FLAGS, "--model=bert", f"--strategy={'ddp' if place == 'one_rank' else 'zero3'}"]
+        runs = SLOW_SHARED_RUNS if job == "four_ranks" else SHARED_RUNS
+        runs[place][f"{bug}-{place}"] = TrainingRun("ddp_loop", flags, mutation=bug)
+
+
+def write_inputs(folder: Path, csv: Path) -> None:
+    write_subset(csv, folder / "reviews.csv", 300)
+    write_model(folder / "bert", "bert")
+
+
+@pytest.fixture(scope="module")
+def trained(trained_by, shared_folder) -> Callable[[str], Path]:
+    """A function that trains the runs of a job and the reference runs, and returns the folder of all."""
+
+    def train(job: str) -> Path:
+        for name in ("one_rank", job):
+            require_success(trained_by(name))
+        return shared_folder
+
+    return train
+
+
+def of_job(value: Any, job: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow if RANKS[job] == 4 else [], id=getattr(value, "name", value))
+
+
+@pytest.mark.parametrize("cell", [of_job(cell, cell.job) for cell in CELLS])
+def test_a_run_has_the_bits_of_its_reference(trained, cell):
+    folder = trained(cell.job)
+    settings = json.loads((folder / cell.name / "settings.json").read_text())
+    assert (settings["path"], settings["world_size"]) == (cell.path, RANKS[cell.job])
+    assert settings["train_sampling_strategy"] == cell.sampling
+    assert settings["activation_checkpointing"] == cell.recomputes
+    for name in ("strategy", "model", "precision"):
+        assert settings[name] == getattr(cell, name)
+    assert hash_results(folder / cell.name) == hash_results(folder / cell.reference.name)
+
+
+def test_the_cells_cover_all_pairs_of_values():
+    possible = (cell for cell in itertools.starmap(Cell, itertools.product(*FACTORS.values())) if cell.is_possible)
+    covered = set().union(*(cell.pairs for cell in CELLS))
+    assert all(cell.pairs <= covered for cell in possible)
+
+
+def test_each_factor_that_may_change_bits_does(trained):
+    folder = trained("one_rank")
+    references = {cell.reference for cell in CELLS}
+    assert len({hash_run(folder / cell.name) for cell in references}) == len(references)
+    for cell in references:
+        overflows = [step["grad_norm"] is None for step in read_steps(folder / cell.name)]
+        assert any(overflows) == (cell.precision == "fp16")
+        assert not all(overflows)
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_like_one(trained):
+    folder = trained("eight_ranks")
+    assert hash_run(folder / "eight-8") == hash_run(folder / "eight-1")
+
+
+@pytest.mark.parametrize(("bug", "job"), [pytest.param(*item, marks=of_job(*item).marks) for item in BUGS.items()])
+def test_a_deliberate_bug_is_detected(trained, bug, job):
+    folder = trained(job)
+    assert hash_run(folder / f"{bug}-{job}") != hash_run(folder / f"{bug}-one_rank")
