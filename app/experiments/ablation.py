@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -24,27 +24,24 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..common.errors import UserError, escape_control_characters
+from ..common.errors import escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
 from ..common.terminal import hides_progress
-from ..data.loaders import Collator, loader_options
 from ..data.sampler import BatchPlan, plan_batches
-from ..ddp_loop import Batch, evaluate, train_step
+from ..ddp_loop import evaluate, train_step
 from ..distributed.environment import check_environment
 from ..distributed.process_group import join
 from ..distributed.world import World
-from ..model.dropout import RowDropout
 from ..model.hub import resolve_commit
 from ..model.inputs import to_device
-from ..model.precision import mixed_precision
 from ..record.steps import mean
 from ..report.statistics import paired
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
-from ..strategies.optimization import LossScale, Optimization
+from ..strategies.optimization import LossScale, Optimization, mean_loss
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
 from ..training.step import build_optimizer, build_scheduler, default_learning_rate
@@ -57,8 +54,6 @@ from .variants import (
     rows_of_steps,
     variant_settings,
 )
-
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 # For each effect: its heading in the table, how its values over the seeds are combined, and their format.
 EFFECTS = {
@@ -89,13 +84,8 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
     The settings are the baseline's, with the first seed. The ranks, a power of two, are simulated.
     """
     check_environment()
-    _, split, _ = read_and_split(settings, ranks)
+    _, split, _ = read_and_split(settings, ranks)  # reports a mistake before there is a folder
     changes = build_changes(ranks, settings.gradient_accumulation_steps)
-    for change in changes:
-        try:
-            plan_batches(variant_settings(settings, change.variant, ranks), len(split.train), world_size=1)
-        except UserError as problem:
-            raise UserError(f"{change.name}: {problem}") from None
     folder = create_folder(settings.output_dir, RUNS / "ablations")
     settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     found: list[dict[str, Any]] = []
@@ -191,9 +181,10 @@ def as_markdown(effects: pd.DataFrame) -> str:
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows in JSON types, which have no infinity or NaN."""
+    finite = frame.replace([math.inf, -math.inf], math.nan).astype(object)
     return [
-        {str(k): None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        for row in frame.to_dict("records")
+        {str(name): value for name, value in row.items()}
+        for row in finite.where(finite.notna(), None).to_dict("records")
     ]
 
 
@@ -203,90 +194,70 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     plan = plan_batches(settings, len(data.split.train), world.size)
     data = replace(data, plan=plan)
     classifier = build_model(settings, data, world)
-    model = classifier.model
-    model.register_forward_hook(partial(inflate_loss, factor=variant.inflation))
+    model, learning_rate = classifier.model, settings.learning_rate or default_learning_rate(classifier.pretrained)
     rows = rows_of_steps(settings, variant, data)
-    collator = data.collator
-    if variant.padding == "max_length":
-        collator = Collator(data.tokenizer, pad_to_multiple_of=settings.max_length)
-    loader = DataLoader(
-        data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **loader_options(collator, world.device)
-    )
-    # A training step uses the seed for dropout only.
-    reseeded = replace(settings, seed=settings.seed + variant.dropout_seed)
-    strategy = DDPStrategy(settings, plan, world)
-    learning_rate = settings.learning_rate or default_learning_rate(classifier.pretrained)
-
-    def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
-        """Build this project's AdamW, which is Adam without decay, or SGD."""
-        if variant.optimizer not in SGD:
-            return build_optimizer(module, settings, learning_rate, strategy=strategy)
-        momentum, factor = SGD[variant.optimizer]
-        return torch.optim.SGD(module.parameters(), lr=factor * learning_rate, momentum=momentum, fused=True)
-
-    if variant.averaged == "parameters":
-        model.to(world.device)  # type: ignore[arg-type]  # of a decorator in transformers
-        replicas = Replicas(model, plan, make_optimizer)
+    loader = DataLoader(data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **data.loader_options(world.device))
+    # From here on, the seed is used for dropout only.
+    settings = replace(settings, seed=settings.seed + variant.dropout_seed, learning_rate=learning_rate)
+    plan = replace(plan, total_steps=len(rows))
+    if variant.averaged == "parameters":  # each rank trains its own copy, without the other ranks; all start equal
+        copies = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
+        places = [(replace(plan, ranks=ranks), replace(world, rank=rank)) for rank in range(ranks)]
     else:
-        wrapped = strategy.wrap(model)
-        optimizer = make_optimizer(wrapped)
-        scheduler = build_scheduler(optimizer, settings, len(rows))
-        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+        copies, places = [model], [(plan, world)]
+    replicas = [Replica(m, variant, settings, plan=p, world=w) for m, (p, w) in zip(copies, places, strict=True)]
     losses, micro_batches = [], iter(loader)
     for step in range(len(rows)):
-        batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
+        losses.append(mean([loss for replica in replicas for loss in replica.train_step(micro_batches, step)]))
         if variant.averaged == "parameters":
-            losses.append(replicas.train_step(batches, step, reseeded))
-        else:
-            found = train_step(wrapped, batches, step, optimization=optimization, strategy=strategy, settings=reseeded)
-            losses.append(found[0])
+            average_parameters(copies)
 
     test_set = data.eval_set("test", settings, world)
     _, logits = evaluate(model, test_set, settings, world=world)
     return Outcome(
-        [mean(step.tolist()) for step in losses],
+        losses,
         logits.argmax(axis=1) == test_set.labels,
         torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
         trained_test_rows=float(np.isin(data.split.test, rows).mean()),
     )
 
 
-class Replicas:
-    """Averaged parameters instead of averaged gradients: each rank updates its own copy of the model.
+class Replica:
+    """A copy of the model, and all that app.ddp_loop trains it with, as a rank of the plan."""
 
-    This process holds the copies of all ranks. As with DDP, they start with equal weights, and each rank computes the
-    gradients of its rows. But its optimizer uses these gradients alone, and the weights are averaged afterwards.
-    """
+    def __init__(
+        self, model: PreTrainedModel, variant: Variant, settings: Settings, *, plan: BatchPlan, world: World
+    ) -> None:
+        self.model, self.variant, self.plan, self.world = model, variant, plan, world
+        strategy = DDPStrategy(settings, plan, world)
+        wrapped = strategy.wrap(model)
+        assert settings.learning_rate is not None
+        optimizer: torch.optim.Optimizer
+        if variant.optimizer in SGD:
+            momentum, factor = SGD[variant.optimizer]
+            rate = factor * settings.learning_rate
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
+        else:  # this project's AdamW, which is Adam without decay
+            optimizer = build_optimizer(wrapped, settings, settings.learning_rate, strategy=strategy)
+        scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world), self.loss)
+        self.train = partial(train_step, wrapped, optimization=optimization, strategy=strategy, settings=settings)
 
-    def __init__(self, model: PreTrainedModel, plan: BatchPlan, make_optimizer: MakeOptimizer) -> None:
-        """`model` becomes rank 0's copy."""
-        self.plan = plan
-        self.models = [model, *(copy.deepcopy(model) for _ in range(1, plan.logical_ranks))]
-        self.optimizers = [make_optimizer(model) for model in self.models]
+    def loss(self, outputs: Any, labels: torch.Tensor, step: int) -> torch.Tensor:
+        return self.variant.inflation * mean_loss(outputs, labels, step)
 
-    def train_step(self, batches: Sequence[Batch], step: int, settings: Settings) -> torch.Tensor:
-        """Train each rank's copy on its micro-batches, average them, and return the losses. Nothing is clipped."""
-        remaining, losses = iter(batches), []
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            model.train()
-            for micro_batch in range(self.plan.accumulation_steps):
-                batch = next(remaining)
-                masks = RowDropout(settings.seed, step, self.plan.rows_of(rank, micro_batch))  # as in app.ddp_loop
-                with mixed_precision(settings.precision, batch["labels"].device), masks:
-                    loss = model(**batch).loss
-                (loss / self.plan.accumulation_steps).backward()
-                losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():  # a real job would call `dist.all_reduce` for each parameter
-            for copies in zip(*(model.parameters() for model in self.models), strict=True):
-                average = torch.stack(copies).mean(dim=0)
-                for parameter in copies:
-                    parameter.copy_(average)
-        return torch.stack(losses)
+    def train_step(self, micro_batches: Iterator[Any], step: int) -> list[float]:
+        """Train on the next micro-batches, and return the loss of each."""
+        inputs = islice(micro_batches, self.plan.micro_batches_per_step)
+        batches = [to_device(batch, self.model, self.world) for batch in inputs]
+        losses, _ = self.train(batches, step)
+        return list(losses.tolist())
 
 
-def inflate_loss(model: torch.nn.Module, inputs: Any, output: Any, *, factor: int) -> None:
-    """Multiply the loss that a model returns, as a forward hook. Without labels, it returns none."""
-    if output.loss is not None and factor != 1:
-        output.loss = output.loss * factor
+@torch.no_grad()
+def average_parameters(models: Sequence[torch.nn.Module]) -> None:
+    """Give each copy of a model the average of all. A real job would call `dist.all_reduce` for each parameter."""
+    for copies in zip(*(model.parameters() for model in models), strict=True):
+        average = torch.stack(copies).mean(dim=0)
+        for parameter in copies:
+            parameter.copy_(average)

@@ -32,15 +32,8 @@ class Variant:
     inflation: int = 1  # factor on loss and gradients
     optimizer: Optimizer = "AdamW"  # with decay and schedule; all others with neither
     averaged: Literal["gradients", "parameters"] = "gradients"  # after each step
-    padding: Literal["longest", "max_length"] = "longest"
-    batch_factor: int = 1  # factor on the number of ranks, each with as many rows as before
     counted: Literal["once", "padded shards", "rank 0 only"] = "once"  # the correct test rows
     dropout_seed: int = 0  # added to the seed of the dropout masks
-
-    @property
-    def is_clipped(self) -> bool:
-        """Whether gradients are clipped. A rank that updates its own copy could clip only its own gradients."""
-        return self.optimizer in ("AdamW", "Adam")
 
 
 BASELINE = Variant()
@@ -75,8 +68,6 @@ def build_changes(ranks: int, accumulation_steps: int) -> list[Change]:
         ),
         f"loss and gradients inflated by Trainer, x {factor}": Variant(inflation=factor),
         "Adam without decay or schedule instead of AdamW with both": Variant(optimizer="Adam"),
-        "every review padded to the maximum length": Variant(padding="max_length"),
-        f"batch size per rank, {2 * ranks} ranks instead of {ranks}": Variant(batch_factor=2),
         "`set_epoch` forgotten: the same order in each epoch": Variant(rows="same order in each epoch"),
         f"no sampler: the same rows on each of {ranks} ranks": Variant(rows="same on each rank"),
         "an unseeded split: each rank has its own test rows": Variant(rows="own split of each rank"),
@@ -91,14 +82,16 @@ def build_changes(ranks: int, accumulation_steps: int) -> list[Change]:
 
 
 def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:
-    """Return the settings of a variant: one process works for all ranks, of which a variant may have more."""
+    """Return the settings of a variant: one process works for all ranks."""
+    # A rank that updates its own copy could clip only its own gradients.
+    max_grad_norm = settings.max_grad_norm if variant.optimizer in ("AdamW", "Adam") else 0.0
     if variant.optimizer != "AdamW":  # AdamW without decay is Adam
         settings = replace(settings, weight_decay=0.0, lr_scheduler_type="constant")
     return replace(
         settings,
-        max_grad_norm=settings.max_grad_norm if variant.is_clipped else 0.0,
-        logical_ranks=ranks * variant.batch_factor,
-        train_batch_size=resolve_train_batch_size(settings, ranks) * variant.batch_factor,
+        max_grad_norm=max_grad_norm,
+        logical_ranks=ranks,
+        train_batch_size=resolve_train_batch_size(settings, ranks),
         per_device_train_batch_size=None,
     )
 

@@ -12,9 +12,8 @@ from helpers.marks import slow_after
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.common.errors import UserError
 from app.data.sampler import plan_batches
-from app.experiments.ablation import Outcome, as_markdown, compare, records, run_ablation, summarize, train_variant
+from app.experiments.ablation import Outcome, as_markdown, compare, records, summarize, train_variant
 from app.experiments.variants import (
     BASELINE,
     PADDED_RANKS,
@@ -113,21 +112,6 @@ def test_adamw_without_decay_is_adam():
             parameter.grad = torch.sin(step * torch.arange(77.0))
             optimizer.step()
     assert torch.equal(ours, theirs)
-
-
-def test_a_variant_that_cannot_be_trained_is_reported_before_anything_is_trained(review_csv, tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # set by the process group of an earlier test
-        monkeypatch.delenv(name, raising=False)
-    settings = Settings(csv=str(review_csv(60)), train_batch_size=40, output_dir=str(tmp_path / "out"))
-    with pytest.raises(UserError, match=r"batch size per rank, 4 ranks instead of 2: .*--train_batch_size 80"):
-        run_ablation(settings, 2, 1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_variant_with_more_ranks_keeps_a_batch_size_per_rank():
-    settings = variant_settings(Settings(per_device_train_batch_size=4), Variant(batch_factor=2), 2)
-    plan = plan_batches(settings, 100, 1)
-    assert (plan.logical_ranks, plan.micro_size, plan.global_size) == (4, 4, 16)
 
 
 @pytest.fixture
