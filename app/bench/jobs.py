@@ -115,10 +115,7 @@ def alternate_jobs(jobs: Mapping[str, Callable[[], pd.Series]], rounds: int) -> 
     Returns:
         What the jobs have returned: a row for each round and job, by the number of the round and the name.
     """
-    results = {}
-    with tqdm(total=rounds * len(jobs), unit=" jobs", leave=False, disable=hides_progress()) as bar:
-        for number in range(rounds):
-            for name in list(jobs)[:: -1 if number % 2 else 1]:
-                results[number, name] = jobs[name]()
-                bar.update()
+    order = [(number, name) for number in range(rounds) for name in list(jobs)[:: -1 if number % 2 else 1]]
+    bar = tqdm(order, unit=" jobs", leave=False, disable=hides_progress())
+    results = {(number, name): jobs[name]() for number, name in bar}
     return pd.DataFrame(results).T.rename_axis(["round", "job"])

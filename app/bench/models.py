@@ -47,8 +47,7 @@ def write_bert(size: str, folder: Path) -> None:
         intermediate_size=intermediate,
         architectures=["BertForSequenceClassification"],
     ).save_pretrained(folder)
-    tokens = [*SPECIAL_TOKENS, *ASCII.lower(), *(f"##{character}" for character in ASCII), *PUNCTUATION, *CHINESE]
-    tokens = list(dict.fromkeys(tokens))
-    tokens += [f"[unused{number}]" for number in range(VOCABULARY_SIZE - len(tokens))]
-    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    tokens = dict.fromkeys([*SPECIAL_TOKENS, *ASCII.lower(), *(f"##{c}" for c in ASCII), *PUNCTUATION, *CHINESE])
+    unused = [f"[unused{number}]" for number in range(VOCABULARY_SIZE - len(tokens))]
+    (folder / "vocab.txt").write_text("\n".join([*tokens, *unused]) + "\n", encoding="utf-8")
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pandas as pd
 
-from ..common.errors import RunError
+from ..common.errors import RunError, UserError
 from ..common.formats import markdown_table
 from ..distributed.collectives import all_gather_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.process_group import join
 from ..model.vocabulary import trimmed_vocabulary
 from ..plan.step import Plan, plan_step
-from ..settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
+from ..settings import STRATEGIES, Settings
 from ..training.build import build_data
 from ..training.console import quiet_libraries
 from .models import with_model_folder
@@ -57,15 +58,11 @@ def compare_with_plan(settings: Settings, measure: Measure, tolerance: float = 0
             raise RunError(f"measured values differ from the plan: {'; '.join(wrong)}")
 
 
-def with_each_strategy(settings: Settings) -> list[Settings]:
-    """Return the settings with each strategy that supports them."""
-    strategies = STRATEGIES if settings.ddp_comm_hook == "no" else WRAPPED_IN_DDP
-    if "bf16" in (settings.param_dtype, settings.reduce_dtype):
-        strategies = SHARDED
-    return [
-        replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
-        for strategy in strategies
-    ]
+def with_each_strategy(settings: Settings) -> Iterator[Settings]:
+    """Yield the settings with each strategy that supports them."""
+    for strategy in STRATEGIES:
+        with suppress(UserError):
+            yield replace(settings, strategy=strategy, cpu_offload=settings.cpu_offload and strategy == "zero3")  # type: ignore[arg-type]
 
 
 def plan_of(bench: Bench) -> Plan:

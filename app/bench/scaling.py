@@ -1,13 +1,13 @@
 """Scaling: the steps of more ranks, measured on this machine, or predicted for a cluster.
 
-    python -m app.bench.scaling --csv reviews.csv
-    python -m app.bench.scaling --ranks 1 2 4 --links --strategies ddp zero1 zero2 zero3
+    python -m app.bench.scaling --csv reviews.csv --links 1:0.1 1:5
+    python -m app.bench.scaling --ranks 1 2 4 --strategies ddp zero1 zero2 zero3
     python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100
 
 Trains short runs of app.ddp_loop with 1, 2, 4 and 8 ranks on this machine's GPUs. Without GPUs, the ranks share the
-CPU, and there are runs on two network namespaces with a link between them (needs root; left out otherwise). With
-`--step_ms` it trains none, and predicts a cluster of up to 1,024 ranks from the time of one rank's step. Writes
-scaling.html, .md and .json into `--output_dir`. docs/scaling.md explains what is measured, and the formulas.
+CPU, and with `--links` there are runs on two network namespaces with a link between them (needs root). With `--step_ms`
+it trains none, and predicts a cluster of up to 1,024 ranks from the time of one rank's step. Writes scaling.md and
+scaling.json into `--output_dir`. docs/scaling.md explains what is measured, and the formulas.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from __future__ import annotations
 from ..cli import OneLineParser, count, positive
 from ..program import check_command_line, run_program
 from ..settings import STRATEGIES, Settings
-from .two_nodes import Link, NamespacesUnavailable, link, two_nodes
+from .two_nodes import Link, link
 
-DEFAULT_LINKS = ("1:0.1", "1:5", "10:0.1")  # Gbit/s and milliseconds
 MEASURED, PREDICTED = ("ranks", "links", "strategies"), ("parameters", "link_gbit", "link_latency_us")
 
 
@@ -26,8 +25,8 @@ def add_arguments(parser: OneLineParser) -> None:
     add = parser.add_argument
     on_machine = "on this machine (default: 1 2 4 8; at most the number of GPUs)"
     add("--ranks", type=count, nargs="+", metavar="N", help=on_machine)
-    shapes = f"Gbit/s:milliseconds; none: no nodes (default: {' '.join(DEFAULT_LINKS)}; on GPUs: none)"
-    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=f"links between two nodes, as {shapes}")
+    shapes = "links between two nodes on this machine, as Gbit/s:milliseconds (Linux, root)"
+    add("--links", type=link, nargs="*", metavar="RATE:DELAY", help=shapes)
     strategies = f"which of {', '.join(STRATEGIES)} to compare with ddp (default: ddp only)"
     add("--strategies", choices=STRATEGIES, nargs="+", metavar="NAME", help=strategies)
     add("--steps", type=count, default=10, metavar="N", help="timed steps of a run in each round")
@@ -46,6 +45,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -56,14 +56,20 @@ from ..common.cores import usable_cores
 from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.processes import count_gpus
+from ..plan.memory import BUCKET_CAP
+from ..plan.traffic import FIRST_BUCKET_CAP
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from .cluster import show_cluster
 from .core import Page, format_seconds
 from .jobs import alternate_jobs, flags_of, time_steps
 from .models import with_model_folder
 
 DEFAULT_RANKS = (1, 2, 4, 8)
+LARGEST_CLUSTER = 1024  # ranks
+# The backward pass computes two matrix products for each one of the forward pass: Kaplan et al., "Scaling Laws for
+# Neural Language Models", 2020, section 2.1.
+FORWARD_SHARE = 1 / 3
+GRADIENT_BYTES = 4  # of a parameter's gradient: fp32, also in mixed precision
 
 
 class Run(NamedTuple):
@@ -95,14 +101,7 @@ def new_page(settings: Settings, facts: dict[str, str]) -> Page:
     return Page("Scaling", facts | describe_machine(device) | {"command": command_line()}, folder)
 
 
-def predict(settings: Settings, options: argparse.Namespace) -> None:
-    """Predict a cluster, without measuring anything."""
-    if options.parameters is None:
-        raise UserError("--step_ms: add --parameters, the model's number of them, such as 60e6")
-    alpha, beta = (options.link_latency_us or 10) / 1e6, 8e-9 / (options.link_gbit or 100)
-    page = new_page(settings, {})
-    show_cluster(page, options.step_ms / 1000, options.parameters, alpha=alpha, beta=beta)
-    page.write("scaling")
+# ---- measured on this machine ----------------------------------------------------------------------------------------
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> None:
@@ -113,12 +112,14 @@ def measure(settings: Settings, options: argparse.Namespace) -> None:
         raise UserError(f"--ranks {ranks[-1]}: this machine has {gpus} GPU(s), and each rank needs one: add --use_cpu")
     strategies = dict.fromkeys(("ddp", *(options.strategies or ())))
     runs = [Run(strategy, n, None) for strategy in strategies for n in ranks]
-    runs += [Run("ddp", 2, link) for link in usable_links(options.links, gpus)]
+    runs += [Run("ddp", 2, link) for link in dict.fromkeys(options.links or ())]
+    if gpus and runs[-1].link:
+        raise UserError("--links: two nodes on one machine share its CPU, but there are GPUs: add --use_cpu")
     for run in runs:
         if settings.train_batch_size % run.ranks:
             raise UserError(f"--train_batch_size {settings.train_batch_size} cannot be divided among {run.ranks} ranks")
     train = partial(time_run, flags=flags_of(with_model_folder(settings)), threads=settings.threads or 0)
-    train(Run("ddp", 1, None), steps=1)  # fills the cache, or reports a mistake before there is a folder
+    train(runs[-1], steps=1)  # fills the cache, or reports a mistake before there is a folder
     facts = {"model": settings.model, "batch": f"{settings.train_batch_size} rows", "threads": f"{settings.threads}"}
     page = new_page(settings, facts)
     jobs = {str(run): partial(train, run, steps=options.steps) for run in runs}
@@ -126,38 +127,6 @@ def measure(settings: Settings, options: argparse.Namespace) -> None:
     cores = "Each rank has a GPU." if gpus else f"All ranks share {len(usable_cores())} CPU core(s)."
     about = f"{cores} Medians, and the range, of {options.rounds} alternating rounds of {options.steps} steps."
     page.section("measured", "Strong scaling on this machine", about)
-    show(page, runs, times)
-    page.write("scaling")
-
-
-def usable_links(requested: Sequence[Link] | None, gpus: int) -> list[Link]:
-    """Return the links to measure: those that the user or the default requests, if this machine can have two nodes."""
-    if gpus:
-        if requested:
-            raise UserError("--links: two nodes on one machine share its CPU, but there are GPUs: add --use_cpu")
-        return []
-    links = list(map(link, DEFAULT_LINKS)) if requested is None else list(dict.fromkeys(requested))
-    try:
-        for first in links[:1]:
-            with two_nodes(first):
-                pass
-    except NamespacesUnavailable as problem:
-        print(f"not measured: two nodes: {problem}")
-        return []
-    return links
-
-
-def time_run(run: Run, *, steps: int, flags: Sequence[Any], threads: int) -> pd.Series:
-    flags = [*flags, "--strategy", run.strategy]
-    return time_steps("train", flags, steps=steps, ranks=run.ranks, threads=threads, link=run.link)
-
-
-def show(page: Page, runs: Sequence[Run], times: pd.DataFrame) -> None:
-    """Show a table, and a chart if there is a run of one rank, which comes first.
-
-    Args:
-        times: seconds of a step: a row for each round, a column for each run.
-    """
     page.numbers["seconds"] = times.to_dict("list")
     shown = {"step": times.median(), "lowest": times.min(), "highest": times.max()}
     table = pd.DataFrame(shown).map(format_seconds).rename_axis("run")
@@ -165,9 +134,66 @@ def show(page: Page, runs: Sequence[Run], times: pd.DataFrame) -> None:
         speedup = times.rdiv(times.iloc[:, 0], axis=0).median()  # T(1) / T(N), of the same round
         table["T(1) / T(N)"] = speedup.map("{:.2f}".format)
         table["efficiency"] = (speedup / [run.ranks for run in runs]).map("{:.0%}".format)
-        curves = pd.Series({(run.ranks, run.strategy): speedup[str(run)] for run in runs if not run.link}).unstack()
-        page.chart("Strong scaling", curves.rename_axis("ranks"), "speedup over one rank")
     page.table("Strong scaling", table)
+    page.write("scaling")
+
+
+def time_run(run: Run, *, steps: int, flags: Sequence[Any], threads: int) -> pd.Series:
+    flags = [*flags, "--strategy", run.strategy]
+    return time_steps("train", flags, steps=steps, ranks=run.ranks, threads=threads, link=run.link)
+
+
+# ---- predicted for a cluster -----------------------------------------------------------------------------------------
+
+
+def ring_all_reduce(ranks: int, size: float, *, alpha: float, beta: float) -> float:
+    """Return the seconds of an all-reduce, in which a message of n bytes takes alpha + beta * n seconds.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69, 2009.
+    gloo's default, and NCCL's for large tensors. The time of the additions is left out.
+    """
+    return 2 * (ranks - 1) * (alpha + size / ranks * beta)
+
+
+def bucket_sizes(parameters: float) -> list[int]:
+    """Return the bytes of DDP's buckets, if each of them is filled up to its limit."""
+    total = int(GRADIENT_BYTES * parameters)
+    ends = [0, *range(FIRST_BUCKET_CAP, total, BUCKET_CAP), total]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def predict_step(seconds: float, parameters: float, ranks: int, *, alpha: float, beta: float) -> float:
+    """Return the seconds of a step on several ranks, each of which computes for `seconds`.
+
+    The backward pass makes buckets of gradients ready one after another, and each is exchanged while the next is
+    computed (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2).
+    """
+    buckets, ready, end = bucket_sizes(parameters), FORWARD_SHARE * seconds, 0.0
+    for size in buckets:  # they are ready at a constant rate over the backward pass
+        ready += (1 - FORWARD_SHARE) * seconds * size / sum(buckets)
+        end = max(ready, end) + ring_all_reduce(ranks, size, alpha=alpha, beta=beta)  # one exchange after another
+    return end
+
+
+def predict(settings: Settings, options: argparse.Namespace) -> None:
+    """Predict weak scaling: every rank has as many rows as the one whose step takes `--step_ms`."""
+    if options.parameters is None:
+        raise UserError("--step_ms: add --parameters, the model's number of them, such as 60e6")
+    seconds, parameters = options.step_ms / 1000, options.parameters
+    alpha, beta = (options.link_latency_us or 10) / 1e6, 8e-9 / (options.link_gbit or 100)
+    about = (
+        f"Predicted, not measured: a rank computes for {format_seconds(seconds)}. Gradients of {parameters:,.0f} "
+        f"parameters are exchanged in {len(bucket_sizes(parameters))} bucket(s), in rings whose messages take "
+        f"{format_seconds(alpha)} each, and a second for {1e-9 / beta:.3g} GB."
+    )
+    page = new_page(settings, {})
+    page.section("cluster", "A cluster", about)
+    sizes = [1 << exponent for exponent in range(LARGEST_CLUSTER.bit_length())]
+    steps = pd.Series({n: predict_step(seconds, parameters, n, alpha=alpha, beta=beta) for n in sizes})
+    shown = {"step": steps.map(format_seconds), "efficiency": (seconds / steps).map("{:.0%}".format)}
+    page.table("Weak scaling", pd.DataFrame(shown).rename_axis("ranks"))
+    page.numbers["step"] = steps.to_dict()
+    page.write("scaling")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Accelerating Data Parallel Training". The docstring of a section is its title an
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,31 +18,27 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..common.formats import mib
+from ..common.formats import mib, points
 from ..data.sampler import BatchPlan, plan_batches
+from ..ddp_loop import evaluate
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..profiling.breakdown import EXPOSED, divide_steps
 from ..profiling.profiler import FIRST, events_of, start_profiler
+from ..report.statistics import paired
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
-from ..training.build import select_strategy
+from ..training.build import ReviewData, build_data, build_model, select_strategy
+from ..training.step import default_learning_rate
 from .core import Lab, compared, format_seconds
-from .steps import (
-    TOTAL_STEPS,
-    Bench,
-    PlainDDP,
-    Variant,
-    build_bench,
-    plain_ddp,
-    time_steps,
-)
+from .steps import TOTAL_STEPS, PlainDDP, Variant, build_bench, plain_ddp, time_steps
 
 PROFILED_STEPS = 5
 SYNC_EVERY = (1, 2, 4, 8)  # micro-batches
 PASSES, WARM_UP = 10, 2  # backward passes
+MICRO_BATCHES = 160  # of a training on each rank, unless --max_steps is set
 HOOKS = {hook: hook for hook in ("no", "fp16", "bf16", "power_sgd")}
 
 
@@ -163,21 +160,7 @@ def readiness(lab: Lab) -> None:
     A backward pass without communication on every rank: figure 2 (c, d) of the paper.
     docs/communication.md#readiness.
     """
-    sizes, ready = ready_gradients(lab, build_bench(plain_ddp(lab.settings), lab.data, lab.world))
-    done = np.cumsum(sizes)
-    times = [ready[0], ready[np.searchsorted(done, done[-1] / 2)], ready[-1]]
-    row = pd.Series([mib(done[-1]), *map(format_seconds, times)], ["MiB", "first", "half", "all"])
-    lab.page.table("Gradients that are ready", row.to_frame("gradients").T)
-    share = pd.DataFrame({"gradients": 100 * done / done[-1]}, pd.Index(1000 * ready, name="ms of the backward pass"))
-    lab.page.chart("Gradients that are ready", share, "share of the bytes, %")
-    lab.page.numbers |= {"seconds": ready.tolist(), "bytes": sizes.tolist()}
-
-
-def ready_gradients(lab: Lab, bench: Bench) -> tuple[Any, Any]:
-    """Return the bytes of each gradient, and the seconds from the beginning of the backward pass, in this order.
-
-    The seconds are the median over the passes, on the slowest rank. Collective.
-    """
+    bench = build_bench(plain_ddp(lab.settings), lab.data, lab.world)
     parameters = {name: p for name, p in bench.model.named_parameters() if p.requires_grad}
     moments: dict[str, float] = {}
 
@@ -185,22 +168,98 @@ def ready_gradients(lab: Lab, bench: Bench) -> tuple[Any, Any]:
         wait_for_device(lab.world)
         moments[name] = time.perf_counter()
 
-    hooks = [p.register_post_accumulate_grad_hook(partial(record, name)) for name, p in parameters.items()]
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(partial(record, name))
     # The same batch again and again, because others have other lengths, and take other times.
     batch = to_device(next(iter(bench.loader)), bench.model, lab.world)
     passes = []
     bench.model.train()
-    for _ in range(PASSES + WARM_UP):
+    for _ in range(WARM_UP + PASSES):
         with mixed_precision(bench.settings.precision, lab.world.device):
             loss = bench.model(**batch).loss
         wait_for_device(lab.world)
         began = time.perf_counter()
         loss.backward()
-        passes.append([moments[name] - began if name in moments else np.nan for name in parameters])
+        passes.append({name: moment - began for name, moment in moments.items()})  # an unused parameter has none
         bench.model.zero_grad()
-    for hook in hooks:
-        hook.remove()
-    seconds = np.median(all_gather_object(passes[WARM_UP:], lab.world), axis=1).max(axis=0)
-    sizes = np.array([p.numel() * p.element_size() for p in parameters.values()])
-    order = np.argsort(seconds)[: int(np.isfinite(seconds).sum())]  # NaN, of an unused parameter, is sorted last
-    return sizes[order], seconds[order]
+    # The median of the passes, on the slowest rank.
+    of_ranks = all_gather_object(pd.DataFrame(passes[WARM_UP:]).median(), lab.world)
+    seconds = pd.concat(of_ranks, axis=1).max(axis=1).sort_values()
+    sizes = [parameters[name].numel() * parameters[name].element_size() for name in seconds.index]
+    half = np.searchsorted(np.cumsum(sizes), sum(sizes) / 2)
+    times = [seconds.iloc[0], seconds.iloc[half], seconds.iloc[-1]]
+    row = pd.Series([mib(sum(sizes)), *map(format_seconds, times)], ["MiB", "first", "half", "all"])
+    lab.page.table("Gradients that are ready", row.to_frame("gradients").T)
+    lab.page.numbers |= {"seconds": seconds.to_dict(), "bytes": dict(zip(seconds.index, sizes, strict=True))}
+
+
+# ---- trainings to the end --------------------------------------------------------------------------------------------
+
+
+def convergence(lab: Lab) -> None:
+    """Skipped synchronization: convergence
+
+    Trainings on the same number of rows, in which gradients are exchanged for every k-th micro-batch. A seed determines
+    split, initial weights, order and dropout, so all variants of a seed are paired.
+    docs/communication.md#does-skipped-synchronization-converge explains them.
+    """
+    data, settings = lab.data, plain_ddp(lab.settings, logical_ranks=None)
+    with raise_on_all_ranks(lab.world):
+        replace(settings, seed=settings.seed + lab.seeds - 1)  # raises if it is too large
+        plan = plan_batches(settings, len(data.split.train), lab.world.size)
+    rows = plan.global_size // plan.accumulation_steps
+    pretrained = build_model(settings, data, lab.world).pretrained
+    rate = settings.learning_rate or default_learning_rate(pretrained)
+    most = max(SYNC_EVERY)
+    micro_batches = max(1, (settings.max_steps if settings.max_steps > 0 else MICRO_BATCHES) // most) * most
+    variants = {}
+    for k in (k for k in SYNC_EVERY if k * rows <= len(data.split.train)):
+        lengths: dict[str, Any] = {"gradient_accumulation_steps": k, "max_steps": micro_batches // k}
+        varied = replace(settings, per_device_train_batch_size=None, train_batch_size=k * rows, **lengths)
+        variants[every(k)] = replace(varied, learning_rate=rate)
+        if k > 1:
+            variants[f"{every(k)}, lr × {k}"] = replace(varied, learning_rate=k * rate)
+    accuracies, losses = train_all(lab, variants)
+    table = pd.DataFrame({"updates": {name: varied.max_steps for name, varied in variants.items()}})
+    # Of the last rows, which are the same ones for all variants: a twentieth of the training.
+    lasts = [np.mean([of_seed[-max(1, len(of_seed) // 20) :] for of_seed in losses[name]]) for name in variants]
+    table["last loss"] = [f"{loss:.4f}" for loss in lasts]
+    table["accuracy"] = accuracies.mean().map("{:.2%}".format)
+    table["difference, points"] = [describe_difference(accuracies, name) for name in variants]
+    lab.page.table("Losses and accuracies", table)
+    lab.page.numbers |= {"losses": losses, "accuracies": accuracies.to_dict("list")}
+
+
+def describe_difference(accuracies: pd.DataFrame, name: str) -> str:
+    """Return a variant's difference from the first one, with its 95% confidence interval, in percentage points."""
+    if name == accuracies.columns[0]:
+        return ""
+    compared = paired(accuracies[name], accuracies.iloc[:, 0])
+    shown, interval = points(compared.mean_a - compared.mean_b), compared.difference
+    return shown if interval is None else f"{shown} [{points(interval.low)}, {points(interval.high)}]"
+
+
+def train_all(lab: Lab, variants: Mapping[str, Settings]) -> tuple[pd.DataFrame, dict[str, list[list[float]]]]:
+    """Train with each variant and seed; return the accuracies by seed, and the losses of the steps. Collective."""
+    accuracies = pd.DataFrame(columns=list(variants), dtype=float)
+    losses: dict[str, list[list[float]]] = {name: [] for name in variants}
+    first = lab.settings.seed
+    for seed in range(first, first + lab.seeds):
+        data = lab.data
+        if seed != first:
+            data = build_data(replace(lab.settings, seed=seed, disable_tqdm=True), lab.world)
+        for name, varied in variants.items():
+            accuracies.loc[seed, name], of_steps = train(replace(varied, seed=seed), data, lab.world)
+            losses[name].append(of_steps)
+            gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
+    return accuracies, losses
+
+
+def train(settings: Settings, data: ReviewData, world: World) -> tuple[float, list[float]]:
+    """Train as `app.ddp_loop` does; return the accuracy of the test rows, and the loss of each step. Collective."""
+    bench = build_bench(settings, data, world)
+    steps = bench.data.plan.total_steps
+    own = torch.stack(bench.train_steps(bench.micro_batches(), bench.optimization(steps), steps=steps)).mean(dim=1)
+    losses = np.mean(all_gather_object(own.tolist(), world), axis=0).tolist()
+    scores, _ = evaluate(bench.model, data.eval_set("test", settings, world), settings, world=world)
+    return scores.accuracy, losses

@@ -1,23 +1,19 @@
 """Benchmark: the training paths compared with other ways to train the same model, in alternating jobs.
 
     python -m app.bench.speed --csv reviews.csv --ranks 2 --threads 1
-    python -m app.bench.speed --model 4x312 --recipes ddp_loop-bf16 tutorial --steps 30
+    python -m app.bench.speed --model 4x312 --precision bf16 --recipes ddp_loop tutorial
 
-Prints examples per second, padding and MFU, and writes speed.html, .md and .json into `--output_dir` (default: a new
+Prints examples per second, padding and MFU, and writes speed.md and speed.json into `--output_dir` (default: a new
 folder in runs/speed/). docs/speed.md describes the recipes and how they are measured.
 """
 
 from __future__ import annotations
 
 from ..cli import OneLineParser, count
-from ..program import check_command_line, run_program
+from ..program import check_command_line, run_program, select_precision
 from .models import measure_tiny_bert
 
-BF16 = "-bf16"  # the end of the names of recipes that train in bf16; the others train in fp32
-RECIPES = (
-    *("ddp_loop", "trainer_run", f"ddp_loop{BF16}", f"trainer_run{BF16}", "tutorial"),
-    *("trainer-defaults", f"trainer-defaults{BF16}"),
-)
+RECIPES = ("ddp_loop", "trainer_run", "tutorial", "trainer-defaults")
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -37,7 +33,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +57,7 @@ from .models import with_model_folder
 
 OWN = {"ddp_loop": "train", "trainer_run": "trainer"}  # the programs of `samebits`
 SCRIPTS = Path(__file__).parent / "recipes"
-Job = Callable[[], pd.Series]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main() -> int:
@@ -70,6 +65,9 @@ def main() -> int:
     options = argparse.Namespace(**flags)
     if started_by_torchrun():
         raise UserError(f"it starts jobs itself: use python -m {program_name()} --ranks N, without torchrun")
+    settings = select_precision(settings)
+    if settings.precision not in DTYPES:
+        raise UserError(f"--precision {settings.precision}: the recipes train in {' or '.join(DTYPES)}")
     recipes, ranks = list(dict.fromkeys(options.recipes)), options.ranks
     threads = settings.threads or default_threads(settings.logical_ranks or ranks)
     settings = with_model_folder(replace(settings, csv=str(settings.csv_path), threads=threads))
@@ -83,55 +81,44 @@ def main() -> int:
         folder = create_folder(settings.output_dir, RUNS / "speed")
         facts = {"model": settings.model, "ranks": str(ranks), "threads": f"{threads} per rank"}
         page = Page("Speed", facts | describe_machine(device) | {"command": command_line()}, folder)
-        jobs = {recipe: recipe_job(recipe, settings, run, options=options) for recipe in recipes}
-        for precision in sorted({precision_of(recipe) for recipe in recipes}):
-            jobs[precision] = partial(measure_peak, precision, device, ranks=ranks, threads=threads)
+        jobs = {recipe: partial(time_recipe, recipe, settings, run, options=options) for recipe in recipes}
+        jobs["peak"] = partial(measure_peak, DTYPES[settings.precision], device, ranks=ranks, threads=threads)
         measured = alternate_jobs(jobs, options.rounds)
         about = f"{options.rounds} rounds of {options.steps} steps. docs/speed.md describes the recipes."
         page.section("speed", "Recipes", about)
-        show(page, measured, recipes, parameters=count_parameters(run / MODEL_FOLDER))
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(run / MODEL_FOLDER))
+        show(page, measured, recipes, parameters=int(model.num_parameters(exclude_embeddings=True)))
         page.write("speed")
     return 0
 
 
-def recipe_job(recipe: str, settings: Settings, run: Path, *, options: argparse.Namespace) -> Job:
-    """Return the job that trains with a recipe.
+def time_recipe(recipe: str, settings: Settings, run: Path, *, options: argparse.Namespace) -> pd.Series:
+    """Train with a recipe.
 
     Args:
         run: a run of the same model with the same batches.
     """
-    name, precision = recipe.removesuffix(BF16), precision_of(recipe)
-    if name in OWN:
-        program: str | Path = OWN[name]
-        flags: list[Any] = [*flags_of(settings), "--precision", precision]
+    if recipe in OWN:
+        program: str | Path = OWN[recipe]
+        flags: list[Any] = flags_of(settings)
     else:
-        program = SCRIPTS / f"{name.replace('-', '_')}.py"
+        program = SCRIPTS / f"{recipe.replace('-', '_')}.py"
         batch = json.loads((run / SETTINGS.name).read_text(encoding="utf-8"))["train_batch_size"] // options.ranks
         flags = [settings.csv, settings.text_column, settings.label_column, run / MODEL_FOLDER, settings.max_length]
-        flags += [batch, precision]
-    return partial(time_steps, program, flags, steps=options.steps, ranks=options.ranks, threads=settings.threads or 0)
+        flags += [batch, settings.precision]
+    return time_steps(program, flags, steps=options.steps, ranks=options.ranks, threads=settings.threads or 0)
 
 
-def precision_of(recipe: str) -> str:
-    return "bf16" if recipe.endswith(BF16) else "fp32"
-
-
-def measure_peak(precision: str, device: torch.device, *, ranks: int, threads: int) -> pd.Series:
+def measure_peak(dtype: torch.dtype, device: torch.device, *, ranks: int, threads: int) -> pd.Series:
     """Return the highest speed of square matrix products in FLOP/s, on the cores, or the devices, of all ranks."""
     on_cpu = device.type == "cpu"
     n = 2048 if on_cpu else 8192  # large enough for the peak, and on CPUs that emulate bf16 a matter of seconds
     # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
-    matrix = torch.rand(n, n).to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    matrix = torch.rand(n, n).to(device, dtype)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=ranks * threads if on_cpu else 1)
     seconds = min(timer.blocked_autorange(min_run_time=1.0).times)
     return pd.Series({"flops": 2 * n**3 / seconds * (1 if on_cpu else ranks)})
-
-
-def count_parameters(folder: Path) -> int:
-    """Return the number of a model's parameters, without embeddings."""
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
-    return int(model.num_parameters(exclude_embeddings=True))
 
 
 def show(page: Page, measured: pd.DataFrame, recipes: list[str], *, parameters: int) -> None:
@@ -143,9 +130,8 @@ def show(page: Page, measured: pd.DataFrame, recipes: list[str], *, parameters: 
     # Jobs train on reviews of different lengths: examples per second are those of reviews of the mean length.
     tokens = (measured["tokens"] / measured["seconds"]).unstack()[recipes]
     rates = tokens * measured["examples"].sum() / measured["tokens"].sum()
-    peaks = pd.DataFrame({recipe: measured["flops"].unstack()[precision_of(recipe)] for recipe in recipes})
     # Chowdhery et al. 2022, appendix B, without the attention term: 6 FLOPs per parameter and token.
-    mfu = 6.0 * parameters * tokens / peaks
+    mfu = (6.0 * parameters * tokens).div(measured["flops"].unstack()["peak"], axis=0)
     table = compared(1 / rates).drop(columns="time per step").rename_axis("recipe")
     table.insert(0, "examples/s", rates.median().map("{:.1f}".format))
     padded = measured.groupby("job")[["tokens", "padded_tokens"]].sum()

@@ -28,7 +28,7 @@ from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization
 from ..training.build import ReviewData, build_model, select_strategy
 from ..training.step import build_optimizer, build_scheduler
-from .core import Lab
+from .core import Lab, alternate
 
 LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
@@ -51,8 +51,9 @@ class Bench:
     wrapped: torch.nn.Module
     loader: DataLoader[Any]  # this rank's micro-batches, as the training paths get them
 
-    def optimization(self, total_steps: int, learning_rate: float = LEARNING_RATE) -> Optimization:
+    def optimization(self, total_steps: int) -> Optimization:
         """Return what updates the weights, as in training."""
+        learning_rate = self.settings.learning_rate or LEARNING_RATE
         optimizer = build_optimizer(self.wrapped, self.settings, learning_rate, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, total_steps)
         return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
@@ -136,7 +137,7 @@ def time_steps(
             batches[plan.micro_size] = list(islice(cycle(bench.loader), steps[name] * plan.micro_batches_per_step))
         train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
         calls[name] = partial(_train_and_keep_losses, train, losses[name])
-    times = lab.times(calls, multiple=STEP_SECONDS) / steps
+    times = alternate(calls, STEP_SECONDS * lab.seconds, lab.world) / steps
     lab.page.numbers["seconds"] = times.to_dict("list")
     return times, pd.DataFrame({name: pd.Series(torch.cat(kept).tolist()) for name, kept in losses.items()})
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import matplotlib
-from cycler import cycler
 from markupsafe import Markup, escape
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -23,9 +22,6 @@ INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "
 RUN_COLORS = ("#0a0a0a", "#0b0b0b")
 VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card", NEUTRAL: "neutral"}
 VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
-SERIES_COLORS = tuple(f"#0c0c{i:02x}" for i in range(8))  # of pages with more than two series
-MARKERS = "oDsv^PXd"
-VARIABLES |= {color: f"s{i}" for i, color in enumerate(SERIES_COLORS)}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -40,7 +36,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=SERIES_COLORS),
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.unicode_minus": True,

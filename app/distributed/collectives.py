@@ -20,9 +20,8 @@ from ..common.machine import UNSET, arithmetic
 from .world import RankGroup, World
 
 T = TypeVar("T")
-# PyTorch 2.13 has renamed them.
+# PyTorch 2.13 has renamed it.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 POLL_SECONDS = 0.0005
 
 

@@ -28,7 +28,6 @@ def make_lab(review_csv, tmp_path, monkeypatch, world) -> Callable[..., Lab]:
             world=world,
             data=build_data(settings, world),
             seconds=0.001,
-            largest=2**16,
             seeds=1,
         )
 

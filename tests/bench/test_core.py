@@ -1,4 +1,4 @@
-"""What the laboratories share: times in alternating rounds, and a page on which untrusted text stays text."""
+"""What the laboratories share: times in alternating rounds, and tables in which untrusted text stays text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 
 import pandas as pd
 import pytest
-from helpers import html_page
 
 from app.bench.core import MOST_CALLS, Page, alternate, compared
 
@@ -20,24 +19,18 @@ def write_page(folder, text: str = "explained") -> Page:
     page.section("example", f"Example {text}", f"One. {text}")
     index = pd.Index(["first", f"row {text}"], name=f"what {text}")
     page.table("times", pd.DataFrame({f"ms {text}": [1.5, 22.0], "long": ["x" * 70, text]}, index), f"a note {text}")
-    page.chart(f"lines {text}", pd.DataFrame({text: [1.0, 2.0]}, [1, 2]), text, log=True)
     page.numbers["value"] = 1
     page.write("lab")
     return page
 
 
-def test_everything_is_on_the_page_and_the_tables_are_printed(tmp_path, capsys):
+def test_tables_are_printed_and_written(tmp_path, capsys):
     write_page(tmp_path)
-    page = html_page.Page((tmp_path / "lab.html").read_text("utf-8"))
-    for text in ("Title", "2 on 1 node(s)", "Example explained", "One. explained", "a note explained", "lab.json"):
-        assert text in page.text, text
-    for text in ("what explained", "row explained", "ms explained", "1.500", "22.000", "x" * 70):
-        assert text in page.text, text
-    assert page.tags.count("svg") == 1
     printed = capsys.readouterr().out
     text = (tmp_path / "lab.md").read_text("utf-8")
     assert text.rstrip() in printed
     assert text.startswith("# Title: ranks 2 on 1 node(s), explained explained")
+    assert "## Example explained\n\nOne. explained\n\n### times\n" in text
     lines = text.splitlines()
     rows = [" ".join(line.split()) for line in lines[lines.index("a note explained") + 2 :]]
     assert rows == [
@@ -46,21 +39,17 @@ def test_everything_is_on_the_page_and_the_tables_are_printed(tmp_path, capsys):
         f"| first | 1.500 | {'x' * 70} |",
         "| row explained | 22.000 | explained |",
     ]
-    assert json.loads((tmp_path / "lab.json").read_text())["sections"] == {"example": {"value": 1}}
+    content = json.loads((tmp_path / "lab.json").read_text())
+    assert content["sections"] == {"example": {"value": 1}}
+    assert content["machine"]["ranks"] == "2 on 1 node(s)"
 
 
-def test_the_page_has_no_scripts_and_no_requests(tmp_path):
+def test_untrusted_text_is_escaped(tmp_path):
     write_page(tmp_path, HOSTILE)
-    source = (tmp_path / "lab.html").read_text("utf-8")
-    page = html_page.Page(source)
-    assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
-    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
-    assert page.text.count(" ".join(HOSTILE.split())) + page.text.count(HOSTILE) >= 6
-    assert "default-src 'none'" in source
     text = (tmp_path / "lab.md").read_text("utf-8")
     assert all(line.isprintable() for line in text.splitlines())
     assert "<script" not in text
-    assert "&lt;script&gt;" in text
+    assert text.count("&lt;script&gt;") >= 6
 
 
 def test_a_rank_without_a_folder_shows_nothing(capsys, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from app.program import run_program
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
+        (["--precision", "fp16"], {}, "--precision fp16: the recipes train in fp32 or bf16"),
         (["--recipes", "fast"], {}, "--recipes: invalid choice: 'fast'"),
         ([], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "it starts jobs itself"),
     ],
@@ -41,8 +42,8 @@ def test_speed_padding_mfu_and_ratios_of_known_steps(tmp_path, capsys):
         (0, "tutorial"): steps(40, 400, 800, 4.0),
         (1, "ddp_loop"): steps(40, 320, 400, 1.0),
         (1, "tutorial"): steps(40, 480, 800, 6.0),
-        (0, "fp32"): pd.Series({"flops": 1e6}),
-        (1, "fp32"): pd.Series({"flops": 2e6}),
+        (0, "peak"): pd.Series({"flops": 1e6}),
+        (1, "peak"): pd.Series({"flops": 2e6}),
     }
     frame = pd.DataFrame(measured).T.rename_axis(["round", "job"])
     page = Page("Speed", {}, tmp_path)

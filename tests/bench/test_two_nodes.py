@@ -1,4 +1,4 @@
-"""Two nodes on one machine: what they need, and the process that forwards packets between them."""
+"""Two nodes on one machine: what they need, and how packets are forwarded between them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.bench import link_forwarder, two_nodes
-from app.bench.link_forwarder import Direction
-from app.bench.two_nodes import Link, NamespacesUnavailable, network_namespaces
+from app.bench import two_nodes
+from app.bench.two_nodes import Direction, Link, NamespacesUnavailable, network_namespaces
 
 
 def test_without_iproute2_it_says_so(monkeypatch):
@@ -53,7 +52,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(link_forwarder, "time", clock)
+    monkeypatch.setattr(two_nodes, "time", clock)
     return clock
 
 
@@ -64,7 +63,7 @@ def link():
     target, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for one in (sender, source, target, receiver):
         one.setblocking(False)
-    yield sender, Direction(source.fileno(), target.fileno(), bytes_per_second=1000.0, delay=5.0), receiver
+    yield sender, Direction(source.fileno(), target.fileno(), Link(8e-6, 5000)), receiver
     for one in (sender, source, target, receiver):
         one.close()
 

@@ -316,9 +316,9 @@ def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
 
 
 def test_the_laboratory_measures_without_errors_and_races(fast):
-    flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001", "--seeds=1"]
-    flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert", "--largest_mib=0.0625"]
-    flags += ["--sections", "collectives", "breakdown", "no_sync", "compression"]  # the others train in the same way
+    flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001"]
+    flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert"]
+    flags += ["--sections", "breakdown", "no_sync", "compression"]  # the others train in the same way
     command = [ON_FAKE_GPUS, "--report=reports", "app.bench.communication", *flags]
     with Job(*map(str, command), cwd=fast.folder) as job:
         done = job.finish()

@@ -16,7 +16,6 @@ import pytest
 from helpers.jobs import unavailable
 from helpers.run_folders import edit_json, write_run
 
-from app.bench.core import Page
 from app.report.comparison import compare_seeds
 from app.report.render import write_comparison
 from app.runs.reader import read_run
@@ -134,29 +133,6 @@ def test_nothing_overflows(page, measure, width):
     assert seen["width"] == width
     wide = edited(page, "wide.html", lambda text: text.replace("<main>", '<main><div style="width: 2000px">wide</div>'))
     assert measure(wide, width)["beyond"], "otherwise this test cannot fail"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1120])
-def test_the_heads_of_a_table_of_the_laboratory_are_not_broken_inside_words(measure, tmp_path, width):
-    header = [
-        "ranks",
-        "rounds",
-        "measured",
-        "predicted",
-        "efficiency, recursive doubling",
-        "bucket of 25 MiB ready",
-    ] * 3
-    laboratory = Page("Scaling", {}, tmp_path)
-    laboratory.section("one", "One node", "Text.")
-    laboratory.table("step times", pd.DataFrame([["1"] * len(header)], columns=header))
-    laboratory.write("laboratory")
-    page = tmp_path / "laboratory.html"
-    seen = measure(page, width)
-    assert (seen["broken"], seen["beyond"]) == ([], [])
-    rule = "overflow-wrap: normal; hyphens: none; "
-    broken = edited(page, "broken.html", lambda text: text.replace(rule, "").replace("min-width: 5.4rem", ""))
-    assert measure(broken, width)["broken"], "otherwise this test cannot fail"
 
 
 @pytest.mark.slow

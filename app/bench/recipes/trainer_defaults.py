@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -32,49 +32,35 @@ texts = table[text_column].astype(str).tolist()
 encoded = tokenizer(texts, truncation=True, max_length=max_length)
 rows = datasets.Dataset.from_dict({**encoded, "labels": labels.tolist()})
 counts: list[list[int]] = []
-seconds: list[float] = []
+moments: list[float] = []  # when each forward pass begins
 
 
-class CountingCollator(DataCollatorWithPadding):
-    def __call__(self, features: Any) -> Any:
-        batch = super().__call__(features)
-        mask = batch["attention_mask"]
-        counts.append([len(mask), int(mask.sum()), mask.numel()])
-        return batch
-
-
-class Clock(TrainerCallback):
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        seconds.append(now - self.began)
-        self.began = now
+def observe(_: Any, __: Any, inputs: dict[str, torch.Tensor]) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    moments.append(time.perf_counter())
+    mask = inputs["attention_mask"]
+    counts.append([len(mask), int(mask.sum()), mask.numel()])
 
 
 model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+model.register_forward_pre_hook(observe, with_kwargs=True)
 on_cpu = not torch.cuda.is_available()
 with tempfile.TemporaryDirectory() as temporary:
     arguments = TrainingArguments(
         temporary,
         per_device_train_batch_size=batch_size,
-        max_steps=steps,
+        max_steps=steps + 1,  # a step ends when the next one begins
         bf16=precision == "bf16",
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu else "nccl",
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = Trainer(
-        model, arguments, data_collator=CountingCollator(tokenizer), train_dataset=rows, callbacks=[Clock()]
-    )
-    trainer.train()
-    summed = torch.tensor(counts[:steps], device=arguments.device)  # the loader may have formed one batch more
+    Trainer(model, arguments, data_collator=DataCollatorWithPadding(tokenizer), train_dataset=rows).train()
+    summed = torch.tensor(counts[:steps], device=arguments.device)
     if dist.is_initialized():
         dist.all_reduce(summed)
 if os.environ["RANK"] == "0":
     table = pd.DataFrame(summed.tolist(), columns=["examples", "tokens", "padded_tokens"])
-    table.assign(seconds=seconds).to_json(output, orient="records", lines=True)
+    table.assign(seconds=np.diff(moments)).to_json(output, orient="records", lines=True)
