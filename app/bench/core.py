@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..cli import command_line
 from ..common.files import write_json, write_text
-from ..common.formats import markdown_cell, markdown_table, three_digits
+from ..common.formats import markdown_cell, markdown_table
 from ..common.machine import describe_machine
 from ..distributed.collectives import all_gather_object, barrier, wait_for_device
 from ..distributed.world import World
@@ -80,7 +80,7 @@ def compared(times: pd.DataFrame, unit: str = "step") -> pd.DataFrame:
 
 def format_seconds(seconds: float) -> str:
     """Return a time with three digits and a unit, such as 52.1 µs."""
-    rounded = three_digits(seconds)
+    rounded = float(f"{seconds:.3g}")
     if rounded < 1e-3:
         return f"{1e6 * rounded:g} µs"
     return f"{1e3 * rounded:g} ms" if rounded < 1 else f"{rounded:g} s"

@@ -88,21 +88,3 @@ def parse_size(flag: str, text: str) -> int:
 def mib(size: float) -> str:
     """Return a number of bytes in MiB."""
     return f"{size / MIB:,.1f}"
-
-
-def format_size(size: float) -> str:
-    """Return a number of bytes with three digits and a binary unit, such as 64 KiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 2**10:
-            return f"{three_digits(size):g} {unit}"
-        size /= 2**10
-    return f"{three_digits(size):g} GiB"
-
-
-def three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def format_bandwidth(beta: float) -> str:
-    """Return the bandwidth, from the seconds per byte, such as 1.25 GB/s; `–` if bytes take no time."""
-    return f"{1e-9 / beta:.3g} GB/s" if beta else "–"
