@@ -66,7 +66,7 @@ from tqdm import tqdm
 
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.formats import labeled
-from .common.terminal import has_piped_input, hides_progress, prints_to_terminal
+from .common.terminal import hides_progress
 from .data.loaders import Collator, build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
@@ -160,7 +160,7 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
             lines = io.StringIO()
             write_lines(lines, table, part, logits=logits, has_labels=has_labels)
             text = lines.getvalue()
-            if prints_to_terminal():  # a file or a pipe gets the texts as they are
+            if sys.stdout.isatty():  # a file or a pipe gets the texts as they are
                 text = "\n".join(map(escape_control_characters, text.split("\n")))
             print(text, end="", flush=True)
             return
@@ -244,7 +244,7 @@ def find_texts(texts: list[str]) -> list[str]:
     """Return the texts to predict, from the command line or, without blank lines, from standard input."""
     if rank_and_sizes()[1] > 1:
         raise UserError("texts are predicted by one process: start it without torchrun, or give --csv")
-    if not texts and has_piped_input():
+    if not texts and sys.stdin is not None and not sys.stdin.isatty():
         lines = sys.stdin.buffer.read().decode("utf-8-sig", "surrogateescape").split("\n")  # splitlines: also at U+2028
         texts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not texts:

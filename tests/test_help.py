@@ -72,7 +72,7 @@ def test_an_unknown_flag_imports_nothing_heavy(tmp_path, program):
         (["--max_steps", "many"], "--max_steps many: must be a valid integer"),
         (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
-        (["--csv", "."], ".: is a folder; give the path of a"),
+        (["--csv", "."], ".: is not a regular file"),
     ],
 )
 def test_a_mistake_imports_nothing_heavy_and_writes_nothing(tmp_path, program, arguments, line):

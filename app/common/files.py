@@ -84,8 +84,5 @@ def check_exists(path: Path) -> None:
     Raises:
         UserError: There is none.
     """
-    if not os.path.exists(path):
-        raise UserError(f"{path}: no such file")
     if not os.path.isfile(path):
-        kind = "a folder" if os.path.isdir(path) else "not a regular file"
-        raise UserError(f"{path}: is {kind}; give the path of a CSV file")
+        raise UserError(f"{path}: {'is not a regular file' if os.path.exists(path) else 'no such file'}")

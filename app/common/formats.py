@@ -8,12 +8,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from .errors import UserError, escape_control_characters, shorten
+from .errors import escape_control_characters, shorten
 from .paths import TEMPLATES
 
 MAX_CELL_LENGTH = 160
 MIB = 2**20
-UNITS = {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -71,18 +70,6 @@ def percent(share: float, decimals: int = 1) -> str:
 def points(difference: float) -> str:
     """Format a difference between two shares in percentage points, with its sign."""
     return f"{100 * difference:+z.2f}".replace("-", "−")
-
-
-def parse_size(flag: str, text: str) -> int:
-    """Convert a size such as `24GiB` or `1.5 TB`, the value of a flag, to bytes.
-
-    Raises:
-        UserError: it is not a number with a unit.
-    """
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", text.strip())
-    if match is None or not float(match[1]):
-        raise UserError(f"--{flag} {shorten(text)}: must be a number with a unit, such as 24GiB or 80GB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def mib(size: float) -> str:

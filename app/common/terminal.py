@@ -14,16 +14,6 @@ def hides_progress(disable_tqdm: bool = False, is_main_process: bool = True) -> 
     return disable_tqdm or not is_main_process or not sys.stderr.isatty()
 
 
-def has_piped_input() -> bool:
-    """Tell whether standard input is a file or a pipe: nobody types there."""
-    return sys.stdin is not None and not sys.stdin.isatty()
-
-
-def prints_to_terminal() -> bool:
-    """Tell whether standard output is a terminal, where control characters would take effect."""
-    return sys.stdout.isatty()
-
-
 @contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
     """Raise `KeyboardInterrupt` for these signals inside the block, except for ignored ones, as SIGHUP under nohup."""

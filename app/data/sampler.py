@@ -107,8 +107,9 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     may_share = logical_ranks & (logical_ranks - 1) == 0 and settings.ddp_comm_hook != "power_sgd"
     possible = [1 << i for i in range(logical_ranks.bit_length())] if may_share else [logical_ranks]
     if world_size not in possible:
+        hook = "" if settings.ddp_comm_hook == "no" else f" with --ddp_comm_hook {settings.ddp_comm_hook}"
         raise UserError(
-            f"--logical_ranks {logical_ranks} cannot be divided among {world_size} rank(s): start "
+            f"--logical_ranks {logical_ranks}{hook} cannot be divided among {world_size} rank(s): start "
             f"{' or '.join(map(str, possible))} rank(s)"
         )
     size, n_micro_batches = resolve_train_batch_size(settings, world_size), logical_ranks * accumulation

@@ -31,19 +31,14 @@ CALLS = 64  # dropouts whose keys are computed together
 # bits, 128 heads then have positions of their own.
 PLACES = (1 << 12, 1 << 13)
 
-NOTE_ON_DRAWS = (
-    "note: not all random numbers of this model belong to rows (fused attention draws its own dropout masks), so runs "
-    "with other numbers of ranks have other ones, unless both have the same --logical_ranks"
-)
-
 
 class RowDropout(TorchFunctionMode):
     """A context in which a forward pass has dropout masks that belong to the rows of the global batch.
 
     It replaces each `torch.nn.functional.dropout` of a tensor (rows, …) of two to four dimensions, such as hidden
     states (rows, tokens, features) and eager attention's weights (rows, heads, tokens, tokens), unless it works in
-    place. Everything else that a model draws at random has a seed per micro-batch: `draws_per_micro_batch` tells
-    whether there is anything else.
+    place. Everything else that a model draws at random, such as the masks of fused attention, has a seed per
+    micro-batch, so it depends on the number of logical ranks.
     """
 
     def __init__(self, seed: int, step: int, rows: range) -> None:
@@ -198,11 +193,3 @@ def seed_generators(seed: int, step: int, row: int) -> None:
         torch.cuda.manual_seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     random.seed(mixed)
-
-
-def draws_per_micro_batch(device: torch.device) -> bool:
-    """Tell whether PyTorch's generator was used since `seed_generators`, so a model draws more than masks of rows."""
-    if device.type == "cuda":
-        return any(generator.get_offset() for generator in torch.cuda.default_generators)
-    unused = torch.Generator().manual_seed(torch.default_generator.initial_seed())
-    return not torch.equal(torch.default_generator.get_state(), unused.get_state())

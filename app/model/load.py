@@ -100,7 +100,7 @@ def classifier_config(
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
     align_with_trainer(config, tokenizer)
-    check_config(settings, config, tokenizer)
+    check_config(settings, config)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
@@ -108,7 +108,7 @@ def classifier_config(
     return config
 
 
-def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_config(settings: Settings, config: PretrainedConfig) -> None:
     """Raise UserError if a classifier with this config, which `align_with_trainer` has changed, cannot be trained."""
     model, text_config = settings.model, config.get_text_config()
     size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
@@ -117,24 +117,12 @@ def check_config(settings: Settings, config: PretrainedConfig, tokenizer: PreTra
             f"--model {model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
             f"{size}: resize the model's embeddings, or use a padding token in its vocabulary"
         )
-    # Encoder-decoders such as BART and T5 classify the hidden state of this token.
-    if config.is_encoder_decoder and not end_of_sequence(config) & set(tokenizer("a")["input_ids"]):
-        raise UserError(
-            f"--model {model}: classifies by the end-of-sequence token, but its tokenizer does not append "
-            "one: configure the tokenizer to append it"
-        )
     sharded = settings.strategy in ("zero2", "zero3")  # their ranks gather the parameters of each layer together
     if sharded or not settings.ddp_find_unused_parameters:
         remedy = "use --strategy ddp or zero1" if sharded else "add --ddp_find_unused_parameters"
         for name, value in config.to_dict().items():
             if "layerdrop" in name and value:
                 raise UserError(f"--model {model}: {name} is {value}, so ranks skip different layers: {remedy}")
-
-
-def end_of_sequence(config: PretrainedConfig) -> set[int]:
-    """Return the ids of the tokens that end a text."""
-    end = getattr(config, "eos_token_id", None)
-    return set(end if isinstance(end, list) else [] if end is None else [end])
 
 
 def load_classifier(

@@ -29,11 +29,10 @@ import argparse
 import sys
 from dataclasses import replace
 
-import datasets
+from accelerate.utils import convert_file_size_to_int
 
-from ..common.errors import RunError, UserError
+from ..common.errors import RunError, UserError, shorten
 from ..common.files import write_text
-from ..common.formats import parse_size
 from ..common.paths import PACKAGE
 from ..distributed.processes import default_nproc_per_node
 from ..distributed.world import Topology
@@ -49,8 +48,11 @@ def main() -> int:
     settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
     settings = select_precision(settings)
     options = argparse.Namespace(**own_flags)
-    datasets.disable_progress_bars()
-    budget = None if options.device_memory is None else parse_size("device_memory", options.device_memory)
+    try:
+        budget = None if options.device_memory is None else convert_file_size_to_int(options.device_memory)
+    except (ValueError, OverflowError):
+        size = shorten(options.device_memory)
+        raise UserError(f"--device_memory {size}: must be a number with a unit, such as 24GiB or 80GB") from None
     ranks = default_nproc_per_node(settings) if options.ranks is None else options.ranks
     ranks_per_node = ranks if options.ranks_per_node is None else options.ranks_per_node
     if ranks < 1:

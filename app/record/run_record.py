@@ -29,7 +29,6 @@ from ..distributed.collectives import all_gather_object, raise_on_all_ranks, sto
 from ..distributed.preemption import StopRequest
 from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
-from ..model.dropout import NOTE_ON_DRAWS, draws_per_micro_batch
 from ..model.vocabulary import complete_state, trimmed_vocabulary
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, STEPS
 from ..strategies.fsdp import wrapper_name
@@ -169,8 +168,6 @@ class RunRecord:
             RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
         """
         settings, plan = self.settings, self.plan
-        if step == self.resume.step + 1 and draws_per_micro_batch(self.world.device):
-            self._print(NOTE_ON_DRAWS)
         self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches, plan=plan)
         evaluation_is_due = plan.due(settings.eval_strategy, settings.eval_steps, step)
         if step % settings.logging_steps == 0 or step == plan.total_steps:

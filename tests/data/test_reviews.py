@@ -256,7 +256,7 @@ def test_any_accepted_file_has_the_row_numbers_and_texts_of_pandas(tmp_path, bod
 def test_what_is_no_file_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert one_line_error(tmp_path / "none.csv") == "no such file"
-    assert "is a folder" in one_line_error(tmp_path)
+    assert "is not a regular file" in one_line_error(tmp_path)
     assert "is not a regular file" in one_line_error(tmp_path / "pipe")
 
 

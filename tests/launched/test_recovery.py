@@ -149,7 +149,7 @@ def test_shards_that_do_not_fill_vector_registers_train_to_the_same_bits(three_r
 @pytest.mark.slow
 def test_a_number_of_ranks_that_does_not_divide_the_logical_ranks_is_refused(three_ranks, shared):
     problem = three_ranks["refused-3"].problem
-    assert problem == "AgreedError: --logical_ranks 2 cannot be divided among 3 rank(s): start 1 or 2 rank(s)"
+    assert re.search("AgreedError: --logical_ranks 2 .*cannot be divided among 3 rank.*: start 1 or 2 rank", problem)
     assert not (shared / "refused-3").exists()
 
 

@@ -168,15 +168,6 @@ def test_a_padding_token_outside_the_vocabulary_is_rejected(folder):
     assert "vocab_size 5" in error_message(Settings(model=path, max_length=32))
 
 
-def test_an_encoder_decoder_requires_an_end_of_sequence_token(folder, tokenizer):
-    settings = Settings(model=folder("bart", eos_token_id=tokenizer.sep_token_id), max_length=32)
-    tokenizer = load_tokenizer(settings, [])
-    load_classifier(settings, ("0", "1"), tokenizer)
-    settings = Settings(model=folder("bart", eos_token_id=tokenizer.mask_token_id), max_length=32)
-    with pytest.raises(UserError, match="bart: classifies by the end-of-sequence token, but its tokenizer does not"):
-        load_classifier(settings, ("0", "1"), tokenizer)
-
-
 def test_layerdrop_requires_the_search_for_unused_parameters(folder):
     path = folder("bert", layerdrop=0.1)
     assert "--ddp_find_unused_parameters" in error_message(Settings(model=path, max_length=32))

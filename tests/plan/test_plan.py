@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from app.cli import parse_settings
-from app.common.errors import UserError
-from app.common.formats import mib, parse_size
+from app.common.formats import mib
 from app.distributed.world import Topology
 from app.plan import __main__ as module
 from app.plan.empty_model import Activations
@@ -33,21 +32,6 @@ from app.plan.step import Plan, build_plan
 from app.program import run_program
 from app.settings import STRATEGIES, Settings
 from app.strategies.base import sharded_groups
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("7 KB", 7_000)]
-)
-def test_a_size_has_a_number_and_a_unit(text, size):
-    assert parse_size("device_memory", text) == size
-
-
-@pytest.mark.parametrize(
-    "text", ["", "24", "GiB", "-1GiB", "0GiB", "1e3GiB", "24gib", "24GiB!", "9" * 30 + "GiB", "1.GiB"]
-)
-def test_any_other_text_is_one_line(text):
-    with pytest.raises(UserError, match=r"^--device_memory .*: must be a number with a unit, such as 24GiB or 80GB$"):
-        parse_size("device_memory", text)
 
 
 @pytest.mark.parametrize(("free", "rows"), [(0, 0), (14, 0), (15, 1), (24, 1), (25, 2), (1_000, 99), (1_005, 100)])
@@ -232,6 +216,7 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
         (["--ranks_per_node=0"], "error: --ranks_per_node 0: must be 1 or more, and divide --ranks 2"),
         (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
         (["--measure", "--ranks_per_node=1"], "error: --measure: "),
+        (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit, such as 24GiB or 80GB"),
         (["--ranks=3"], "error: --train_batch_size 8 cannot be divided among 3 rank(s)"),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
         (["--model=missing"], "error: "),

@@ -217,6 +217,6 @@ def test_duplicates_across_the_parts_are_named(review_csv, tmp_path):
         counts = {"test_in_train": 7, "test_in_validation": 0, "validation_in_train": 0}
         edit_json(run / "split.json", duplicates=counts)
     compared = compare_runs(read_run(a), read_run(b), baselines=False)
-    line = "7 of 30 test reviews also occur in training: scores on new reviews may be lower"
+    line = "7 test reviews also occur in train rows: scores on new reviews may be lower"
     assert f"duplicates: {line}" in as_markdown(compared)
     assert line in as_html(compared)
