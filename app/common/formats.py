@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -13,14 +13,6 @@ from .paths import TEMPLATES
 
 MAX_CELL_LENGTH = 160
 MIB = 2**20
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested objects by their dotted keys. An empty object has none."""
-    flat: dict[str, Any] = {}
-    for name, value in nested.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def labeled(name: str, text: object) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
+
 from ..common.errors import shorten
-from ..common.formats import flatten
 from ..model import identity
 from ..runs.reader import Run
 from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, FORMER, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
@@ -74,7 +75,7 @@ def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted keys, with each list as one line."""
-    flat = flatten(settings)
+    flat = pd.json_normalize(dict(settings)).to_dict("records")[0]
     return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
 
 

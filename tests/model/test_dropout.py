@@ -22,7 +22,6 @@ from app.model.dropout import (
     seed_generators,
 )
 
-CPU = torch.device("cpu")
 PLACES = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 10**9), st.integers(0, 10**6))
 
 
