@@ -76,7 +76,7 @@ def on_gpus_without_deterministic(a: Run, b: Run) -> str | None:
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted keys, with each list as one line."""
     flat = pd.json_normalize(dict(settings)).to_dict("records")[0]
-    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
+    return {str(key): ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
