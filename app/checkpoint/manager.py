@@ -112,19 +112,19 @@ class CheckpointManager:
                 for old in [c for c in latest_first(self.folder) if step_of(c) <= step_of(folder)][self.limit :]:
                     remove(old)
 
-        def clean_up() -> None:
-            shutil.rmtree(staging, ignore_errors=True)
-
-        note = f"; the latest valid checkpoint is {self.latest_valid or 'none'}"
-        with stop_or_warn(folder, on_failure=self.on_failure, warn=self.world.print_main, clean_up=clean_up, note=note):
-            write_on_ranks(create, self.folder, self.world, main_only=True)
-            write_on_ranks(write_and_hash, self.folder, self.world)
+        try:
+            write_on_ranks(create, self.world, main_only=True)
+            write_on_ranks(write_and_hash, self.world)
             by_rank = all_gather_object(hashes, self.world)
-            write_on_ranks(finish, self.folder, self.world, main_only=True)
-            if name.startswith(PREFIX):
-                self.latest_valid = folder
-            return True
-        return False
+            write_on_ranks(finish, self.world, main_only=True)
+        except OSError as problem:
+            shutil.rmtree(staging, ignore_errors=True)
+            note = f"; the latest valid checkpoint is {self.latest_valid or 'none'}"
+            stop_or_warn(folder, problem, self.on_failure, warn=self.world.print_main, note=note)
+            return False
+        if name.startswith(PREFIX):
+            self.latest_valid = folder
+        return True
 
 
 def sha256_of(path: Path) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,14 +79,10 @@ def local_main_process_first(world: World) -> Iterator[None]:
 
     Errors are raised as by `raise_on_all_ranks`.
     """
-    problem = None
     if world.local_rank != 0:
         raise_if_any_failed(None, world)
-    try:
+    with raise_on_all_ranks(world):
         yield
-    except UserError as error:
-        problem = str(error)
-    raise_if_any_failed(problem, world)
     if world.local_rank == 0:
         raise_if_any_failed(None, world)
 
@@ -162,19 +157,11 @@ def gather_rows(positions: Sequence[int], shard: torch.Tensor, n: int, *, world:
         float64 (n, columns).
     """
     wait_for_device(world)
-    shard = shard.cpu()
-    # The shards have different sizes. They are padded to the largest one; position n marks padding.
-    size = int(all_gather(torch.tensor([len(shard)]), world).max())
-    padded, places = shard.new_zeros(size, shard.shape[1]), torch.full((size,), n)
-    padded[: len(shard)], places[: len(shard)] = shard, torch.tensor(positions, dtype=torch.int64)
-    rows, order = all_gather(padded, world).flatten(0, 1).numpy(), all_gather(places, world).flatten().numpy()
-    rows, order = rows[order < n], order[order < n]
+    parts = all_gather_object((np.asarray(positions, dtype=np.int64), shard.cpu().numpy()), world)
+    order, rows = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     assert np.array_equal(np.sort(order), np.arange(n)), "a row was evaluated twice or not at all"
     in_order: NDArray[np.float64] = rows[np.argsort(order)]
     return in_order
-
-
-WRITE_ERRORS = (OSError, SafetensorError)
 
 
 def gather_arithmetic(world: World) -> dict[str, list[str]]:
@@ -184,34 +171,15 @@ def gather_arithmetic(world: World) -> dict[str, list[str]]:
     return {name: sorted({facts.get(name, UNSET) for facts in by_rank}) for name in names}
 
 
-@contextmanager
-def stop_or_warn(
-    path: Path,
-    *,
-    on_failure: str,
-    warn: Callable[[str], None],
-    clean_up: Callable[[], None] | None = None,
-    note: str = "",
-    consequence: str = "training continues",
-) -> Iterator[None]:
-    """Turn an `OSError` inside the block, which writes `path`, into a warning, or into a `RunError` on `stop`.
-
-    Args:
-        clean_up: called after a failure, before it is reported; it may raise the failure instead.
-        note: the end of both messages.
-    """
-    try:
-        yield
-    except OSError as problem:
-        if clean_up:
-            clean_up()
-        message = f"{path} could not be written: {problem.strerror or problem}{note}"
-        if on_failure == "stop":
-            raise RunError(message) from None
-        warn(f"warning: {escape_control_characters(message)}; {consequence} (--on_save_failure continue)")
+def stop_or_warn(path: Path, problem: OSError, on_failure: str, *, warn: Callable[[str], None], note: str = "") -> None:
+    """Report that a path could not be written: as a warning, or as a `RunError` if `on_failure` is `stop`."""
+    message = f"{path} could not be written: {problem.strerror or problem}{note}"
+    if on_failure == "stop":
+        raise RunError(message) from None
+    warn(f"warning: {escape_control_characters(message)}; training continues (--on_save_failure continue)")
 
 
-def write_on_ranks(work: Callable[[], None], folder: Path, world: World, *, main_only: bool = False) -> None:
+def write_on_ranks(work: Callable[[], None], world: World, *, main_only: bool = False) -> None:
     """Do the work on every rank, or only on rank 0. Collective.
 
     Raises:
@@ -221,10 +189,7 @@ def write_on_ranks(work: Callable[[], None], folder: Path, world: World, *, main
     if world.is_main_process or not main_only:
         try:
             work()
-        except WRITE_ERRORS as error:
+        except (OSError, SafetensorError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
-            if not isinstance(error, OSError):  # a library's message, which does not mention a full disk
-                with suppress(OSError):  # the folder may be gone
-                    problem += f" ({shutil.disk_usage(folder).free >> 20} MiB are free there)"
     if (reported := first_failure(problem, world)) is not None:
         raise OSError(reported)

@@ -94,10 +94,12 @@ class StepProfiler:
                 tqdm.write(text)  # above the progress bar
             tqdm.write(f"{'traces':>21}  {self.folder}/")
 
-        with stop_or_warn(self.folder, on_failure=self.on_failure, warn=self.world.print_main):
-            write_on_ranks(lambda: self.folder.mkdir(exist_ok=True), self.folder, self.world, main_only=True)
-            write_on_ranks(lambda: finished.export_chrome_trace(str(trace)), self.folder, self.world)
-            write_on_ranks(write_summary, self.folder, self.world, main_only=True)
+        try:
+            write_on_ranks(lambda: self.folder.mkdir(exist_ok=True), self.world, main_only=True)
+            write_on_ranks(lambda: finished.export_chrome_trace(str(trace)), self.world)
+            write_on_ranks(write_summary, self.world, main_only=True)
+        except OSError as problem:
+            stop_or_warn(self.folder, problem, self.on_failure, warn=self.world.print_main)
 
 
 def hide_profiler_messages() -> None:

@@ -237,10 +237,11 @@ class RunRecord:
         text, log = [json.dumps(line, allow_nan=False) + "\n" for line in lines], self.logs[name]
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder}: the run's folder is gone")
-        kept = "training continues, and the lines are kept in memory until they can be written"
         warn_once = (lambda _: None) if log.pending else self._print
-        with stop_or_warn(log.path, on_failure=self.settings.on_save_failure, warn=warn_once, consequence=kept):
+        try:
             log.append(text)
+        except OSError as problem:  # the log keeps the lines in memory until they can be written
+            stop_or_warn(log.path, problem, self.settings.on_save_failure, warn=warn_once)
         self.trackers.log(name, lines)
 
     def _print(self, line: str) -> None:
