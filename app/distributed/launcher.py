@@ -109,26 +109,19 @@ class TorchrunJob:
         return self.torchrun.poll() is None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for torchrun to end; return its exit status (negative for a signal).
-
-        Raises:
-            TimeoutError: it is still running after `timeout` seconds.
-        """
-        try:
-            return self.torchrun.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"still running after {timeout:g} s: {' '.join(self.command)}") from None
+        """Wait for torchrun to end; return its exit status (negative for a signal), or raise `TimeoutExpired`."""
+        return self.torchrun.wait(timeout)
 
     def wait_until(self, condition: Callable[[], T], timeout: float = math.inf) -> T | None:
         """Poll until a condition is true; return its value, or None if the job ended first.
 
         Raises:
-            TimeoutError: the condition is still false after `timeout` seconds.
+            subprocess.TimeoutExpired: the condition is still false after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not (value := condition()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the condition was not met within {timeout:g} s: {' '.join(self.command)}")
+                raise subprocess.TimeoutExpired(self.command, timeout)
             with suppress(subprocess.TimeoutExpired):
                 self.torchrun.wait(POLL_SECONDS)
                 return None

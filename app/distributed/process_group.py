@@ -26,7 +26,7 @@ from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
 from .failure import ON_ALL_RANKS, exit_line, exit_now, report_failure, report_failure_to_connect
-from .world import Topology, World, common_ranks_per_node, create_node_groups
+from .world import Topology, World, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
 
@@ -76,12 +76,13 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     store = _open_store(timeout)
     device_type, unusable = find_device(settings, local_rank, local_size)
     problem = problem or unusable or problem_of_restarts(size == local_size)
-    own = Place(socket.gethostname(), local_rank, local_size, device_type, problem)
+    own = Place(socket.gethostname(), local_size, device_type, problem)
     # Through the store, because the backend depends on the devices of all ranks.
     pickled = synchronize(store, pickle.dumps(tuple(own)), rank, size, "place/", timeout.total_seconds())
     places = [Place(*pickle.loads(place)) for place in pickled]
     device_type, problem = common_device_type(places, rank)
-    topology = Topology(size, common_ranks_per_node([(place.host, *place[1:3]) for place in places]))
+    equal = size % local_size == 0 and all(place.local_size == local_size for place in places)
+    topology = Topology(size, local_size if equal else None)  # torchrun numbers the ranks of a node consecutively
 
     world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout)
     if device_type == "cpu":
@@ -138,10 +139,9 @@ def problem_of_restarts(one_node: bool) -> str | None:
 
 
 class Place(NamedTuple):
-    """Where a rank is, the device type that it would use, and its problem, if any."""
+    """The node of a rank, the device type that it would use, and its problem, if any."""
 
     host: str
-    local_rank: int
     local_size: int
     device_type: str
     problem: str | None = None

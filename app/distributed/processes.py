@@ -30,14 +30,13 @@ def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> 
         nodes: the number of nodes. Of a range such as `1:2`, the largest number counts.
 
     Raises:
-        UserError: neither `auto` nor a positive whole number, or more than this machine has GPUs.
+        UserError: neither `auto` nor a positive whole number.
     """
     if value == "auto":
         largest = nodes.rpartition(":")[2]
         return default_nproc_per_node(settings, int(largest) if largest.isdecimal() else 1)
     # At most 4 digits: int() rejects very long numbers.
     if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
-        check_gpus(int(value), settings.use_cpu)
         return int(value)
     raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
 
@@ -49,11 +48,3 @@ def count_gpus(use_cpu: bool) -> int:
     import torch  # here: --help and a user's mistake need not wait for it
 
     return torch.cuda.device_count()  # asks the driver
-
-
-def check_gpus(nproc_per_node: int, use_cpu: bool) -> None:
-    """Raise `UserError` if there are GPUs, but fewer than processes: NCCL does not let two ranks share one."""
-    gpus = count_gpus(use_cpu)
-    if 0 < gpus < nproc_per_node:
-        problem = f"this machine has {gpus} GPU(s) and each process needs one"
-        raise UserError(f"--nproc_per_node {nproc_per_node}: {problem}: start at most {gpus}, or add --use_cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +15,7 @@ class Topology:
     """How many ranks there are, and on how many nodes."""
 
     ranks: int
-    ranks_per_node: int | None = None  # None: unknown, unequal, or not consecutive; all ranks then count as one node's
+    ranks_per_node: int | None = None  # None: unknown or unequal; all ranks then count as one node's
 
     @property
     def inside(self) -> int:
@@ -42,20 +41,6 @@ class RankGroup:
     group: dist.ProcessGroup | None  # None: the default group, of all ranks
     size: int
     rank: int  # of this process in the group
-
-
-def common_ranks_per_node(places: Sequence[tuple[str, int, int]]) -> int | None:
-    """Return the number of ranks on each node, or None if it differs or the ranks of a node are not consecutive.
-
-    Args:
-        places: host, LOCAL_RANK and LOCAL_WORLD_SIZE of each rank, in rank order.
-    """
-    _, _, inside = places[0]
-    for rank, place in enumerate(places):
-        host, _, _ = places[rank - rank % inside]  # of the node's first rank
-        if place != (host, rank % inside, inside):
-            return None
-    return inside if len(places) % inside == 0 else None
 
 
 def create_node_groups(rank: int, topology: Topology, timeout: timedelta) -> tuple[RankGroup, ...]:

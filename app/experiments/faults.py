@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -169,7 +170,7 @@ def run(
         try:
             status = processes.wait(TIME_LIMIT)
             job.problem = f"status {status}" if status else None
-        except TimeoutError:
+        except subprocess.TimeoutExpired:
             job.problem = f"took more than {TIME_LIMIT:.0f} s"
     job.seconds = time.monotonic() - started
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,7 +29,7 @@ from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
 from ..distributed.launcher import TorchrunJob, torchrun_command
-from ..distributed.processes import check_gpus, count_gpus
+from ..distributed.processes import count_gpus
 from ..jobs import PATHS
 from ..program import run_program
 from ..runs.folder import create_folder
@@ -106,7 +107,7 @@ def parse() -> tuple[argparse.Namespace, Settings]:
     if settings.dry_run:
         raise UserError(f"--dry_run: use {PACKAGE}.plan, which plans all strategies")
     check_exists(settings.csv_path)
-    if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
+    if gpus := count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
     if "killed" in options.interruptions and not (
         settings.save_strategy == "steps" and 2 * settings.save_steps < settings.max_steps
@@ -117,7 +118,8 @@ def parse() -> tuple[argparse.Namespace, Settings]:
         )
     if len(options.ranks) > 1 and settings.logical_ranks is None:
         raise UserError("--ranks: several numbers of ranks have the same bits only with --logical_ranks")
-    check_gpus(max(options.ranks), settings.use_cpu)
+    if 0 < gpus < max(options.ranks):
+        raise UserError(f"--ranks {max(options.ranks)}: this machine has {gpus} GPU(s): remove it, or add --use_cpu")
     from ..data.sampler import plan_batches  # here, because it imports torch: --help needs none of it
 
     # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook or --reduce_dtype.
@@ -160,7 +162,7 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
             job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
         with job:
             status = job.wait(TIME_LIMIT)
-    except TimeoutError:
+    except subprocess.TimeoutExpired:
         raise RunError(f"{run.name}: still running after {TIME_LIMIT:.0f} s; see {run}*.log") from None
     if status != 0:
         raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -95,9 +96,9 @@ def test_leaving_the_context_restores_the_handlers_of_signals(job):
 
 def test_waiting_for_a_job_is_limited_in_time(job):
     with job("obeys", grace_seconds=0) as running:
-        with pytest.raises(TimeoutError, match=r"still running after 0\.01 s"):
+        with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.01)
-        with pytest.raises(TimeoutError, match=r"the condition was not met within 0\.01 s"):
+        with pytest.raises(subprocess.TimeoutExpired):
             running.wait_until(lambda: False, timeout=0.01)
 
 

@@ -26,8 +26,8 @@ from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VARIABLES += ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
-CPU, GPU = Place("host-a", 0, 1, "cpu"), Place("host-b", 0, 1, "cuda")
-FULL = Place("host-c", 0, 1, "cuda", "too few GPUs")
+CPU, GPU = Place("host-a", 1, "cpu"), Place("host-b", 1, "cuda")
+FULL = Place("host-c", 1, "cuda", "too few GPUs")
 
 
 @pytest.fixture(autouse=True)

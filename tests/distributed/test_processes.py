@@ -52,14 +52,14 @@ def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes
     assert default_nproc_per_node(Settings(**changes), nodes) == expected
 
 
-def test_each_process_needs_a_gpu_if_there_are_any(machine):
+def test_each_rank_needs_a_gpu_if_there_are_any(machine):
     machine(2)
-    assert resolve_nproc_per_node("2", Settings()) == 2
-    assert resolve_nproc_per_node("3", Settings(use_cpu=True)) == 3
-    with pytest.raises(UserError, match=r"has 2 GPU\(s\) and each.*at most 2, or add --use_cpu"):
-        resolve_nproc_per_node("3", Settings())
-    machine(0)
-    assert resolve_nproc_per_node("3", Settings()) == 3
+    assert process_group.find_device(Settings(), 1, 2) == ("cuda", None)
+    assert process_group.find_device(Settings(use_cpu=True), 2, 3) == ("cpu", None)
+    _, problem = process_group.find_device(Settings(), 2, 3)
+    assert re.search(
+        r"--nproc_per_node=3: .* has 2 GPU\(s\) and each rank needs one: start fewer, or add --use_cpu", problem
+    )
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "９", "1" * 5000])

@@ -6,32 +6,7 @@ import pytest
 import torch.distributed as dist
 from helpers.worlds import process_group_of
 
-from app.distributed.world import Topology, common_ranks_per_node
-
-
-def places(*nodes: int) -> list[tuple[str, int, int]]:
-    """Host, LOCAL_RANK and LOCAL_WORLD_SIZE of the ranks of nodes that have these numbers of ranks."""
-    return [(f"node{node}", local, size) for node, size in enumerate(nodes) for local in range(size)]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [([1], 1), ([4], 4), ([1, 1], 1), ([2, 2], 2), ([3, 3, 3], 3), ([4, 2], None), ([2, 4], None)],
-)
-def test_the_nodes_must_have_equally_many_ranks(nodes, expected):
-    assert common_ranks_per_node(places(*nodes)) == expected
-
-
-def test_the_ranks_of_a_node_must_be_consecutive():
-    first, second, third, fourth = places(2, 2)
-    assert common_ranks_per_node([first, third, second, fourth]) is None
-    assert common_ranks_per_node([second, first, third, fourth]) is None
-    assert common_ranks_per_node([first, fourth, third, second]) is None, "each node has ranks of both hosts"
-    assert common_ranks_per_node([first, second, third]) is None, "a rank is missing"
-
-
-def test_two_agents_on_one_machine_count_as_two_nodes():
-    assert common_ranks_per_node([("host", rank % 2, 2) for rank in range(4)]) == 2
+from app.distributed.world import Topology
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_more_ranks_than_gpus_are_one_line_before_anything_is_trained(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     status, _, lines = call("--ranks=3", "--logical_ranks=3", "--train_batch_size=48")
     assert (status, len(lines)) == (2, 1)
-    assert lines[0].startswith("error: --nproc_per_node 3: this machine has 1 GPU(s)")
+    assert lines[0].startswith("error: --ranks 3: this machine has 1 GPU(s)")
     assert not (tmp_path / "table").exists()
 
 

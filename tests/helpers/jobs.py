@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -177,14 +178,14 @@ class Job(TorchrunJob):
         """Wait until a condition holds while the job runs."""
         try:
             assert self.wait_until(holds, limit), f"ended too early:\n{self.text}"
-        except TimeoutError:
+        except subprocess.TimeoutExpired:
             raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
 
     def finish(self, limit: float = LIMIT, patience: float = 15) -> Finished:
         """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
         try:
             status = self.wait(limit)
-        except TimeoutError as late:
+        except subprocess.TimeoutExpired as late:
             raise AssertionError(f"{late}:\n{self.text}") from None
         deadline = time.monotonic() + patience  # torchrun's helpers take a moment to notice that it has ended
         while (leftovers := self.leftovers()) and time.monotonic() < deadline:
