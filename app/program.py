@@ -16,7 +16,7 @@ from .cli import OneLineParser, parse_flags
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.terminal import as_interrupt
-from .distributed.environment import become_single_process, check_environment, rank_and_sizes, started_by_torchrun
+from .distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
 from .settings import TYPES, Settings
 
 
@@ -47,7 +47,6 @@ def check_command_line(
     sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
     wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     try:
-        check_environment()
         rank, size, _, local_size = rank_and_sizes()
         if wants_help and rank != 0:
             sys.exit(0)  # rank 0 prints the help

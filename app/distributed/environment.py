@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -12,21 +13,6 @@ from ..common.errors import UserError, shorten
 
 SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # of a single process: any free port
-
-
-def check_environment() -> None:
-    """Raise `UserError` if torchrun's variables are invalid, or only some of them are set."""
-    if not started_by_torchrun() and os.environ.get("WORLD_SIZE", "1") == "1":
-        return
-    values = {name: os.environ.get(name, "") for name in SINGLE_PROCESS | ADDRESS}
-    try:
-        rank, size, local_rank, local_size, port = (int(text) for name, text in values.items() if name != "MASTER_ADDR")
-        valid = 0 <= rank < size and 0 <= local_rank < local_size and port >= 0 and values["MASTER_ADDR"]
-    except ValueError:
-        valid = False
-    if not valid:
-        given = ", ".join(f"{name}={shorten(text, 20)!r}" for name, text in values.items())
-        raise UserError(f"{given} name no rank: start with torchrun, which sets all of these variables, or unset them")
 
 
 def started_by_torchrun() -> bool:
@@ -40,10 +26,20 @@ def become_single_process() -> None:
 
 
 def rank_and_sizes() -> tuple[int, int, int, int]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, by default of a single process."""
-    variables = os.environ if started_by_torchrun() else SINGLE_PROCESS
-    rank, size, local_rank, local_size = (int(variables[name]) for name in SINGLE_PROCESS)
-    return rank, size, local_rank, local_size
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, by default of a single process.
+
+    Raises:
+        UserError: torchrun's variables are invalid, or only some of them are set.
+    """
+    if not started_by_torchrun() and os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 1, 0, 1
+    values = {name: os.environ.get(name, "") for name in SINGLE_PROCESS | ADDRESS}
+    with suppress(ValueError):
+        rank, size, local_rank, local_size, port = (int(text) for name, text in values.items() if name != "MASTER_ADDR")
+        if 0 <= rank < size and 0 <= local_rank < local_size and port >= 0 and values["MASTER_ADDR"]:
+            return rank, size, local_rank, local_size
+    given = ", ".join(f"{name}={shorten(text, 20)!r}" for name, text in values.items())
+    raise UserError(f"{given} name no rank: start with torchrun, which sets all of these variables, or unset them")
 
 
 def default_threads(ranks: int) -> int:

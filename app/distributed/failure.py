@@ -31,9 +31,14 @@ from ..common.errors import (
 )
 from .world import World
 
-ON_ALL_RANKS = (AgreedError, Preempted, AlreadyFinished, RunError)  # raised by every rank at the same place
+# Errors that every rank raises at the same place: how the line of rank 0 begins, and the exit status.
+OUTCOMES: dict[type[Exception], tuple[str, int]] = {
+    **{AgreedError: ("error: ", 2), RunError: ("error: ", 1)},
+    **{Preempted: ("stopped: ", 75), AlreadyFinished: ("", 0)},
+}
 ANSWER_SECONDS = 3.0  # after which a rank that has not reported that it lost contact, too, counts as missing
 POLL_SECONDS = 0.05
+OUT_OF_MEMORY = "try more --gradient_accumulation_steps, --activation_checkpointing or a smaller --eval_batch_size"
 # torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
 # of these texts. Anchored, so that a path in another message cannot match.
 LOST_CONTACT = re.compile(
@@ -42,16 +47,11 @@ LOST_CONTACT = re.compile(
 )
 
 
-def exit_line(problem: Exception) -> tuple[str, int]:
+def exit_line(outcome: Exception) -> tuple[str, int]:
     """Return the line to print for an error that all ranks have raised, and the exit status."""
-    if isinstance(problem, Preempted):
-        return f"stopped: {problem}", 75
-    if isinstance(problem, AlreadyFinished):
-        return str(problem), 0
-    if isinstance(problem, RunError):
-        note = _note(problem)
-        return f"error: {problem}" + (f" ({note})" if note else ""), 1
-    return f"error: {problem}", 2
+    begin, status = next(result for kind, result in OUTCOMES.items() if isinstance(outcome, kind))
+    note = _note(outcome) if isinstance(outcome, RunError) else None
+    return begin + (f"{outcome} ({note})" if note else str(outcome)), status
 
 
 def report_failure(problem: Exception, world: World) -> NoReturn:
@@ -67,11 +67,11 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
         who = f"lost contact with rank(s) {missing}" if missing else f"lost contact: {cause}"
         print(f"error: rank {world.rank} {who}, {note}", file=sys.stderr, flush=True)
     elif not lost_contact and not is_reported:
-        reason = _reason_outside_program(problem)
-        if not (reason or isinstance(problem, OSError)):
+        if isinstance(problem, torch.OutOfMemoryError):
+            cause = f"{OUT_OF_MEMORY}: {cause}"
+        elif not isinstance(problem, OSError) and not raised_by_model(problem):
             traceback.print_exception(problem)
-        line = f"rank {world.rank} failed {note}: {f'{reason}: ' if reason else ''}{cause}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: rank {world.rank} failed {note}: {cause}", file=sys.stderr, flush=True)
     exit_now(1)
 
 
@@ -97,14 +97,6 @@ def _prepare_report(problem: Exception) -> str:
         with suppress(OSError):  # the disk may be full
             get_error_handler().record_exception(problem)
     return escape_control_characters(" ".join(str(problem).split())) or type(problem).__name__
-
-
-def _reason_outside_program(problem: BaseException) -> str | None:
-    """Return the cause of a failure that is no defect of this program: a traceback would not help. Otherwise None."""
-    if isinstance(problem, torch.OutOfMemoryError):  # first, because most memory is allocated in the model's code
-        return "try more --gradient_accumulation_steps, --activation_checkpointing or a smaller --eval_batch_size"
-    # Such as a length that the model does not support.
-    return "in the model's own code" if raised_by_model(problem) else None
 
 
 def _note(problem: Exception) -> str | None:

@@ -25,7 +25,7 @@ from ..common.machine import automatic_precision, unusable_accelerator, use_dete
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
-from .failure import ON_ALL_RANKS, exit_line, exit_now, report_failure, report_failure_to_connect
+from .failure import OUTCOMES, exit_line, exit_now, report_failure, report_failure_to_connect
 from .world import Topology, World, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
@@ -53,7 +53,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
         except Exception as failure:
             failure.add_note("after its own work was done")  # for the error line, which would say "before training"
             raise
-    except ON_ALL_RANKS as outcome:
+    except tuple(OUTCOMES) as outcome:
         _exit_in_order(outcome, world)
     except Exception as failure:
         report_failure(failure, world)

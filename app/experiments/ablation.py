@@ -30,7 +30,7 @@ from ..common.formats import markdown_table, percent, points
 from ..common.terminal import hides_progress
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
-from ..distributed.environment import check_environment
+from ..distributed.environment import rank_and_sizes
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..model.hub import resolve_commit
@@ -83,7 +83,7 @@ def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
 
     The settings are the baseline's, with the first seed. The ranks, a power of two, are simulated.
     """
-    check_environment()
+    rank_and_sizes()  # raises a mistake in the environment
     _, split, _ = read_and_split(settings, ranks)  # reports a mistake before there is a folder
     changes = build_changes(ranks, settings.gradient_accumulation_steps)
     folder = create_folder(settings.output_dir, RUNS / "ablations")

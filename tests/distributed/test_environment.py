@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.distributed.environment import check_environment, rank_and_sizes
+from app.distributed.environment import rank_and_sizes
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 TORCHRUN |= {"MASTER_PORT": "29500"}
@@ -25,7 +25,7 @@ def problem_with(monkeypatch, variables: dict[str, str]) -> str:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as problem:
-        check_environment()
+        rank_and_sizes()
     assert len(str(problem.value).splitlines()) == 1
     assert len(str(problem.value)) < 300
     return str(problem.value)
@@ -37,7 +37,7 @@ def test_the_variables_of_torchrun_and_of_plain_python_are_accepted(monkeypatch,
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    check_environment()
+    rank_and_sizes()
 
 
 @pytest.mark.parametrize("value", ["", " ", "-1", "one", "1.0", "1e3", "²", "9" * 5000, "1\n2", "\x1b[31m"])
@@ -69,10 +69,9 @@ def test_any_environment_is_accepted_or_a_user_error(variables):
         for name, value in variables.items():
             patch.setenv(name, value)
         try:
-            check_environment()
+            rank, size, local_rank, local_size = rank_and_sizes()
         except UserError:
             return
-        rank, size, local_rank, local_size = rank_and_sizes()
         assert 0 <= rank < size
         assert 0 <= local_rank < local_size
 
