@@ -34,16 +34,13 @@ from ..metrics.early_stopping import EarlyStopping
 from ..model.identity import ModelIdentity, changed_keys
 from ..runs.folder import lock
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
-from ..runs.setting_effects import BEST_WEIGHTS, EVERY_STEP
-from ..settings import Settings
+from ..runs.setting_effects import BEST_WEIGHTS, CHOICES, ROUNDING, WITHOUT_EFFECT
+from ..settings import TYPES, Settings
 from .manager import PREFIX, latest_first, problem_of
 
-# A checkpoint is rejected if one of these settings has another value. The settings of `setting_effects.ROUNDING` may
-# have one, which `changes_since` announces.
-MUST_BE_EQUAL = (*EVERY_STEP, "load_best_model_at_end")
-# With --load_best_model_at_end or --early_stopping_patience, these too. The batch size affects the rounding of the
-# scores, and with it the choice between two that are nearly equal.
-BEST_SETTINGS = (*BEST_WEIGHTS, "eval_batch_size")
+# A checkpoint is rejected if one of these settings has another value; with --load_best_model_at_end or
+# --early_stopping_patience, also if one of BEST_WEIGHTS has. `changes_since` announces those of ROUNDING.
+MUST_BE_EQUAL = [name for name in TYPES if name not in {*WITHOUT_EFFECT, *CHOICES, *ROUNDING, *BEST_WEIGHTS}]
 CONTENT = {
     "model_code_sha256": "the model's Python code has changed",
     "tokens_sha256": "the tokenizer returns other tokens for the same reviews, or pads differently",
@@ -276,7 +273,7 @@ def check_compatible(
         return
     state, recorded, now = resume.state, resume.state["settings"], model.as_dict()
     chooses = settings.load_best_model_at_end or settings.early_stopping_patience is not None
-    names = [*MUST_BE_EQUAL, *(BEST_SETTINGS if chooses else ())]
+    names = [*MUST_BE_EQUAL, *(BEST_WEIGHTS if chooses else ())]
     pairs = [
         *((name, recorded.get(name), getattr(settings, name)) for name in names),
         ("total steps", state["total_steps"], total_steps),

@@ -10,11 +10,12 @@ import pandas as pd
 from ..common.errors import shorten
 from ..model import identity
 from ..runs.reader import Run
-from ..runs.setting_effects import AFTER_THE_STEPS, BEST_WEIGHTS, FORMER, OUTPUT, STATED_ELSEWHERE, WITHOUT_EFFECT
+from ..runs.setting_effects import BEST_WEIGHTS, OUTPUT, WITHOUT_EFFECT
 
-# The keys of settings.json that do not describe the training.
-NO_SETTINGS = {"path", "launchers", *OUTPUT, *FORMER}
-NEVER_A_CAUSE = {*NO_SETTINGS, "wrapper", *STATED_ELSEWHERE, *WITHOUT_EFFECT}
+# The keys of settings.json that do not describe the training, and a setting of earlier versions: `bf16` is true if
+# `precision`, beside it, is "bf16".
+NO_SETTINGS = {"path", "launchers", "bf16", *OUTPUT}
+NEVER_A_CAUSE = {*NO_SETTINGS, "wrapper", *WITHOUT_EFFECT}
 NEVER_A_CAUSE |= {f"model_config.{name}" for name in identity.WITHOUT_EFFECT}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
 NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU", "tokens_sha256": "tokens"}
@@ -56,7 +57,7 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> Causes:
     flat_a, flat_b = (_comparable(run.settings) for run in (a, b))
     without_effect = NEVER_A_CAUSE | {key for key in UNKNOWN_IF_NONE if None in (flat_a.get(key), flat_b.get(key))}
     if steps_differ:
-        without_effect |= {*AFTER_THE_STEPS, *BEST_WEIGHTS}
+        without_effect |= {"load_best_model_at_end", *BEST_WEIGHTS}
     if flat_a["logical_ranks"] == flat_b["logical_ranks"] and not _depends_on_ranks(a, b):
         without_effect |= {"world_size"}
     keys = [key for key in dict.fromkeys((*FIRST, *flat_a)) if key in flat_a.keys() & flat_b.keys() - without_effect]

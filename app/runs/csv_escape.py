@@ -1,4 +1,4 @@
-"""Untrusted text in CSV files: a spreadsheet shows it but never runs it, and it can be read back exactly.
+"""Untrusted text in CSV files: a spreadsheet shows it but never runs it.
 
 A spreadsheet runs a cell that begins with one of `=+-@` or with a full-width form of these (OWASP, CSV injection).
 It depends on the locale whether commas, semicolons or tabs separate the cells of a line. Quotes do not protect if the
@@ -25,15 +25,6 @@ def escape(text: str) -> str:
     """Insert a `'` before each character that could begin a formula. A plain number, such as -1, is left unchanged."""
     if _NUMBER.fullmatch(text):
         return text
-    return _BEFORE_A_CELL.sub(lambda match: match[0] + ("'" if _is_formula_at(text, match.end()) else ""), text)
-
-
-def unescape(cell: str) -> str:
-    """Return the original text of a cell that `escape` has returned."""
     return _BEFORE_A_CELL.sub(
-        lambda match: match[0].removesuffix("'") if _is_formula_at(cell, match.end()) else match[0], cell
+        lambda match: match[0] + ("'" if text[match.end() : match.end() + 1] in tuple(FORMULA) else ""), text
     )
-
-
-def _is_formula_at(text: str, position: int) -> bool:
-    return text[position : position + 1] in tuple(FORMULA)

@@ -62,11 +62,8 @@ def reject_used(requested: str | None) -> None:
         raise UserError(f"--output_dir {requested}: exists and is not an empty folder: name a new one")
 
 
-def lock(folder: Path, shown: Path | None = None) -> int:
+def lock(folder: Path) -> int:
     """Keep other jobs out of a folder until the returned descriptor is closed or this process ends.
-
-    Args:
-        shown: the path that messages name instead of the folder.
 
     Raises:
         UserError: another job has locked it, or it cannot be opened.
@@ -75,14 +72,12 @@ def lock(folder: Path, shown: Path | None = None) -> int:
         # A file, because NFS does not pass the lock of a folder on to other machines.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise UserError(f"{shown or folder}: cannot be opened: {problem.strerror}") from None
+        raise UserError(f"{folder}: cannot be opened: {problem.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(
-            f"{shown or folder}: a run that has not ended is writing to it: wait for it or end it first"
-        ) from None
+        raise UserError(f"{folder}: a run that has not ended is writing to it: wait for it or end it first") from None
     except OSError:
         pass  # the file system does not support locks
     return descriptor
@@ -98,12 +93,17 @@ def remove_claimed(folder: Path) -> None:
 def _create(requested: str | None, parent: Path) -> Path:
     folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     try:
-        if requested is None:
-            return _create_unused(folder)
-        reject_used(requested)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if requested is not None:
+            reject_used(requested)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return folder
+        for number in itertools.count(2):  # another job may start in the same second
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
+            folder = folder.with_name(f"{folder.name[:19]}-{number}")
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
     return folder
@@ -112,14 +112,3 @@ def _create(requested: str | None, parent: Path) -> Path:
 def _is_content(path: Path) -> bool:
     """Return whether a file is more than what a run that was killed at startup leaves behind."""
     return path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp"))
-
-
-def _create_unused(folder: Path) -> Path:
-    """Create a folder that did not exist; add a number to its name if another run started in the same second."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        with suppress(FileExistsError):  # another job has just created it
-            candidate.mkdir()
-            return candidate
-    raise AssertionError("unreachable")

@@ -31,7 +31,6 @@ LOCK = ".lock"
 
 TRACKERS = "trackers"  # a folder
 PROFILE = "profile"  # a folder
-PROFILE_STAGING = ".profile.tmp"
 TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev
 PROFILE_SUMMARY, PROFILE_TEXT = "summary.json", "summary.md"
 

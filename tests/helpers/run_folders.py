@@ -33,7 +33,6 @@ def write_run(
     path: str = "ddp_loop",
     rng_seed: int = 0,
     steps: int = 12,
-    escaped: bool = True,
     **settings: Any,
 ) -> Path:
     """Write the folder of a run.
@@ -41,9 +40,7 @@ def write_run(
     Args:
         reviews: the CSV file.
         rng_seed: the seed of losses, probabilities and weights; runs with the same seed are equal.
-        escaped: write predictions.csv like the current version; otherwise like the first version.
     """
-    escape_cell = escape if escaped else first_escape
     draw = np.random.default_rng(rng_seed)
     settings = {
         "csv": str(reviews),
@@ -79,8 +76,8 @@ def write_run(
             "n_test": n,
             "seed": settings["seed"],
             "fingerprint": split.fingerprint,
-        }
-        | ({"csv_escape": "'"} if escaped else {}),
+            "csv_escape": "'",
+        },
     )
     losses, norms = 0.7 * draw.uniform(0.5, 1, steps), draw.uniform(1, 2, steps)
     lines = [
@@ -96,19 +93,14 @@ def write_run(
     write_json(folder / METRICS.name, metrics | {"n_test": n} | speed)
     with (folder / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([escape(name) if escaped else name for name in prediction_columns(names)])
+        writer.writerow(map(escape, prediction_columns(names)))
         for i, position in enumerate(split.test):
             numbers = map(repr, probabilities[i].tolist())
-            words = [escape_cell(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
+            words = [escape(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
             writer.writerow([table.rows[position], *words[:2], *numbers, words[2]])
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
     save_file(weights, folder / MODEL_FOLDER / MODEL, {"format": "pt"})
     return folder
-
-
-def first_escape(text: str) -> str:
-    """Escape like the first version."""
-    return "'" + text if text.lstrip()[:1] in tuple("=+-@") and not text.lstrip("-").isdecimal() else text
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -161,16 +161,6 @@ def test_without_the_csv_there_are_no_baselines_and_a_reason(pair):
     assert "reviews.csv: no such file" in comparison["why_no_floors"]
 
 
-def test_an_unknown_class_is_an_error_that_names_the_file(pair):
-    a, b = pair((0, 0))
-    for run in (a, b):
-        edit_json(run.folder / "split.json", classes=["0", "2"])
-        file = run.folder / "predictions.csv"
-        file.write_text(file.read_text("utf-8").replace("probability_1", "probability_2"), "utf-8")
-    with pytest.raises(UserError, match=r"predictions\.csv: label '1' is not a class"):
-        compare_runs(read_run(a.folder), read_run(b.folder))
-
-
 def test_the_comparison_over_seeds_contains_every_pair(pair, review_csv):
     reviews = review_csv()
     pairs = [

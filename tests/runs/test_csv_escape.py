@@ -1,4 +1,4 @@
-"""No spreadsheet runs an escaped cell, whichever separator it uses, and every text can be read back exactly."""
+"""No spreadsheet runs an escaped cell, whichever separator it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.runs.csv_escape import escape, unescape
+from app.runs.csv_escape import escape
 
 PARTS = ["=", "+", "-", "@", "＝", "＋", "－", "＠", ";", ",", "\t", "\r", "\n", "\r\n", " ", "'", '"', "1"]
 PARTS += ["\u3000", "“", "=HYPERLINK(1)", "-1", "+1e-5", "好", "a", ".", "\u200b", "\x0b"]
@@ -39,14 +39,6 @@ NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 )
 def test_an_apostrophe_precedes_each_character_that_could_begin_a_formula(text, cell):
     assert escape(text) == cell
-    assert unescape(cell) == text
-
-
-@given(TEXTS)
-@example("'=a")
-@example("\n\t;'-")
-def test_every_text_can_be_read_back(text):
-    assert unescape(escape(text)) == text
 
 
 @given(TEXTS, TEXTS)
@@ -69,5 +61,5 @@ def test_no_cell_begins_a_formula_under_any_separator(texts):
 def test_escaping_a_text_of_separators_takes_linear_time():
     text = "\t\n" * 500_000
     start = time.process_time()
-    assert unescape(escape(text)) == text
+    assert escape(text) == text
     assert time.process_time() - start < 5
