@@ -125,9 +125,9 @@ def predict(task: Task, world: World) -> None:
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
     with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
-        classifier = load_trained(settings, world.device, commit)
-        table, part, has_labels = read_rows(task, classifier.class_names)
-    model, tokenizer = classifier.model, classifier.tokenizer
+        model, tokenizer = load_trained(settings, world.device, commit)
+        names: Any = model.config.id2label or {}
+        table, part, has_labels = read_rows(task, [str(names[class_id]) for class_id in sorted(names)])
     # `evaluate` needs a class of every row. Its scores are not used.
     with_classes = replace(table, labels=table.labels.clip(0))
     cache_dir = Path(settings.cache_dir) if task.texts is None else None

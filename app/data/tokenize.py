@@ -67,8 +67,7 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
 
 def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
     """Return the ids of the tokens that occur in the rows, int64, sorted."""
-    found = [np.unique(chunk.flatten()) for chunk in _chunks(rows, "input_ids")]
-    return np.unique(np.concatenate(found)).astype(np.int64)
+    return np.sort(pc.unique(pc.list_flatten(rows.data["input_ids"]))).astype(np.int64)
 
 
 def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -81,15 +80,9 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     digest = hashlib.sha256(json.dumps([padding, names]).encode())
     digest.update(lengths_of(rows).tobytes())
     for name in names:
-        for chunk in _chunks(rows, name):
+        for chunk in rows.data[name].chunks:  # of which only the one in use needs memory
             digest.update(chunk.flatten().to_numpy().data)
     return digest.hexdigest()
-
-
-def _chunks(rows: Dataset, name: str) -> list[pa.Array]:
-    """Return a column in parts of `CHUNK` rows, of which only those in use need memory."""
-    chunks: list[pa.Array] = rows.data[name].chunks
-    return chunks
 
 
 def _input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:

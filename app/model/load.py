@@ -52,15 +52,6 @@ class Classifier:
     config: dict[str, Any]  # from `describe_config`
 
 
-@dataclass(frozen=True)
-class TrainedClassifier:
-    """A classifier that has been trained, with its tokenizer and the names of its classes by id."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    class_names: tuple[str, ...]
-
-
 def load_tokenizer(
     settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None, *, cache_dir: Path | None = None
 ) -> PreTrainedTokenizerBase:
@@ -173,8 +164,10 @@ def load_classifier(
     return Classifier(model, pretrained, origin, content)
 
 
-def load_trained(settings: Settings, device: torch.device, commit: str | None) -> TrainedClassifier:
-    """Load a trained classifier on a device, in evaluation mode, to predict with it."""
+def load_trained(
+    settings: Settings, device: torch.device, commit: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a trained classifier and its tokenizer, to predict on a device with the classes in its `config.id2label`."""
     name = settings.model
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
@@ -189,8 +182,7 @@ def load_trained(settings: Settings, device: torch.device, commit: str | None) -
     if missing := sorted(found["missing_keys"]):
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}; train it first")
     match_inputs(tokenizer, model)
-    class_names = tuple(str(names[class_id]) for class_id in sorted(names))  # type: ignore[index]
-    return TrainedClassifier(model.to(device, training_dtype(settings.precision)).eval(), tokenizer, class_names)
+    return model.to(device, training_dtype(settings.precision)).eval(), tokenizer
 
 
 def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
