@@ -69,7 +69,7 @@ def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_
     assert run(monkeypatch, tmp_path, review_csv, "--output_dir=plan", "--device_memory=16MiB") == 0
     text = Path("plan/plan.md").read_text()
     assert text in capsys.readouterr().out
-    assert "8 rows per step = 2 ranks x 2 rows x 2 micro-batches; 16 tokens per row, fp32" in text
+    assert "8 rows per step = 2 rank(s) x 2 rows x 2 micro-batch(es); 16 tokens per row, fp32" in text
     fits = [int(row[2]) for row in table(text, "## What fits into 16.0 MiB")]
     assert min(fits) > 4, "more than the micro-batch of the plan"
 
