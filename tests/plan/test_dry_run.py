@@ -36,7 +36,7 @@ def test_both_paths_print_the_plan_instead_of_training(path, settings, world, tm
     monkeypatch.setattr(prepare, "build_model", lambda *_: pytest.fail("this run loads weights"))
     path.main(settings)
     text = capsys.readouterr().out
-    assert "8 rows per step = 1 rank x 8 rows x 1 micro-batch; 16 tokens per row, fp32" in text
+    assert "8 rows per step = 1 rank(s) x 8 rows x 1 micro-batch(es); 16 tokens per row, fp32" in text
     for title in TITLES:
         assert title in text
     assert text.count("| zero3 |") > 2
