@@ -19,13 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import escape_control_characters
 from ..common.files import commit, write_json
-from ..common.formats import labeled, render_template
+from ..common.formats import render_template
 from ..common.paths import PACKAGE
 from ..metrics.score import Scores
 from ..runs.hashes import DIGITS, hash_run
 from ..runs.schema import LATEST, METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, RUNS, STEPS
 from ..setting_groups import BUILT_IN
 from ..strategies.base import Tensors
+from ..training.console import block
 from ..training.prepare import Preparation
 from .predictions import write_predictions
 from .run_folder import split_content
@@ -95,7 +96,7 @@ def describe_result(run: Preparation, metrics: Mapping[str, Any]) -> str:
         "use": f'transformers.pipeline("text-classification", model={model!r}, truncation=True)',
         "compare": f"python -m {PACKAGE}.compare {shlex.quote(str(run.folder))} {other_run}",
     }
-    return "\n".join(labeled(name, fact) for name, fact in facts.items())
+    return block(facts)
 
 
 def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokenizer: PreTrainedTokenizerBase) -> Path:

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ..common.errors import UserError
 from .csv_escape import escape
@@ -45,11 +43,6 @@ class Run:
     def probabilities(self) -> pd.DataFrame:
         """The predicted probabilities, float64 (n_test, classes), in the order of the classes."""
         return self.predictions[[probability_column(name) for name in self.split["classes"]]]
-
-    def class_ids(self, column: str) -> NDArray[np.int64]:
-        """Return `label` or `predicted` as indices into the list of classes, int64 (n_test,)."""
-        ids = {name: index for index, name in enumerate(self.split["classes"])}
-        return np.array([ids[name] for name in self.predictions[column]], dtype=np.int64)
 
 
 def read_run(folder: Path) -> Run:

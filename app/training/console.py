@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import datasets
@@ -42,77 +42,73 @@ def quiet_libraries(world: World) -> None:
         datasets.logging.set_verbosity_error()
 
 
+def block(facts: Mapping[str, object]) -> str:
+    """Return one `name  value` line per fact, without those that are None or empty."""
+    return "\n".join(labeled(name, fact) for name, fact in facts.items() if fact)
+
+
 def describe_run(prepared: Preparation, classifier: Classifier) -> str:
-    """Return the block that a run prints before the first step: one `name  value` line per fact."""
+    """Return the block that a run prints before the first step."""
     settings, world, data = prepared.settings, prepared.world, prepared.data
     table, split, plan = data.table, data.split, data.plan
-    duplicates = describe_duplicates(data.duplicates)
-    sample = (
-        f" (the bundled synthetic sample; {PACKAGE}.data.download fetches real reviews)"
-        if table.path.resolve() == SAMPLE_CSV
-        else ""
-    )
-    n_sampled = len(sample_rows(split.train))
-    sampled = settings.model in BUILT_IN and n_sampled < len(split.train)
+    is_sample = table.path.resolve() == SAMPLE_CSV
+    sample = f" (the bundled synthetic sample; {PACKAGE}.data.download fetches real reviews)" if is_sample else ""
+    n_train, n_sampled = len(split.train), len(sample_rows(split.train))
+    sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if n_sampled < n_train else None
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
+    n_cut = int((data.lengths == settings.max_length).sum())
+    vocabulary = trimmed_vocabulary(classifier.model)
+    n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     commit = f" at {data.commit[:12]}" if data.commit else ""
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    threads, warmup = torch.get_num_threads(), warmup_steps(settings.warmup_steps, plan.total_steps)
-    compression = "" if settings.ddp_comm_hook == "no" else f", gradients compressed with {settings.ddp_comm_hook}"
-    compression += ", parameters gathered in bf16" if settings.param_dtype == "bf16" else ""
-    compression += ", gradients reduced in bf16" if settings.reduce_dtype == "bf16" else ""
-    vocabulary, n_cut = trimmed_vocabulary(classifier.model), int((data.lengths == settings.max_length).sum())
-    class_weights = ", ".join(
-        f"{name} {weight:.4g}"
-        for name, weight in zip(table.class_names, requested_class_weights(settings, data), strict=True)
-    )
-    n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
-    lines = [
-        ("path", prepared.path_name),
-        ("reviews", f"{table.path}{sample}"),
-        *(("dropped", line) for line in describe_dropped(table)),
-        ("rows", f"{rows}; classes {', '.join(table.class_names)}"),
-        *([("duplicates", duplicates)] if duplicates else []),
-        ("truncated", f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut"),
-        ("split", f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}"),
-        ("model", f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters"),
-        *([("tokenizer", f"learned from {n_sampled:,} of {len(split.train):,} training rows")] if sampled else []),
-        *([("vocabulary", str(vocabulary))] if vocabulary else []),
-        ("batch", f"{plan}, {settings.train_sampling_strategy}"),
-        ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {warmup} warmup steps"),
-        *([("class weights", class_weights)] if settings.class_weights is not None else []),
-        ("learning rate", f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})"),
-        (
-            "machine",
-            f"{world.size} x {device}, {threads} thread(s) per rank, {settings.precision}, "
-            f"{settings.strategy}{compression}, "
-            f"{settings.attn_implementation or 'default'} attention",
-        ),
-        ("files", f"{prepared.folder}/"),
+    class_weights = zip(table.class_names, requested_class_weights(settings, data), strict=True)
+    machine = [
+        f"{world.size} x {prepared.devices[0]}",
+        f"{torch.get_num_threads()} thread(s) per rank",
+        settings.precision,
+        settings.strategy,
+        *([f"gradients compressed with {settings.ddp_comm_hook}"] if settings.ddp_comm_hook != "no" else []),
+        *(["parameters gathered in bf16"] if settings.param_dtype == "bf16" else []),
+        *(["gradients reduced in bf16"] if settings.reduce_dtype == "bf16" else []),
+        f"{settings.attn_implementation or 'default'} attention",
     ]
-    return "\n".join([_block(lines), *describe_resume(prepared.resume)])
+    facts = {
+        "path": prepared.path_name,
+        "reviews": f"{table.path}{sample}",
+        "dropped": "; ".join(describe_dropped(table)),
+        "rows": f"{rows}; classes {', '.join(table.class_names)}",
+        "duplicates": describe_duplicates(data.duplicates),
+        "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
+        "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
+        "model": f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters",
+        "tokenizer": sampled if settings.model in BUILT_IN else None,
+        "vocabulary": vocabulary,
+        "batch": f"{plan}, {settings.train_sampling_strategy}",
+        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
+        f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
+        "class weights": ", ".join(f"{name} {w:.4g}" for name, w in class_weights) if settings.class_weights else None,
+        "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})",
+        "machine": ", ".join(machine),
+        "files": f"{prepared.folder}/",
+    }
+    return "\n".join([block(facts), *describe_resume(prepared.resume)])
 
 
 def describe_resume(resume: Resume) -> list[str]:
     """Return at most one block: the checkpoint that a run resumes from, and the changes since."""
     if resume.checkpoint is None:
         return []
-    lines = [("resumed from", f"{resume.checkpoint} (step {resume.step})")]
-    if resume.changes:
-        changes = "; ".join(resume.changes)
-        lines += [("changed", f"{changes}: not bitwise identical to an uninterrupted run from this step on")]
-    return [_block(lines)]
+    changes = f"{'; '.join(resume.changes)}: not bitwise identical to an uninterrupted run from this step on"
+    facts = {
+        "resumed from": f"{resume.checkpoint} (step {resume.step})",
+        "changed": changes if resume.changes else None,
+    }
+    return [block(facts)]
 
 
 def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
     """Return one line per rank: its host, device and process id; and one if they round differently. Collective."""
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
-    lines = [(f"rank {rank}", text) for rank, text in enumerate(ranks)]
-    mixed = describe_mixed(arithmetic)
-    return "\n" + _block(lines + ([("warning", mixed)] if mixed else []))
-
-
-def _block(lines: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(labeled(name, text) for name, text in lines)
+    facts: dict[str, object] = {f"rank {rank}": text for rank, text in enumerate(ranks)}
+    return "\n" + block(facts | {"warning": describe_mixed(arithmetic)})
