@@ -31,7 +31,7 @@ from ..distributed.collectives import all_gather_object, broadcast_object, gathe
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
 from ..metrics.early_stopping import EarlyStopping
-from ..model.identity import ModelIdentity, changed_keys
+from ..model.identity import changed_keys
 from ..runs.folder import lock
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
 from ..runs.setting_effects import BEST_WEIGHTS, CHOICES, ROUNDING, WITHOUT_EFFECT
@@ -262,7 +262,7 @@ def check_compatible(
     settings: Settings,
     fingerprint: str,
     total_steps: int,
-    model: ModelIdentity = ModelIdentity(),  # noqa: B008  # it is immutable
+    identity: Mapping[str, Any],
 ) -> None:
     """Check that a checkpoint belongs to the same rows, model and schedule: otherwise bits would differ.
 
@@ -271,18 +271,18 @@ def check_compatible(
     """
     if resume.checkpoint is None:
         return
-    state, recorded, now = resume.state, resume.state["settings"], model.as_dict()
+    state, recorded = resume.state, resume.state["settings"]
     chooses = settings.load_best_model_at_end or settings.early_stopping_patience is not None
     names = [*MUST_BE_EQUAL, *(BEST_WEIGHTS if chooses else ())]
     pairs = [
         *((name, recorded.get(name), getattr(settings, name)) for name in names),
         ("total steps", state["total_steps"], total_steps),
         ("split fingerprint", state["fingerprint"][:16], fingerprint[:16]),
-        ("the model's commit", state["model_commit"], model.commit),
+        ("the model's commit", state["model_commit"], identity["model_commit"]),
     ]
     differences = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
-    differences += [text for key, text in CONTENT.items() if state[key] != now[key]]
-    if changed := changed_keys(state["model_config"] or {}, now["model_config"] or {}):
+    differences += [text for key, text in CONTENT.items() if state[key] != identity[key]]
+    if changed := changed_keys(state["model_config"] or {}, identity["model_config"] or {}):
         differences.append(f"the model's config has changed: {', '.join(changed)}")
     if differences:
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")

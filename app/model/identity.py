@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,6 @@ from transformers import PretrainedConfig
 
 # These keys of a config name a place, the version that has written it, and a class that is not used.
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """The content of a model's files, but not their paths, nor the weights, which a checkpoint holds."""
-
-    commit: str | None = None  # on the Hub; None for any other model
-    config: Mapping[str, Any] | None = None  # from `describe_config`
-    code: str | None = None  # from `hash_code`
-    tokens: str | None = None  # from `hash_tokens`
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the content under the keys of settings.json and run_state.json."""
-        return {
-            "model_commit": self.commit,
-            "model_config": self.config,
-            "model_code_sha256": self.code,
-            "tokens_sha256": self.tokens,
-        }
 
 
 def describe_config(config: PretrainedConfig) -> dict[str, Any]:

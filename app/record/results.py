@@ -139,7 +139,7 @@ def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
         base=_base_model(run),
         path_name=run.path_name,
         settings=run.settings,
-        model_commit=run.identity.commit,
+        model_commit=run.identity["model_commit"],
         split=split_content(run),
         class_names=run.data.table.class_names,
         metrics=metrics,

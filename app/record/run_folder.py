@@ -40,7 +40,7 @@ def settings_content(run: Preparation) -> dict[str, Any]:
     """Return the content of settings.json: the settings, and what else is needed to reproduce the run."""
     return run.settings.as_dict() | {
         "path": run.path_name,
-        **run.identity.as_dict(),
+        **run.identity,
         "csv": str(run.data.table.path),
         "world_size": run.world.size,
         "devices": list(run.devices),
@@ -65,7 +65,7 @@ def run_state_content(run: Preparation, step: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "fingerprint": run.data.split.fingerprint,
         "settings": run.settings.as_dict(),
-        **run.identity.as_dict(),
+        **run.identity,
     }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,7 +28,7 @@ from ..distributed.collectives import (
 )
 from ..distributed.world import World
 from ..metrics.score import load_metrics
-from ..model.identity import ModelIdentity, hash_code
+from ..model.identity import hash_code
 from ..runs.folder import claim_folder, reject_used, remove_claimed
 from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
@@ -48,7 +49,8 @@ class Preparation:
     world: World
     data: ReviewData
     model: PreTrainedModel
-    identity: ModelIdentity
+    # The content of the model's files, but not their paths, nor the weights, which a checkpoint holds.
+    identity: Mapping[str, Any]
     strategy: Strategy
     loss: Loss
     resume: Resume
@@ -97,9 +99,12 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     settings = complete_settings(
         settings, requested, data.plan, pretrained=classifier.pretrained, config=classifier.model.config
     )
-    identity = ModelIdentity(
-        data.commit, classifier.config, hash_code(settings.model, settings.trust_remote_code), data.tokens_hash
-    )
+    identity = {  # under the keys of settings.json and run_state.json
+        "model_commit": data.commit,
+        "model_config": classifier.config,
+        "model_code_sha256": hash_code(settings.model, settings.trust_remote_code),
+        "tokens_sha256": data.tokens_hash,
+    }
     with raise_on_all_ranks(world):
         loss = build_loss(settings, data)
         check_compatible(
@@ -107,7 +112,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
             settings=settings,
             fingerprint=data.split.fingerprint,
             total_steps=data.plan.total_steps,
-            model=identity,
+            identity=identity,
         )
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers.killed_run import CPU, FINGERPRINT, STEP, TOTAL, evaluation_line, make_run, step_line, write_checkpoint
+from helpers.killed_run import (
+    CPU,
+    FINGERPRINT,
+    IDENTITY,
+    STEP,
+    TOTAL,
+    evaluation_line,
+    make_run,
+    step_line,
+    write_checkpoint,
+)
 from helpers.run_folders import edit_json
 from helpers.worlds import fake_world
 
@@ -25,7 +36,6 @@ from app.checkpoint.resume import (
     folder_of_this_job,
 )
 from app.common.errors import AlreadyFinished, UserError
-from app.model.identity import ModelIdentity
 from app.runs.folder import lock
 from app.runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, RUN_STATE, SCHEDULE, SETTINGS, STEPS
 from app.runs.setting_effects import BEST_WEIGHTS, CHOICES, ROUNDING, WITHOUT_EFFECT
@@ -37,13 +47,13 @@ def resume(folder: Path) -> Resume:
     return Resume(folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
 
 
-def check(found: Resume, identity: ModelIdentity = ModelIdentity(), /, **settings: Any) -> None:  # noqa: B008
+def check(found: Resume, identity: Mapping[str, Any] = IDENTITY, /, **settings: Any) -> None:
     check_compatible(
         found,
         settings=Settings(learning_rate=1e-3, max_length=256, num_train_epochs=6, **settings),
         fingerprint=FINGERPRINT,
         total_steps=TOTAL,
-        model=identity,
+        identity=identity,
     )
 
 
@@ -141,14 +151,14 @@ def check_content(folder: Path, name: str, config: dict[str, Any] | None = None,
     found = resume(folder)
     found.state.update(CONTENT)
     found.state["settings"]["model"] = "./moved/away"
-    model = ModelIdentity(**{"config": CONTENT["model_config"] | (config or {}), "tokens": "a"} | changes)
-    check(found, model, model=name)
+    identity = CONTENT | {"model_config": CONTENT["model_config"] | (config or {})} | changes
+    check(found, identity, model=name)
 
 
 def test_only_the_content_of_a_model_folder_counts(folder):
     check_content(folder, str(folder), {"architectures": ["Bert"], "_name_or_path": "x"})
     with pytest.raises(UserError, match=f"the model's commit was None and is {'a' * 40}"):
-        check_content(folder, "org/name", commit="a" * 40)
+        check_content(folder, "org/name", model_commit="a" * 40)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +166,8 @@ def test_only_the_content_of_a_model_folder_counts(folder):
     [
         ({"config": {"layers": 3}}, "the model's config has changed: layers$"),
         ({"config": {"heads": 3}}, "has changed: heads$"),
-        ({"code": "b"}, "the model's Python code has changed$"),
-        ({"tokens": "b"}, "the tokenizer returns other tokens for the same reviews, or pads differently$"),
+        ({"model_code_sha256": "b"}, "the model's Python code has changed$"),
+        ({"tokens_sha256": "b"}, "the tokenizer returns other tokens for the same reviews, or pads differently$"),
     ],
 )
 def test_changed_content_of_a_model_folder_is_named(folder, change, message):

@@ -12,12 +12,12 @@ import transformers
 
 from app.checkpoint.manager import sha256_of
 from app.common.machine import device_name
-from app.model.identity import ModelIdentity
 from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SCHEDULE, SETTINGS, STEPS
 from app.settings import Settings
 
 CPU = device_name(torch.device("cpu"))
 STEP, TOTAL, FINGERPRINT = 4, 9, "f" * 64
+IDENTITY = dict.fromkeys(("model_commit", "model_config", "model_code_sha256", "tokens_sha256"))
 RECORDED = {"path": "ddp_loop", "world_size": 1, "csv": "reviews.csv", "train_batch_size": 8}
 
 
@@ -31,7 +31,7 @@ def make_run(folder: Path, **settings: Any) -> Path:
     mine = Settings(learning_rate=1e-3, **settings).as_dict()
     state = {"path": "ddp_loop", "step": STEP, "total_steps": TOTAL, "fingerprint": FINGERPRINT, "settings": mine}
     state |= {"threads": 3, "arithmetic": {}, "torch": torch.__version__, "transformers": transformers.__version__}
-    write_checkpoint(folder / CHECKPOINTS / f"checkpoint-{STEP}", state | ModelIdentity().as_dict())
+    write_checkpoint(folder / CHECKPOINTS / f"checkpoint-{STEP}", state | IDENTITY)
     write_checkpoint(folder / CHECKPOINTS / "best-2", {})
     (folder / SETTINGS.name).write_text(json.dumps(RECORDED))
     (folder / STEPS.name).write_text("".join(map(step_line, range(1, 6))) + '{"step": 6, "lo')

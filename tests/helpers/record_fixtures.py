@@ -14,12 +14,12 @@ from app.data.sampler import BatchPlan
 from app.data.split import count_duplicates
 from app.distributed.collectives import gather_arithmetic
 from app.distributed.world import World
-from app.model.identity import ModelIdentity
 from app.record.run_record import RunRecord
 from app.settings import Settings
 from app.strategies.optimization import mean_loss
 from app.training.build import read_and_split, select_strategy
 from app.training.prepare import Preparation, open_folder
+from helpers.killed_run import IDENTITY
 
 SMALL = {"train_batch_size": 4, "max_steps": 20, "save_strategy": "steps", "save_steps": 5}
 
@@ -43,7 +43,7 @@ def prepare_without_model(settings: Settings, world: World, resume: Resume) -> P
         world=world,
         data=data,
         model=model,
-        identity=ModelIdentity(),
+        identity=IDENTITY,
         strategy=select_strategy(settings, plan, world),
         loss=mean_loss,
         resume=resume,

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.paths import DOWNLOADED_CSV
-from app.model.identity import ModelIdentity
 from app.record.results import model_card
 from app.settings import Settings
 
@@ -31,7 +30,7 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
         path_name="ddp_loop",
         settings=Settings(learning_rate=1e-3, **settings),
         data=SimpleNamespace(table=table, split=split, duplicates={}),
-        identity=ModelIdentity(commit),
+        identity={"model_commit": commit},
     )
     return model_card(run, METRICS)
 
