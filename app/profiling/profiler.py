@@ -90,7 +90,9 @@ class StepProfiler:
             if ranks:
                 text = describe(ranks, self.first)
                 write_text(self.folder / PROFILE_TEXT, f"```\n{text}\n```\n")
-                write_json(self.folder / PROFILE_SUMMARY, summary_content(ranks, self.first))
+                numbers = list(range(self.first, self.last + 1))
+                of_ranks = [steps.to_dict("records") for steps in ranks]
+                write_json(self.folder / PROFILE_SUMMARY, {"steps": numbers, "unit": "ms", "ranks": of_ranks})
                 tqdm.write(text)  # above the progress bar
             tqdm.write(f"{'traces':>21}  {self.folder}/")
 
@@ -132,17 +134,8 @@ def events_of(finished: profile) -> list[Event]:
     ]
 
 
-def summary_content(ranks: Sequence[pd.DataFrame], first_step: int) -> dict[str, object]:
-    """Return the content of summary.json: the times of each rank's steps, counted from `first_step`."""
-    return {
-        "steps": list(range(first_step, first_step + len(ranks[0]))),
-        "unit": "ms",
-        "ranks": [steps.to_dict("records") for steps in ranks],
-    }
-
-
 def describe(ranks: Sequence[pd.DataFrame], first_step: int) -> str:
-    """Return a table of the mean times: one line per part of the step. Arguments as for `summary_content`."""
+    """Return a table of the mean times of all ranks: one line per part of the step."""
     by_rank = pd.DataFrame([steps.mean() for steps in ranks])
     mean, lowest, highest = by_rank.mean(), by_rank.min(), by_rank.max()
     last_step = first_step + len(ranks[0]) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume
 from ..common.errors import AgreedError, UserError
@@ -96,8 +96,12 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     with raise_on_all_ranks(world):
         check_parts(settings, data)
     classifier = build_model(settings, data, world)
-    settings = complete_settings(
-        settings, requested, data.plan, pretrained=classifier.pretrained, config=classifier.model.config
+    settings = replace(  # what depends on the data and the model
+        settings,
+        learning_rate=settings.learning_rate or default_learning_rate(classifier.pretrained),
+        attn_implementation=getattr(classifier.model.config, "_attn_implementation", None),
+        train_batch_size=data.plan.global_size,
+        per_device_train_batch_size=requested.per_device_train_batch_size,
     )
     identity = {  # under the keys of settings.json and run_state.json
         "model_commit": data.commit,
@@ -224,19 +228,6 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
         logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
         attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
         ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
-    )
-
-
-def complete_settings(
-    settings: Settings, requested: Settings, plan: BatchPlan, *, pretrained: bool, config: PretrainedConfig
-) -> Settings:
-    """Fill in the settings that depend on the data and the model. `requested` is the command line."""
-    return replace(
-        settings,
-        learning_rate=settings.learning_rate or default_learning_rate(pretrained),
-        attn_implementation=getattr(config, "_attn_implementation", None),
-        train_batch_size=plan.global_size,
-        per_device_train_batch_size=requested.per_device_train_batch_size,
     )
 
 
