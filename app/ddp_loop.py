@@ -69,19 +69,15 @@ def main(settings: Settings) -> None:
 
             print_plan("ddp_loop", settings, world)
         else:
-            fine_tune(settings, world, exits_next=True)
+            fine_tune(settings, world)
 
 
-def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> None:
-    """Prepare the data and the model, train, and evaluate once on the test rows.
-
-    Args:
-        exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
-    """
+def fine_tune(settings: Settings, world: World) -> None:
+    """Prepare the data and the model, train, and evaluate once on the test rows."""
     # The same on every rank: rows, split, tokens and initial weights. They follow from the CSV, the model and the seed.
     prepared = prepare("ddp_loop", settings, world)
     record = RunRecord(prepared)  # the files of the run
-    with StopRequest(world, ignore_afterwards=exits_next) as stop, record.locate_failures():
+    with StopRequest(world) as stop, record.locate_failures():
         train(prepared, record, stop)
         # No weights or settings were selected on the test rows.
         scores, logits = evaluate(prepared.model, prepared.test_set, prepared.settings, world=world)

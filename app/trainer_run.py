@@ -52,18 +52,14 @@ def main(settings: Settings) -> None:
 
             print_plan("trainer_run", settings, world)
         else:
-            fine_tune(settings, world, exits_next=True)
+            fine_tune(settings, world)
 
 
-def fine_tune(settings: Settings, world: World, exits_next: bool = False) -> None:
-    """Prepare the data and the model, train, and evaluate once on the test rows.
-
-    Args:
-        exits_next: whether the process exits afterwards, so that a finished run ignores stop requests.
-    """
+def fine_tune(settings: Settings, world: World) -> None:
+    """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
     record = RunRecord(prepared)
-    with StopRequest(world, ignore_afterwards=exits_next) as stop, record.locate_failures():
+    with StopRequest(world) as stop, record.locate_failures():
         train_and_test(prepared, record, stop)
 
 

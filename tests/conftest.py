@@ -28,6 +28,9 @@ hypothesis.settings.load_profile("busy machine")
 torch.set_num_threads(1)
 
 
+HANDLERS: dict[int, Any] = {}  # of pytest
+
+
 def pytest_configure() -> None:
     """Let the processes that tests start receive SIGINT and SIGHUP, also under `nohup pytest … &`.
 
@@ -37,18 +40,23 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    HANDLERS.update({number: signal.getsignal(number) for number in SIGNALS})
 
 
 @pytest.fixture(autouse=True)
 def stop_requests_end_with_the_test() -> Iterator[None]:
-    """Restore the handlers of signals after a run that has failed in this process.
+    """Restore the handlers of signals before and after a test: a run in this process, or in a fixture, changes them.
 
-    Such a run treats signals as stop requests until its process ends, and would end the process at the second signal of
-    another test.
+    A finished run ignores the signals, which child processes would inherit. A failed one treats them as stop requests
+    until its process ends, and would end the process at the second signal of another test.
     """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    restore_handlers()
     yield
-    for number, handler in handlers.items():
+    restore_handlers()
+
+
+def restore_handlers() -> None:
+    for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     writer = signal.set_wakeup_fd(-1)
     if writer != -1:

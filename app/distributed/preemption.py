@@ -22,13 +22,12 @@ class StopRequest:
     The check is an asynchronous all-reduce of one integer over gloo. It runs while the next step is computed, so it
     delays neither CPU nor GPU. Its result is read one step later, so that all ranks stop after the same step.
 
-    Use as a context manager. A request that arrives after the last step is ignored, and the run finishes. Afterwards
-    the signals get their handlers back, or are ignored if `ignore_afterwards`, because the process exits next.
+    Use as a context manager. A request that arrives after the last step is ignored, and the run finishes. The signals
+    remain ignored afterwards, because the process exits next.
     """
 
-    def __init__(self, world: World, ignore_afterwards: bool = False) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.ignore_afterwards = ignore_afterwards
         self.received = False
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
@@ -43,8 +42,9 @@ class StopRequest:
         # hangs. The signal's number arrives through this pipe at once.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
         return self
@@ -67,15 +67,14 @@ class StopRequest:
         if self.pending is not None:
             self.pending[1].wait()
             self.pending = None
-        signal.set_wakeup_fd(self.previous_writer)
+        signal.set_wakeup_fd(-1)
         os.close(self.writer)  # ends the thread
         # The thread refers to the process group. If it released the group during interpreter exit, the process would
         # abort.
         self.listener.join()
-        for number, handler in self.previous_handlers.items():
-            # Leaving the process group takes a moment, in which a signal must not end a run that has finished. There is
-            # no time between the two handlers in which it could.
-            signal.signal(number, signal.SIG_IGN if self.ignore_afterwards else handler)
+        for number in SIGNALS:
+            # Leaving the process group takes a moment, in which a signal must not end a run that has finished.
+            signal.signal(number, signal.SIG_IGN)
 
     def _listen(self) -> None:
         first = None

@@ -10,25 +10,14 @@ from app.distributed import preemption
 from app.distributed.preemption import SIGNALS, StopRequest
 
 
-def test_nothing_of_a_stop_request_outlives_its_context(world):
-    threads, handlers = threading.enumerate(), [signal.getsignal(number) for number in SIGNALS]
+def test_no_thread_of_a_stop_request_outlives_its_context_and_a_finished_run_ignores_the_signals(world):
+    threads = threading.enumerate()
     for _ in range(20):
         with StopRequest(world) as stop:
             assert not stop.requested()
             assert threading.active_count() == len(threads) + 1
         assert threading.enumerate() == threads
-        assert [signal.getsignal(number) for number in SIGNALS] == handlers
-
-
-def test_a_finished_run_ignores_the_signals_if_its_process_exits_next(world):
-    handlers = [signal.getsignal(number) for number in SIGNALS]
-    try:
-        with StopRequest(world, ignore_afterwards=True):
-            pass
         assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
-    finally:
-        for number, handler in zip(SIGNALS, handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def test_a_signal_is_reported_one_step_later(world):
@@ -51,13 +40,3 @@ def test_signals_that_other_code_handles_are_no_requests_to_stop(world, monkeypa
         assert not stop.received
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_stop_request_inside_another_one_returns_the_signals_to_it(world):
-    """As when a run that has failed is resumed in the same process."""
-    with StopRequest(world) as outer:
-        with StopRequest(world):
-            pass
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not outer.received:
-            outer.listener.join(0.01)

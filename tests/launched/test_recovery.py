@@ -226,7 +226,7 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(wor
 class NeverStopped:
     """Stands in for `StopRequest`."""
 
-    def __init__(self, world: World, ignore_afterwards: bool) -> None:
+    def __init__(self, world: World) -> None:
         pass
 
     def __enter__(self) -> NeverStopped:
