@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..common.errors import escape_control_characters
+from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
 from ..common.terminal import hides_progress
@@ -32,9 +32,11 @@ from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
 from ..distributed.environment import rank_and_sizes
 from ..distributed.process_group import join
+from ..distributed.processes import resolve_nproc_per_node
 from ..distributed.world import World
 from ..model.hub import resolve_commit
 from ..model.inputs import to_device
+from ..program import select_precision
 from ..record.steps import mean
 from ..report.statistics import paired
 from ..runs.folder import create_folder
@@ -78,12 +80,20 @@ class Outcome:
     trained_test_rows: float = 0.0  # the share of the test rows on which the model was trained
 
 
-def run_ablation(settings: Settings, ranks: int, seeds: int) -> int:
+def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     """Train every variant with each seed, and print and write the table; return the exit status.
 
-    The settings are the baseline's, with the first seed. The ranks, a power of two, are simulated.
+    The settings are the baseline's, with the first seed. The ranks are simulated in one process, whatever GPUs there
+    are.
     """
     rank_and_sizes()  # raises a mistake in the environment
+    settings = select_precision(settings)
+    if settings.precision == "fp16" or settings.logical_ranks is not None or settings.ddp_comm_hook != "no":
+        plain = "leave out --logical_ranks, --ddp_comm_hook and --precision fp16"
+        raise UserError(f"--ablate simulates plain ranks in fp32 or bf16: {plain}")
+    ranks = resolve_nproc_per_node(nproc_per_node, replace(settings, use_cpu=True))
+    if ranks.bit_count() != 1:
+        raise UserError(f"--nproc_per_node {ranks}: must be a power of two, because --ablate simulates logical ranks")
     _, split, _ = read_and_split(settings, ranks)  # reports a mistake before there is a folder
     changes = build_changes(ranks, settings.gradient_accumulation_steps)
     folder = create_folder(settings.output_dir, RUNS / "ablations")

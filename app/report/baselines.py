@@ -8,7 +8,6 @@ from typing import Any
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import f1_score
 from sklearn.pipeline import make_pipeline
 
 from ..common.errors import UserError
@@ -26,7 +25,7 @@ def measure_baselines(run: Run) -> list[dict[str, Any]]:
     """Train and test the baselines on the rows of a run.
 
     Returns:
-        For each baseline `name`, `accuracy`, `f1` and `interval` (Wilson's, of the accuracy).
+        For each baseline `name`, `accuracy` and `interval` (Wilson's, of the accuracy).
 
     Raises:
         UserError: the run's CSV no longer exists, or its rows have changed.
@@ -44,15 +43,11 @@ def measure_baselines(run: Run) -> list[dict[str, Any]]:
         "majority class": DummyClassifier(strategy="most_frequent"),
         f"TF-IDF + logistic regression{sampled}": make_pipeline(n_grams, LogisticRegression(C=30, solver="newton-cg")),
     }
-    # F1 as for the runs: of the second class if there are two, otherwise the unweighted mean.
-    average = "binary" if len(table.class_names) == 2 else "macro"
     baselines = []
     for name, classifier in classifiers.items():
         predicted = classifier.fit(texts[train], labels[train]).predict(texts[split.test])
         interval = wilson_interval(int((labels[split.test] == predicted).sum()), len(predicted))
-        f1 = float(f1_score(labels[split.test], predicted, average=average, zero_division=0))
-        entry = {"name": name, "accuracy": interval.estimate, "f1": f1, "interval": dataclasses.asdict(interval)}
-        baselines.append(entry)
+        baselines.append({"name": name, "accuracy": interval.estimate, "interval": dataclasses.asdict(interval)})
     return baselines
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike
 
-from ..common.charts import INK, MUTED, NEUTRAL, PAPER, RUN_COLORS, render_svg, show_values
-from ..common.errors import shorten
+from ..common.charts import INK, RUN_COLORS, render_svg, show_values
 
 MAX_POINTS = 1_500
-MAX_NAME_LENGTH = 40
 DASHES = ("-", (0, (5, 4)))  # the second run is dashed and drawn over the first
 
 
@@ -35,7 +31,7 @@ def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Mark
         axes.margins(x=0.01)
         axes.set_ylim(bottom=0 if all(np.nanmin([0.0, *values]) >= 0 for values in losses) else None)
 
-    return render_svg(320, f"Training loss of {_join(names)} at each step", draw)
+    return render_svg(320, f"Training loss of {' and '.join(names)} at each step", draw)
 
 
 def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
@@ -58,58 +54,9 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
     return render_svg(330, "Absolute difference in loss at each step", draw)
 
 
-def accuracies(rows: Sequence[dict[str, Any]]) -> Markup:
-    """Plot `estimate`, and if known `low` and `high`, of the accuracy of the two runs, and then of the baselines."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel="test accuracy")
-        axes.set_yticks(range(len(rows)), [textwrap.fill(_shorten(row["name"]), 20) for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.75)
-        axes.grid(visible=False, axis="y")
-        axes.grid(visible=True, axis="x")
-        for position, row in enumerate(rows):
-            color, x = [*RUN_COLORS, *[NEUTRAL] * len(rows)][position], row["estimate"]
-            limits = [[x - row.get("low", x)], [row.get("high", x) - x]]
-            dot: dict[str, Any] = {"markersize": 10, "markeredgecolor": PAPER, "markeredgewidth": 1.6}
-            axes.errorbar(x, position, xerr=limits, fmt="o", color=color, elinewidth=2.4, **dot)
-            above: dict[str, Any] = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{x:.1%}", (x, position), fontweight="bold", **above)
-            axes.get_yticklabels()[position].set_color(color if color in RUN_COLORS else MUTED)
-        axes.spines["bottom"].set_visible(False)
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-    return render_svg(72 * len(rows) + 60, "Test accuracies", draw)
-
-
-def over_seeds(pairs: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
-    """Plot the accuracy of both runs with each seed, and a line at the mean over seeds."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel="seed", ylabel="test accuracy")
-        for side, (color, dashes, size) in enumerate(zip(RUN_COLORS, DASHES, (11, 5.5), strict=True)):
-            values = [pair["runs"][side]["accuracy"] for pair in pairs]
-            axes.axhline(np.mean(values), color=color, linewidth=1.2, linestyle=dashes)
-            axes.plot(values, "oD"[side], color=color, markersize=size, markeredgecolor=PAPER)
-        axes.set_xticks(range(len(pairs)), [_shorten(pair["seed"]) for pair in pairs])
-        axes.set_xlim(-0.6, len(pairs) - 0.4)
-        axes.margins(y=0.2)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-
-    return render_svg(300, f"Test accuracy of {_join(names)} with each seed", draw)
-
-
 def _thin_out(values: ArrayLike, summary: str) -> tuple[pd.Series, pd.Series]:
     """Return steps and values, at most MAX_POINTS of each, with neighbors combined by `summary`, which skips NaN."""
     table = pd.DataFrame({"value": np.asarray(values, dtype=float)})
     table["step"] = table.index + 1.0
     groups = table.groupby(table.index * min(len(table), MAX_POINTS) // len(table))
     return groups["step"].mean(), groups["value"].agg(summary)
-
-
-def _shorten(name: object) -> str:
-    return shorten(name, MAX_NAME_LENGTH)
-
-
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(map(_shorten, names))

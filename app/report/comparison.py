@@ -12,18 +12,17 @@ from numpy.typing import NDArray
 from sklearn import metrics
 
 from ..common.errors import UserError
-from ..data.split import describe_duplicates
 from ..runs.reader import Run
 from .baselines import measure_baselines
 from .bitwise import check_same_rows, first_difference, first_differing_step
-from .explanation import conclude, explain, on_gpus_without_deterministic
+from .explanation import explain
 from .statistics import paired, verdict, wilson_interval
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
 PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu", "hash")
 
 NO_BASELINES = "not computed because of --no_baselines"
-IDENTICAL_TRAINING = "bitwise identical training"
+IDENTICAL_TRAINING = "Bitwise identical training"
 LISTED_ROWS = 20  # of those that both runs misclassify
 
 
@@ -47,7 +46,6 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     return {
         "names": run_names(a, b),
         **compared,
-        "gpu_warning": on_gpus_without_deterministic(a, b),
         "same_evaluations": a.evaluations == b.evaluations,
         "runs": [
             {"path": run.path, "folder": str(run.folder), "world_size": run.settings["world_size"]}
@@ -58,7 +56,6 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         ],
         "split_fingerprint": a.split["fingerprint"],
         "csv": a.split.get("csv"),
-        "duplicates": describe_duplicates(a.split.get("duplicates") or {}),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
         "max_loss_difference": _max_difference(*losses),
@@ -75,13 +72,13 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     }
 
 
-def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> dict[str, Any]:
+def compare_seeds(pairs: Sequence[Sequence[Run]], baselines: bool = True) -> dict[str, Any]:
     """Compare pairs of runs, one pair per seed.
 
     Returns:
-        The comparison of the first pair, with the verdict over all seeds and the key `seeds`: `pairs` (one entry per
-        seed), `paired_seeds` (`paired` of the accuracies), `verdict` and `baselines` (`paired` of the first path and
-        each baseline; empty if a seed has none, for the reason in `why_no_baselines`).
+        The comparison of the first pair that differs, or else of the first one, with the verdict over all seeds and the
+        key `seeds`: `pairs` (one entry per seed), `paired_seeds` (`paired` of the accuracies), `verdict` and
+        `baselines` (`paired` of the first path and each baseline; empty if a seed has none).
     """
     comparisons = [compare_runs(a, b, baselines) for a, b in pairs]
     kept = ("first_differing_step", "first_difference", "explanation", "verdict")
@@ -93,9 +90,8 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
     ]
     accuracies = [[entry["runs"][side]["accuracy"] for entry in entries] for side in (0, 1)]
     statistics = paired(*accuracies)
-    why_no_baselines = next((reason for of_seed in comparisons if (reason := of_seed["why_no_floors"])), None)
-    of_baselines = [] if why_no_baselines else zip(*(entry["baselines"] for entry in entries), strict=True)
-    differing = [entry for entry in entries if entry["first_difference"] is not None]
+    of_baselines = zip(*(entry["baselines"] or [] for entry in entries), strict=False)
+    differing = [of_seed for of_seed in comparisons if of_seed["first_difference"] is not None]
     conclusion = verdict(statistics, *comparisons[0]["names"], unit="seed") if differing else IDENTICAL_TRAINING
     over_seeds = {
         "pairs": entries,
@@ -106,18 +102,8 @@ def compare_seeds(pairs: Sequence[tuple[Run, Run]], baselines: bool = True) -> d
             | {"paired_seeds": dataclasses.asdict(paired(accuracies[0], [entry["accuracy"] for entry in of_one]))}
             for of_one in of_baselines
         ],
-        "why_no_baselines": why_no_baselines,
     }
-    explanation = differing[0]["explanation"] if differing else None
-    return comparisons[0] | {"verdict": conclusion, "explanation": explanation, "seeds": over_seeds}
-
-
-def conclusion_of(comparison: dict[str, Any]) -> str:
-    """Return `conclude` for a result of `compare_runs` or `compare_seeds`; the first pair that differs decides."""
-    for pair in comparison["seeds"]["pairs"] if "seeds" in comparison else []:
-        if pair["first_difference"] is not None:
-            return conclude(f"seed {pair['seed']}: {pair['first_difference']}", pair["explanation"])
-    return conclude(comparison["first_difference"], comparison["explanation"])
+    return [*differing, *comparisons][0] | {"verdict": conclusion, "seeds": over_seeds}
 
 
 def run_names(a: Run, b: Run) -> list[str]:

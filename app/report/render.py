@@ -11,7 +11,7 @@ import numpy as np
 from ..common.files import write_json, write_text
 from ..common.formats import MIB, render_template
 from . import charts
-from .explanation import NO_SETTINGS, flat_settings
+from .explanation import differing_settings
 
 # Name, key in comparison.json, format, unit. A key may be None in older runs.
 SCORES = [
@@ -52,61 +52,48 @@ def as_markdown(comparison: dict[str, Any]) -> str:
 def as_html(comparison: dict[str, Any]) -> str:
     """Render a comparison as a self-contained page, without scripts and without requests."""
     names, losses = comparison["names"], comparison["losses"]
-    svg = {
-        "losses": charts.loss_curves(losses, names),
-        "accuracies": charts.accuracies(accuracy_rows(comparison)),
-    }
+    svg = {"losses": charts.loss_curves(losses, names)}
     if comparison["first_differing_step"] is not None:
         svg["difference"] = charts.loss_difference(losses)
-    if "seeds" in comparison:
-        svg["over_seeds"] = charts.over_seeds(comparison["seeds"]["pairs"], names)
     return render_template("page.html.j2", plots=svg, **_context(comparison))
 
 
 def _context(comparison: dict[str, Any]) -> dict[str, Any]:
-    explanation, warning = comparison["explanation"] or "", comparison["gpu_warning"]
+    explanation = comparison["explanation"] or ""
     return {
         "comparison": comparison,
         "names": comparison["names"],
         "seeds": comparison.get("seeds"),
-        "headline": headline(comparison),
         "identity": identity(comparison),
         "hashes": hashes(comparison),
-        "explanation": _capitalize(explanation),
-        # The explanation may say the same.
-        "gpu_warning": None if warning and warning in explanation else warning,
+        "explanation": explanation[:1].upper() + explanation[1:],
         "scores": metric_rows(comparison, SCORES),
         "costs": metric_rows(comparison, COSTS),
-        "settings": settings_rows(comparison),
-        "disagreements": sorted(comparison["disagreements"], key=_difference_in_probability, reverse=True),
+        "settings": differing_settings(*comparison["settings"]),
+        "accuracies": accuracy_rows(comparison),
         "misclassified": comparison["misclassified_by_both"],
-        "confusions": confusions(comparison),
+        "disagreements": sorted(comparison["disagreements"], key=_difference_in_probability, reverse=True),
     }
 
 
 # ---- template variables ----------------------------------------------------------------------------------------------
 
 
-def headline(comparison: dict[str, Any]) -> str:
-    """Return the verdict with a capital letter, unless it starts with the name of a run."""
-    verdict: str = comparison["verdict"]
-    return verdict if verdict.startswith(tuple(comparison["names"])) else _capitalize(verdict)
-
-
 def identity(comparison: dict[str, Any]) -> str:
     """Return what is bitwise identical, or the first difference, in a sentence or two."""
     steps, rows = comparison["common_steps"], comparison["runs"][0]["n_test"]
     sentence = (
-        f"the losses and gradient norms of all {steps} steps, the predictions for all {rows} test rows and all weights "
+        f"The losses and gradient norms of all {steps} steps, the predictions for all {rows} test rows and all weights "
         "are bitwise identical."
     )
     if comparison["first_difference"] is not None:
-        sentence = f"first difference: {comparison['first_difference']}."
+        sentence = f"First difference: {comparison['first_difference']}."
     if "seeds" not in comparison:
-        return _capitalize(sentence)
+        return sentence
     pairs = comparison["seeds"]["pairs"]
     identical = sum(pair["first_difference"] is None for pair in pairs)
-    return f"Bitwise identical for {identical} of {len(pairs)} seeds. With seed {pairs[0]['seed']}: {sentence}"
+    seed = comparison["settings"][0]["seed"]
+    return f"Bitwise identical for {identical} of {len(pairs)} seeds. Seed {seed}: {sentence}"
 
 
 def hashes(comparison: dict[str, Any]) -> str:
@@ -118,22 +105,17 @@ def hashes(comparison: dict[str, Any]) -> str:
     return f"{a} and {b}" + ": only the evaluations during training differ" * is_training_identical
 
 
-def _capitalize(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
-
-
 def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, str, float]]) -> list[dict[str, Any]]:
     """Return metrics of both runs, formatted, with their difference, which is A - B as everywhere in the report."""
     rows = []
     for name, key, form, unit in metrics:
         # The memory is a list with a number per rank.
         values = [np.nan if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
-        difference, largest = values[0] - values[1], np.nanmax([0.0, *values])
+        difference = values[0] - values[1]
         rows.append(
             {
                 "name": name,
                 "cells": [_format(value, form) for value in values],
-                "shares": [value / largest if value > 0 else 0.0 for value in values],
                 "difference": "=" if difference == 0 else _format(difference, "+" + form).replace("-", "−"),
             }
         )
@@ -154,27 +136,6 @@ def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         runs.append({"name": name} | (statistics[f"accuracy_{side}"] if statistics else {"estimate": run["accuracy"]}))
     baselines = [{"name": baseline["name"]} | baseline["interval"] for baseline in comparison["floors"] or []]
     return runs + sorted(baselines, key=lambda baseline: -baseline["estimate"])
-
-
-def settings_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return `name`, `values` and `differs` of every setting, those that differ first."""
-    a, b = (flat_settings(settings) for settings in comparison["settings"])
-    rows = []
-    for name in dict.fromkeys((*a, *b)):
-        # The model's config has many keys, and other versions record others: those that differ are enough.
-        is_omitted = name.startswith("model_config") and (name not in a or name not in b or a[name] == b[name])
-        if name not in NO_SETTINGS and not is_omitted:
-            x, y = ("–" if settings.get(name) is None else settings[name] for settings in (a, b))
-            rows.append({"name": name, "values": [x, y], "differs": x != y})
-    return sorted(rows, key=lambda row: not row["differs"])
-
-
-def confusions(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return `label`, `predicted` and `counts` of each pair of classes that a run confused, most frequent first."""
-    classes, matrices = comparison["classes"], np.array(comparison["confusion_matrices"])
-    pairs = [(i, j) for i, j in np.argwhere(matrices.any(axis=0)).tolist() if i != j]
-    pairs.sort(key=lambda pair: -matrices[:, *pair].sum())
-    return [{"label": classes[i], "predicted": classes[j], "counts": matrices[:, i, j].tolist()} for i, j in pairs]
 
 
 def _difference_in_probability(row: dict[str, Any]) -> float:

@@ -70,10 +70,10 @@ def verdict(compared: Paired, name_a: str, name_b: str, *, unit: str) -> str:
     gap, interval, p_value = compared.mean_a - compared.mean_b, compared.difference, compared.p_value
     over = f"over {compared.n:,} {unit}{'s' * (compared.n > 1)}"
     if interval is None or p_value is None:
-        return f"undecided {over}: {name_a} − {name_b} is {points(gap)} points on each of them"
+        return f"Undecided {over}: {name_a} − {name_b} is {points(gap)} points on each of them"
     if p_value >= 1 - CONFIDENCE:
         within = f"[{points(interval.low)}, {points(interval.high)}] points"
-        return f"indistinguishable {over}: the difference could be anywhere in {within}"
+        return f"Indistinguishable {over}: the difference could be anywhere in {within}"
     better, worse = (name_a, name_b) if gap > 0 else (name_b, name_a)
     chance = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
     return f"{better} is better than {worse} by {100 * abs(gap):.2f} points {over} ({chance})"

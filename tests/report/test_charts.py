@@ -21,14 +21,9 @@ LOSSES = [[0.7, 0.5, 0.4, 0.3], [0.7, 0.5, 0.45, 0.3]]
 
 
 def every_plot(names=NAMES) -> dict[str, Markup]:
-    rows = [{"name": name, "low": 0.5, "estimate": 0.6, "high": 0.7} for name in [*names, "majority class"]]
-    rows[0] = {"name": names[0], "estimate": 0.6}  # without an interval
-    pairs = [{"seed": seed, "runs": [{"accuracy": 0.8}, {"accuracy": 0.7}]} for seed in (1, 2)]
     return {
         "losses": charts.loss_curves(LOSSES, names),
         "difference": charts.loss_difference(LOSSES),
-        "accuracies": charts.accuracies(rows),
-        "over_seeds": charts.over_seeds(pairs, names),
     }
 
 
@@ -73,8 +68,6 @@ def test_names_that_contain_html_stay_text():
     for name, svg in every_plot([HOSTILE, HOSTILE[::-1]]).items():
         tags = set(re.findall(r"<(\w+)", svg))
         assert tags <= {"svg", "defs", "style", "g", "path", "use", "text", "tspan", "clipPath", "rect"}, name
-    rows = [{"name": "<b>$x$</b>", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2
-    assert "<b>$x$</b>" in texts(charts.accuracies(rows))
 
 
 def test_plots_have_no_ids_in_common():
@@ -125,8 +118,6 @@ def test_the_plot_of_a_long_training_is_small():
 
 @pytest.mark.parametrize("name", ["a\\b", r"\1\g<0>\g<x>", "runs\\2026\\", "#010101", "var(--ink)", ' id="a_1"', "a>b"])
 def test_names_that_look_like_markup_are_shown_literally(name):
-    rows = [{"name": f"{name}", "low": 0.5, "estimate": 0.6, "high": 0.7}] * 2
-    assert name.strip() in [text.strip() for text in texts(charts.accuracies(rows))]
     label = parsed(charts.loss_curves(LOSSES, [name, "b"])).get("aria-label")
     assert label == f"Training loss of {name} and b at each step"
 

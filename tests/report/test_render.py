@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -13,7 +12,8 @@ from helpers.run_folders import edit_json, write_run
 
 from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
-from app.report.render import as_html, as_markdown, settings_rows, write_comparison
+from app.report.explanation import differing_settings
+from app.report.render import as_html, as_markdown, write_comparison
 from app.runs.reader import read_run
 
 SCRIPT = "<script>document.title='ran'</script>"
@@ -93,29 +93,15 @@ def test_the_page_shows_the_values(comparison):
     assert "learning_rate" in text
 
 
-def test_settings_that_differ_come_first_and_are_marked(comparison):
-    rows = settings_rows(comparison)
-    marked = [row["name"] for row in rows if row["differs"]]
-    assert marked == ["learning_rate"]
-    assert rows[0] == {"name": "learning_rate", "values": [0.5, 1e-3], "differs": True}
-    assert "versions.python" in [row["name"] for row in rows]
-    assert as_html(comparison).count('class="differs"') == 1
-
-
-def test_a_setting_of_earlier_versions_is_not_listed(comparison):
+def test_only_settings_that_describe_the_training_and_differ_are_listed(comparison):
     older, newer = comparison["settings"]
-    rows = settings_rows(comparison | {"settings": [older | {"bf16": False}, newer]})
-    assert rows == settings_rows(comparison)
-
-
-def test_only_those_keys_of_the_models_config_are_listed_that_both_runs_recorded_and_that_differ(comparison):
-    def listed(*configs: dict[str, Any] | None) -> list[str]:
-        settings = [side | {"model_config": one} for side, one in zip(comparison["settings"], configs, strict=True)]
-        names = [row["name"] for row in settings_rows(comparison | {"settings": settings})]
-        return [name for name in names if name.startswith("model_config")]
-
-    assert listed({"act": "gelu", "layers": 2, "old": 1}, {"act": "relu", "layers": 2}) == ["model_config.act"]
-    assert listed({"act": "gelu"}, None) == []
+    older |= {"model_config": {"act": "gelu", "layers": 2}}
+    newer |= {"model_config": {"act": "relu", "layers": 2}}
+    listed = differing_settings(older | {"bf16": False, "output_dir": "x"}, newer | {"output_dir": "y", "new": 1})
+    assert listed == {"learning_rate": (0.5, 1e-3), "model_config.act": ("gelu", "relu")}
+    section = Page(as_html(comparison)).text.partition("Settings that differ")[2]
+    assert "learning_rate" in section
+    assert "max_length" not in section
 
 
 def test_both_reports_explain_why_there_are_no_baselines(comparison):
@@ -145,19 +131,10 @@ def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
     without = compare_seeds(pairs, baselines=False)
     assert "TF-IDF" not in as_markdown(without)
     assert "none (not computed because of --no_baselines)" in as_markdown(without)
-    assert "No baselines over seeds: not computed" in Page(as_html(without)).text
     assert "compared with" not in Page(as_html(without)).text
     one = compare_seeds(pairs[:1])
     assert "Over 1 seed<" in as_html(one)
     assert "undecided" in as_markdown(one).lower() or "indistinguishable" in as_markdown(one).lower()
-
-
-def test_many_classes_are_shown_as_pairs_instead_of_a_matrix(review_csv, tmp_path):
-    csv = review_csv(240, classes=tuple(f"class {i}" for i in range(8)))
-    comparison = compare_runs(*(read_run(write_run(tmp_path / n, csv, rng_seed=c)) for n, c in (("a", 0), ("b", 1))))
-    page = as_html(comparison)
-    assert "pairs that were confused most often" in page
-    assert 'class="confusion"' not in page
 
 
 def test_three_files_are_written(comparison, tmp_path):
@@ -207,16 +184,3 @@ def test_runs_without_common_mistakes_say_so(identical):
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
     assert "classified correctly by at least one run" in as_html(without)
-
-
-def test_duplicates_across_the_parts_are_named(review_csv, tmp_path):
-    a, b = (write_run(tmp_path / name, review_csv(120)) for name in ("a", "b"))
-    compared = compare_runs(read_run(a), read_run(b), baselines=False)
-    assert compared["duplicates"] is None, "older runs do not record them"
-    for run in (a, b):
-        counts = {"test_in_train": 7, "test_in_validation": 0, "validation_in_train": 0}
-        edit_json(run / "split.json", duplicates=counts)
-    compared = compare_runs(read_run(a), read_run(b), baselines=False)
-    line = "7 test reviews also occur in train rows: scores on new reviews may be lower"
-    assert f"duplicates: {line}" in as_markdown(compared)
-    assert line in as_html(compared)

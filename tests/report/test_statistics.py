@@ -113,11 +113,11 @@ def test_the_verdict_names_the_better_run_in_any_order():
         (
             [0.90, 0.91, 0.89],
             [0.91, 0.90, 0.89],
-            "indistinguishable over 3 seeds: the difference could be anywhere in [−2.48, +2.48] points",
+            "Indistinguishable over 3 seeds: the difference could be anywhere in [−2.48, +2.48] points",
         ),
-        ([0.9], [0.8], "undecided over 1 seed: A − B is +10.00 points on each of them"),
-        ([0.8, 0.7], [0.9, 0.8], "undecided over 2 seeds: A − B is −10.00 points on each"),
-        ([0.9, 0.8], [0.9, 0.8], "undecided over 2 seeds: A − B is +0.00 points on each"),
+        ([0.9], [0.8], "Undecided over 1 seed: A − B is +10.00 points on each of them"),
+        ([0.8, 0.7], [0.9, 0.8], "Undecided over 2 seeds: A − B is −10.00 points on each"),
+        ([0.9, 0.8], [0.9, 0.8], "Undecided over 2 seeds: A − B is +0.00 points on each"),
     ],
 )
 def test_the_verdict_over_seeds(a, b, line):
