@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
@@ -145,9 +144,8 @@ def gradient_order(
 class Activations:
     """The memory of one micro-batch, in bytes, without parameters and their gradients."""
 
-    saved: int  # kept by the forward pass for the backward pass
+    saved: int  # what the forward pass leaves behind for the backward pass
     peak: int  # the most that exists at one time in the forward and backward passes
-    weights: int = 0  # the part of `saved` that is copies of parameters in 16 bits, which mixed precision multiplies
 
 
 def count_activations(
@@ -159,28 +157,15 @@ def count_activations(
     """
     with without_data(device):
         model = empty_model(settings, config, n_tokens, param_dtype=settings.param_dtype)
-        parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere
-        saved: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in parameters:
-                saved[storage._cdata] = storage
-            return tensor
-
-        memory = LiveMemory(parameters)
-        with memory:
-            batch = empty_batch(model, rows, settings.max_length)
+        with LiveMemory(known=(*model.parameters(), *model.buffers())) as memory:
             masks = RowDropout(settings.seed, 0, range(rows))
-            with saved_tensors_hooks(keep, lambda tensor: tensor), mixed_precision(settings.precision, device), masks:
-                loss = model(**batch).loss
-            n_saved = sum(storage.nbytes() for storage in saved.values())
-            n_weights = sum(storage.nbytes() for key, storage in saved.items() if key in memory.copies)
-            saved.clear()  # backward() frees them one after another
+            with mixed_precision(settings.precision, device), masks:
+                loss = model(**empty_batch(model, rows, settings.max_length)).loss
+            saved = memory.size
             loss.backward()
-    return Activations(n_saved, memory.peak, n_weights)
+    return Activations(saved, memory.peak)
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
@@ -190,24 +175,20 @@ def _free_gradient(parameter: torch.Tensor) -> None:
 class LiveMemory(TorchDispatchMode):
     """Add up the memory of the tensors that operations create, as long as they exist."""
 
-    def __init__(self, ignored: Collection[int]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = self.size = 0  # bytes: the most that existed at one time, and those that exist now
-        # `_cdata` of the storages that are counted elsewhere, of all that exist, and of copies in another dtype.
-        self.ignored, self.known = frozenset(ignored), set(ignored)
-        self.copies: set[int] = set()
+        # `_cdata` of the storages that exist, or that are counted elsewhere.
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         results = operation(*args, **(kwargs or {}))
-        is_copy = operation is aten._to_copy.default and args[0].untyped_storage()._cdata in self.ignored
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known:
                     self.known.add(storage._cdata)
                     self.size += storage.nbytes()
-                    if is_copy:
-                        self.copies.add(storage._cdata)
                     # PyTorch keeps the Python object of a storage as long as the storage itself.
                     weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
         self.peak = max(self.peak, self.size)
@@ -215,5 +196,4 @@ class LiveMemory(TorchDispatchMode):
 
     def _forget(self, key: int, size: int) -> None:
         self.known.discard(key)
-        self.copies.discard(key)
         self.size -= size

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import groupby, product
+from collections.abc import Sequence
 
 import torch
 
 from ..common.formats import markdown_table, mib
 from ..common.paths import PACKAGE
 from ..settings import STRATEGIES
-from .empty_model import Activations
 from .step import Plan
 
 Variant = tuple[str, bool]  # strategy, whether --cpu_offload is set
 VARIANTS: tuple[Variant, ...] = (*((strategy, False) for strategy in STRATEGIES), ("zero3", True))
-SAME_TRAFFIC = 1.01  # strategies that differ by less than this factor, such as by DDP's buffers, send the same
-LEFT_OUT = "Not included: the memory of the CUDA context, of the libraries and of fragmentation."
 TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
-    "much as it sends. Sizes are those of the tensor that is reduced, sent or gathered. The bytes that leave a node "
-    "are those that all of its ranks send to other nodes; all-gathers and all-reduces among all ranks are assumed to "
-    "be rings."
+    f"much as it sends. `python -m {PACKAGE}.bench.traffic` counts each collective."
+)
+LEAVING_NOTE = (
+    "The bytes that leave a node are those that all of its ranks send to other nodes; all-gathers and all-reduces "
+    "among all ranks are assumed to be rings."
 )
 
 
@@ -33,31 +29,26 @@ def describe_plan(plan: Plan, budget: int | None = None) -> str:
     Args:
         budget: the memory of the device in bytes; by default that of this machine's GPU, if there is one.
     """
-    budget = budget or memory_of_device(plan)
-    parts = _tables(plan, VARIANTS)
-    if budget is not None:
-        parts.append(f"## What fits into {mib(budget)} MiB\n\n{table_of_what_fits(plan, budget)}")
-    return "\n".join([*parts, f"## Verdict\n\n{verdict(plan, budget)}\n"])
+    return _describe(plan, VARIANTS, budget or memory_of_device(plan))
 
 
 def describe_run_plan(plan: Plan) -> str:
     """Return the plan of the strategy that the settings choose."""
     offload = plan.settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
-    return "\n".join(
-        [*_tables(plan, [(plan.settings.strategy, offload)]), "## Verdict\n", verdict(plan, memory_of_device(plan))]
-    )
+    return _describe(plan, [(plan.settings.strategy, offload)], memory_of_device(plan))
 
 
-def _tables(plan: Plan, variants: Sequence[Variant]) -> list[str]:
+def _describe(plan: Plan, variants: Sequence[Variant], budget: int | None) -> str:
     strategies = list(dict.fromkeys(strategy for strategy, _ in variants))
-    return [
+    parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
-        f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, variants)}",
+        f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, variants, budget)}",
         *notes_on_memory(plan),
-        f"## Activations, in MiB\n\n{table_of_activations(plan)}",
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, strategies)}",
-        f"## Collectives of a step, in bytes\n\n{table_of_collectives(plan, strategies)}\n{TRAFFIC_NOTE}\n",
+        f"{TRAFFIC_NOTE}{f' {LEAVING_NOTE}' if plan.topology.nodes > 1 else ''}\n",
+        f"## Verdict\n\n{verdict(plan, variants, budget)}\n",
     ]
+    return "\n".join(parts)
 
 
 def headline(plan: Plan) -> str:
@@ -83,34 +74,19 @@ def notes_on_memory(plan: Plan) -> list[str]:
     return notes
 
 
-def table_of_memory(plan: Plan, variants: Sequence[Variant]) -> str:
+def table_of_memory(plan: Plan, variants: Sequence[Variant], budget: int | None) -> str:
+    """Return a table of each kind of memory and, if the memory of the device is known, of the rows that fit."""
     rows = []
     for strategy, offload in variants:
         memory = plan.largest_memory(strategy)
         parts = [memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.exchange]
-        activations = plan.activations(strategy).peak
-        parts += [memory.accumulated + memory.partial_sums, activations]
-        parts += [memory.on_device(offload) + activations, memory.in_main_memory(offload)]
-        rows.append([label((strategy, offload)), *map(mib, parts)])
+        parts += [memory.accumulated + memory.partial_sums, plan.activations(strategy).peak]
+        parts += [needed(plan, (strategy, offload)), memory.in_main_memory(offload)]
+        fits = [] if budget is None else [f"{rows_that_fit(plan, (strategy, offload), budget):,}"]
+        rows.append([label((strategy, offload)), *map(mib, parts), *fits])
     kinds = ["parameters", "gradients", "optimizer", "gathered", "exchange", "accumulated", "activations"]
-    return markdown_table(["strategy", *kinds, "on the device", "in main memory"], rows)
-
-
-def table_of_activations(plan: Plan) -> str:
-    """Return a table of the chosen strategy with other precisions, with and without activation checkpointing."""
-    settings = plan.settings
-    # With fp64, parameters and gradients are in fp64 too, and the plan has no others. The same applies to gathered
-    # parameters in bf16.
-    only_own = settings.precision == "fp64" or settings.param_dtype == "bf16"
-    precisions = [settings.precision] if only_own else dict.fromkeys(("fp32", "bf16", settings.precision))
-    checkpointing = (False, True) if plan.model.supports_gradient_checkpointing else (False,)
-    rows = []
-    for precision, on in product(precisions, checkpointing):
-        changes = {"precision": precision, "activation_checkpointing": on}
-        counted = plan.count(plan.batches.micro_size, settings.strategy, **changes)
-        rows.append([precision, "yes" if on else "no", *map(mib, (counted.saved, counted.weights, counted.peak))])
-    header = ["precision", "checkpointing", "kept for the backward pass", "16-bit weights (included)", "peak"]
-    return markdown_table(header, rows, text_columns=2)
+    totals = ["on the device", "in main memory", *([] if budget is None else ["rows that fit"])]
+    return markdown_table(["strategy", *kinds, *totals], rows)
 
 
 def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
@@ -124,31 +100,6 @@ def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
         rows.append([strategy, *map(mib, cells)])
     header = ["strategy", "gradients", "parameters", "buffers and norm", "total"]
     return markdown_table(header + (["leaves a node"] if several_nodes else []), rows)
-
-
-def table_of_collectives(plan: Plan, strategies: Sequence[str]) -> str:
-    """Return a table with one line per bucket, block or rank. Neighbors that are alike share a line."""
-    rows = []
-    several_nodes = plan.topology.nodes > 1
-    for strategy in strategies:
-        for _, group in groupby(plan.traffic(strategy), key=lambda collective: replace(collective, what="")):
-            same = list(group)
-            first, last = same[0].what, same[-1].what  # such as `bucket 2` and `bucket 7`
-            what = first if len(same) == 1 else f"{first} to {last.split()[-1]}"
-            sent = sum(collective.sent(plan.topology) for collective in same)
-            times = sum(collective.times for collective in same)
-            names = [strategy, same[0].purpose, what, same[0].operation]
-            cells = [f"{same[0].size:,}", f"{times:,}", f"{sent:,.0f}"]
-            if several_nodes:
-                names.append(same[0].among)
-                cells.append(f"{sum(collective.leaving(plan.topology) for collective in same):,.0f}")
-            rows.append(names + cells)
-    names = ["strategy", "purpose", "what", "operation"] + (["among"] if several_nodes else [])
-    numbers = ["size", "times", "sent per rank"] + (["leaves a node"] if several_nodes else [])
-    return markdown_table(names + numbers, rows, text_columns=len(names))
-
-
-# ---- what fits -------------------------------------------------------------------------------------------------------
 
 
 def label(variant: Variant) -> str:
@@ -168,63 +119,28 @@ def needed(plan: Plan, variant: Variant) -> int:
     return plan.largest_memory(strategy).on_device(cpu_offload) + plan.activations(strategy).peak
 
 
-def sends_least(plan: Plan, variants: Sequence[Variant]) -> str:
-    """Return the strategy that sends least: between the nodes if there are several. Ties go to the simpler strategy."""
-    count = plan.leaving if plan.topology.nodes > 1 else plan.sent
-    traffic = {variant: sum(count(variant[0]).values()) for variant in variants}
-    chosen = next(variant for variant in variants if traffic[variant] <= min(traffic.values()) * SAME_TRAFFIC)
-    where = "leave each node" if plan.topology.nodes > 1 else "sent by each rank"
-    return f"`{label(chosen)}` ({mib(traffic[chosen])} MiB {where} per step)"
+def rows_that_fit(plan: Plan, variant: Variant, budget: int) -> int:
+    """Return the largest micro-batch, a power of two, that fits into the memory of a device; 0 if none does."""
+    strategy, cpu_offload = variant
+    free, rows = budget - plan.largest_memory(strategy).on_device(cpu_offload), 1
+    while plan.count(rows, strategy).peak <= free:
+        rows *= 2
+    return rows // 2
 
 
-def table_of_what_fits(plan: Plan, budget: int) -> str:
-    """Return a table with the largest micro-batch of each strategy that fits into the memory of a device."""
-    rows = []
-    for strategy, offload in VARIANTS:
-        free = budget - plan.largest_memory(strategy).on_device(offload)
-        largest = largest_that_fits(free, partial(plan.count, strategy=strategy))
-        rows.append([label((strategy, offload)), mib(max(0, free)), str(largest) if largest else "does not fit"])
-    return markdown_table(["strategy", "left for activations", "rows per micro-batch"], rows)
-
-
-def largest_that_fits(free: int, count: Callable[[int], Activations]) -> int:
-    """Return the largest number of rows whose activations need at most `free` bytes."""
-    if count(1).peak > free:
-        return 0
-
-    def estimate(low: int, high: int) -> int:
-        """Return the largest number of rows that fits if the memory grows as it does from `low` to `high` rows."""
-        growth = max(1.0, (count(high).peak - count(low).peak) / (high - low))
-        return low + int((free - count(low).peak) / growth)
-
-    fits, too_many = 1, 2
-    while count(too_many).peak <= free:
-        fits, too_many = too_many, max(too_many, estimate(fits, too_many)) + 1
-    while too_many - fits > 1:
-        middle = min(max(estimate(fits, too_many), fits + 1), too_many - 1)
-        fits, too_many = (middle, too_many) if count(middle).peak <= free else (fits, middle)
-    return fits
-
-
-def verdict(plan: Plan, budget: int | None) -> str:
-    """Return the strategies that fit into the memory of the device and the one of them that sends least."""
-    sizes = {variant: needed(plan, variant) for variant in VARIANTS}
-    smallest = min(sizes, key=lambda variant: sizes[variant])
-    least = f"`{label(smallest)}` needs the least: {mib(sizes[smallest])} MiB"
+def verdict(plan: Plan, variants: Sequence[Variant], budget: int | None) -> str:
+    """Return which strategies fit into the memory of the device."""
     if budget is None:
         return (
             f"The memory of the device is unknown: `python -m {PACKAGE}.plan --device_memory 24GiB` tells what fits "
-            f"into it. {least}. {sends_least(plan, VARIANTS)} sends the least."
+            "into it."
         )
-    fitting = [variant for variant in VARIANTS if sizes[variant] <= budget]
-    if not fitting:
-        return (
-            f"With this batch, no strategy fits into {mib(budget)} MiB: {least}. Smaller micro-batches "
-            "(--gradient_accumulation_steps), --activation_checkpointing and --precision bf16 need less. "
-            f"{LEFT_OUT}"
-        )
-    names = ", ".join(f"`{label(variant)}`" for variant in fitting)
-    which = f"{names} {'fit' if len(fitting) > 1 else 'fits'} into {mib(budget)} MiB, the others do not"
-    if len(fitting) == len(VARIANTS):
-        which = f"every strategy fits into {mib(budget)} MiB"
-    return f"With this batch, {which}. The least communication: {sends_least(plan, fitting)}. {LEFT_OUT}"
+    fitting = [f"`{label(variant)}`" for variant in variants if needed(plan, variant) <= budget]
+    less = (
+        "Smaller micro-batches (--gradient_accumulation_steps), --activation_checkpointing and --precision bf16 need "
+        "less. "
+    )
+    return (
+        f"With this batch, into {mib(budget)} MiB fits: {', '.join(fitting) or 'none'}. {'' if fitting else less}Not "
+        "included: the memory of the CUDA context, of the libraries and of fragmentation."
+    )

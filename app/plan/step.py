@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -35,9 +34,7 @@ class Plan:
     batches: BatchPlan
     device: torch.device  # where the ranks train
     topology: Topology
-    # Returns the activations of a number of rows of `--max_length` tokens under a strategy, with the run's `precision`
-    # and `activation_checkpointing` or with others.
-    count: Callable[..., Activations]
+    count: Callable[[int, str], Activations]  # of a number of rows of `--max_length` tokens, under a strategy
 
     def activations(self, strategy: str) -> Activations:
         return self.count(self.batches.micro_size, strategy)
@@ -125,12 +122,13 @@ def plan_step(
         batch = empty_batch(model, batches.micro_size, settings.max_length)
         order = gradient_order(model, batch, settings.precision, device=device)
 
+    # Only what FSDP2 gathers is in --param_dtype. Strategies that compute in the same dtype count alike.
     @cache
-    def count_with(rows: int, **changes: Any) -> Activations:
-        return count_activations(replace(settings, **changes), config, n_tokens=n_tokens, rows=rows, device=device)
+    def count(rows: int, gathers_bf16: bool) -> Activations:
+        counted = settings if gathers_bf16 else replace(settings, param_dtype="fp32")
+        return count_activations(counted, config, n_tokens=n_tokens, rows=rows, device=device)
 
-    def count(rows: int, strategy: str, **changes: Any) -> Activations:
-        # Only what FSDP2 gathers is in --param_dtype. The other strategies count alike.
-        return count_with(rows, **changes, **({} if strategy in SHARDED else {"param_dtype": "fp32"}))
+    def count_with(rows: int, strategy: str) -> Activations:
+        return count(rows, settings.param_dtype == "bf16" and strategy in SHARDED)
 
-    return Plan(settings, model, order, batches, device, topology, count)
+    return Plan(settings, model, order, batches, device, topology, count_with)

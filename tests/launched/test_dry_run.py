@@ -13,6 +13,6 @@ def test_a_job_prints_its_plan_and_ends(launch, tmp_path):
     flags = ["--csv", SAMPLE_CSV, "--use_cpu", "--threads=1", "--logical_ranks=4", "--strategy=zero2"]
     done = launch("ddp_loop", *flags, "--dry_run", ranks=2)
     assert (done.status, done.error_lines) == (0, []), done.err
-    assert done.out.count("4 logical ranks (on 2 ranks) x 8 rows") == 1, "only rank 0 prints"
-    assert "| zero2 | parameters | block 1 | all-gather |" in done.out
+    assert done.out.count("4 logical ranks (on 2 rank(s)) x 8 rows") == 1, "only rank 0 prints"
+    assert done.out.count("| zero2 |") == 2, "memory and traffic of this strategy only"
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from app.program import run_program
 from app.settings import Settings
 from app.training import prepare
 
-TITLES = ("Memory of the rank that needs most", "Traffic: what a rank sends", "Collectives of a step")
+TITLES = ("Memory of the rank that needs most", "Traffic: what a rank sends")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_both_paths_print_the_plan_instead_of_training(path, settings, world, tm
     assert "8 rows per step = 1 rank(s) x 8 rows x 1 micro-batch(es); 16 tokens per row, fp32" in text
     for title in TITLES:
         assert title in text
-    assert text.count("| zero3 |") > 2
+    assert text.count("| zero3 |") == 2
     assert "| ddp |" not in text, "only the strategy of the run"
     assert [path.name for path in tmp_path.iterdir()] == ["reviews.csv"], "no folder is created"
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
 
     monkeypatch.setattr(dry_run, "resolve_settings", resolve)
     print_plan("ddp_loop", settings, world)
-    assert "4 logical ranks (on 1 rank) x 2 rows" in capsys.readouterr().out
+    assert "4 logical ranks (on 1 rank(s)) x 2 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("program", [compare, same_bits])
