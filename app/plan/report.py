@@ -43,7 +43,7 @@ def _describe(plan: Plan, variants: Sequence[Variant], budget: int | None) -> st
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
         f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plan, variants, budget)}",
-        *notes_on_memory(plan),
+        *note_on_kernels(plan),
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plan, strategies)}",
         f"{TRAFFIC_NOTE}{f' {LEAVING_NOTE}' if plan.topology.nodes > 1 else ''}\n",
         f"## Verdict\n\n{verdict(plan, variants, budget)}\n",
@@ -61,17 +61,13 @@ def headline(plan: Plan) -> str:
     )
 
 
-def notes_on_memory(plan: Plan) -> list[str]:
-    notes = [
-        f"At the start, each rank loads the complete model into main memory: {mib(plan.start)} MiB for each rank of a "
-        "node. `zero2` and `zero3` then move one block at a time to the device, which needs less there than a step.\n"
+def note_on_kernels(plan: Plan) -> list[str]:
+    if plan.device.type != "cpu" or plan.settings.use_cpu:
+        return []
+    return [
+        "Activations are those of CPU kernels, because PyTorch sees no GPU here. Plan on a machine with a GPU to count "
+        "those of its kernels.\n"
     ]
-    if plan.device.type == "cpu" and not plan.settings.use_cpu:
-        notes.append(
-            "Activations are those of CPU kernels, because PyTorch sees no GPU here. Plan on a machine with a GPU to "
-            "count those of its kernels.\n"
-        )
-    return notes
 
 
 def table_of_memory(plan: Plan, variants: Sequence[Variant], budget: int | None) -> str:

@@ -20,7 +20,7 @@ from ..settings import SHARDED, Settings
 from ..strategies.base import add_gradients_per_block
 from ..training.build import read_and_split
 from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
-from .memory import RankMemory, StepOptions, plan_memory, total_bytes
+from .memory import RankMemory, StepOptions, plan_memory
 from .traffic import Collective, by_purpose, plan_traffic
 
 
@@ -38,11 +38,6 @@ class Plan:
 
     def activations(self, strategy: str) -> Activations:
         return self.count(self.batches.micro_size, strategy)
-
-    @property
-    def start(self) -> int:
-        """The complete model, which each rank loads into main memory before the strategy shards it."""
-        return total_bytes((*self.model.parameters(), *self.model.buffers()))
 
     @property
     def options(self) -> StepOptions:
