@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from ..strategies.base import CLIP, FORWARD, MICRO_BATCH, START_CLOCK
 
 Interval = tuple[int, int]  # start and end, in nanoseconds, as all times here
-Mask = NDArray[np.bool_]  # a set of moments of a `Timeline`: whether each interval between its edges belongs to it
+Moments = NDArray[np.bool_]  # of a step: whether each microsecond of it belongs to a set
+RESOLUTION = 1000  # nanoseconds in each of them
 
 EXPOSED = "exposed communication"
 CATEGORIES = ("data wait", "forward", "backward", EXPOSED, "optimizer", "other")
@@ -38,31 +39,15 @@ class Event:
     is_annotation: bool = False  # whether it is a range of `record_function` and not an operator
 
 
-class Timeline:
-    """A step, divided at every edge of an event, so that sets of its moments are combined as NumPy masks: `a & ~b`."""
-
-    def __init__(self, start: int, end: int, events: Iterable[Event] = ()) -> None:
-        edges = np.array([start, end, *(time for event in events for time in (event.start, event.end))])
-        self.start, self.end = start, end
-        self.edges = np.unique(np.clip(edges, start, end))
-        self.durations = np.diff(self.edges, append=end)
-
-    def during(self, intervals: Iterable[Interval], gap: int = 0) -> Mask:
-        """Return the union of intervals, which begin and end at edges. Pauses of at most `gap` are part of it."""
-        ordered = sorted(intervals)
-        ends = accumulate((end for _, end in ordered), max)
-        pauses = [(end, start) for end, (start, _) in zip(ends, ordered[1:], strict=False) if end < start <= end + gap]
-        begun = np.zeros(len(self.edges), dtype=np.int64)  # how many more intervals begin than end at each edge
-        inside = np.array([*ordered, *pauses], dtype=np.int64).reshape(-1, 2).clip(self.start, self.end)
-        np.add.at(begun, np.searchsorted(self.edges, inside[:, 0]), 1)
-        np.add.at(begun, np.searchsorted(self.edges, inside[:, 1]), -1)
-        return begun.cumsum() > 0
-
-    def contains(self, mask: Mask, time: int) -> bool:
-        return self.start <= time < self.end and bool(mask[np.searchsorted(self.edges, time, side="right") - 1])
-
-    def milliseconds(self, mask: Mask) -> float:
-        return float(self.durations[mask].sum()) / 1e6
+def union(intervals: Iterable[Interval], step: Interval, gap: int = 0) -> Moments:
+    """Return the microseconds of a step that belong to any of some intervals, or to a pause of at most `gap`."""
+    ordered = sorted(intervals)
+    ends = accumulate((end for _, end in ordered), max)
+    pauses = [(end, start) for end, (start, _) in zip(ends, ordered[1:], strict=False) if end < start <= end + gap]
+    moments = np.zeros((step[1] - step[0]) // RESOLUTION, dtype=bool)
+    for start, end in (*ordered, *pauses):
+        moments[max(start - step[0], 0) // RESOLUTION : max(end - step[0], 0) // RESOLUTION] = True
+    return moments
 
 
 def divide_steps(events: Sequence[Event]) -> pd.DataFrame:
@@ -82,21 +67,22 @@ def divide_steps(events: Sequence[Event]) -> pd.DataFrame:
         annotations = [e for e in on_main_thread if e.is_annotation and window.start <= e.start < window.end]
         clock = [e.end for e in annotations if e.name == START_CLOCK]
         start = max(clock, default=window.start)  # a checkpoint or an evaluation is not part of the step
-        timeline = Timeline(start, window.end, near)
-        host = host_parts(annotations, timeline)
-        operators = timeline.during(((e.start, e.end) for e in on_main_thread if _is_operator(e)), SHORTEST_WAIT)
+        step = (start, window.end)
+        host = host_parts(annotations, step)
+        operators = union(((e.start, e.end) for e in on_main_thread if _is_operator(e)), step, SHORTEST_WAIT)
         # Collectives that are started in other parts, such as the check for stop requests, are not the step's.
-        waited_for = host["forward"] | host["backward"] | host["optimizer"]
-        communication = timeline.during(call for call in collectives if timeline.contains(waited_for, call[0]))
+        waited_for = np.flatnonzero(host["forward"] | host["backward"] | host["optimizer"])
+        communication = union((call for call in collectives if (call[0] - start) // RESOLUTION in waited_for), step)
         exposed = communication & ~operators
         # While nothing is computed and no collective is in flight, the time belongs to what the host does.
         parts = {name: part & ~exposed for name, part in host.items()} | {EXPOSED: exposed}
-        times = {name: timeline.milliseconds(parts[name]) for name in CATEGORIES}
-        steps.append(times | {"step": sum(times.values()), "communication": timeline.milliseconds(communication)})
+        sets = {name: parts[name] for name in CATEGORIES}
+        sets |= {"step": np.ones_like(exposed), "communication": communication}
+        steps.append({name: float(moments.sum()) * RESOLUTION / 1e6 for name, moments in sets.items()})
     return pd.DataFrame(steps)
 
 
-def host_parts(annotations: Sequence[Event], timeline: Timeline) -> dict[str, Mask]:
+def host_parts(annotations: Sequence[Event], step: Interval) -> dict[str, Moments]:
     """Return when the host is in each part of a step, from the annotations of the main thread.
 
     The parts are disjoint and cover the step.
@@ -111,7 +97,7 @@ def host_parts(annotations: Sequence[Event], timeline: Timeline) -> dict[str, Ma
     data_wait = [(e.start, e.end) for e in annotations if e.name.startswith("enumerate(DataLoader)")]
     optimizer = [(e.start, e.end) for e in annotations if e.name == CLIP or e.name.startswith("Optimizer.")]
     intervals = {"data wait": data_wait, "forward": forward, "backward": backward, "optimizer": optimizer}
-    parts = {name: timeline.during(of_part) for name, of_part in intervals.items()}
+    parts = {name: union(of_part, step) for name, of_part in intervals.items()}
     return parts | {"other": ~np.logical_or.reduce(list(parts.values()))}
 
 

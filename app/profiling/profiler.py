@@ -21,7 +21,7 @@ from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_
 from ..distributed.world import World
 from ..runs.schema import PROFILE, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
 from ..settings import Settings
-from .breakdown import CATEGORIES, EXPOSED, Event, divide_steps
+from .breakdown import Event, divide_steps
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
 SKIPPED, WARM_UP = 3, 1  # steps; torch.profiler starts in the warm-up and keeps nothing of it
@@ -46,8 +46,6 @@ class StepProfiler:
     def __enter__(self) -> StepProfiler:
         if self.first <= self.last:
             self.profile = start_profiler(self.last - self.first + 1, self.world.device)
-        elif self.requested:
-            self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.first}")
         return self
 
     def step(self) -> bool:
@@ -56,9 +54,9 @@ class StepProfiler:
         Returns:
             Whether that was the last step, and the files have been written.
         """
+        self.step_number += 1
         if self.profile is None:
             return False
-        self.step_number += 1
         if self.step_number >= self.first - 1 and self.world.device.type == "cuda":
             torch.cuda.synchronize()  # otherwise the step's kernels would run in a later one
         if self.step_number < self.last:
@@ -72,8 +70,8 @@ class StepProfiler:
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if self.profile is not None and self.world.device.type == "cpu":
             self.profile.stop()  # on a GPU, it would wait for kernels, which may wait for a rank that has failed
-        if self.profile is not None and failure is None:  # early stopping
-            self.world.print_main(f"--profile {self.requested}: not done, as the run ends before step {self.last}")
+        if failure is None and self.step_number < max(self.first, self.last):  # the run is short, or has stopped early
+            self.world.print_main(f"--profile: not done, as the run ends before step {max(self.first, self.last)}")
         self.profile = None
 
     def _write(self, finished: profile) -> None:
@@ -88,11 +86,10 @@ class StepProfiler:
 
         def write_summary() -> None:
             if ranks:
-                text = describe(ranks, self.first)
+                steps, times = [*range(self.first, self.last + 1)], [of_rank.to_dict("records") for of_rank in ranks]
+                write_json(self.folder / PROFILE_SUMMARY, {"steps": steps, "unit": "ms", "ranks": times})
+                text = describe(ranks, steps)
                 write_text(self.folder / PROFILE_TEXT, f"```\n{text}\n```\n")
-                numbers = list(range(self.first, self.last + 1))
-                of_ranks = [steps.to_dict("records") for steps in ranks]
-                write_json(self.folder / PROFILE_SUMMARY, {"steps": numbers, "unit": "ms", "ranks": of_ranks})
                 tqdm.write(text)  # above the progress bar
             tqdm.write(f"{'traces':>21}  {self.folder}/")
 
@@ -104,17 +101,12 @@ class StepProfiler:
             stop_or_warn(self.folder, problem, self.on_failure, warn=self.world.print_main)
 
 
-def hide_profiler_messages() -> None:
-    """Hide kineto's messages about starting and stopping. Call it before profiling."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of every message
-
-
 def start_profiler(steps: int, device: torch.device) -> profile:
     """Start a profiler that records a number of steps after the first ones; call its `step()` after each step."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    hide_profiler_messages()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of its messages about starting and stopping
     profiler = profile(
         activities=activities, schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=steps, repeat=1), acc_events=True
     )
@@ -134,16 +126,10 @@ def events_of(finished: profile) -> list[Event]:
     ]
 
 
-def describe(ranks: Sequence[pd.DataFrame], first_step: int) -> str:
-    """Return a table of the mean times of all ranks: one line per part of the step."""
-    by_rank = pd.DataFrame([steps.mean() for steps in ranks])
-    mean, lowest, highest = by_rank.mean(), by_rank.min(), by_rank.max()
-    last_step = first_step + len(ranks[0]) - 1
-    lines = [f"{'profile':>21}  steps {first_step} to {last_step}, mean of {len(ranks)} rank(s) (lowest to highest)"]
-    for name in (*CATEGORIES, "step"):
-        share = mean[name] / mean["step"]
-        lines.append(f"{name:>21}  {mean[name]:8.2f} ms {share:6.1%}  ({lowest[name]:.2f} to {highest[name]:.2f})")
-    if communication := mean["communication"]:
-        hidden = 1 - mean[EXPOSED] / communication
-        lines.append(f"{'communication':>21}  {communication:8.2f} ms, {hidden:.0%} hidden behind computation")
-    return "\n".join(lines)
+def describe(ranks: Sequence[pd.DataFrame], steps: Sequence[int]) -> str:
+    """Return a table of the mean times of a step, from the frames of all ranks that `divide_steps` returned."""
+    means = pd.DataFrame([of_rank.mean() for of_rank in ranks])
+    table = pd.DataFrame({"mean": means.mean(), "lowest": means.min(), "highest": means.max()})
+    table["share"] = means.mean() / means["step"].mean()
+    title = f"profile of steps {steps[0]} to {steps[-1]}: milliseconds of {len(ranks)} rank(s)"
+    return f"{title}\n{table.to_string(float_format='{:.3f}'.format)}"
