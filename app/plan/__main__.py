@@ -11,13 +11,13 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, parse_flags
+from ..cli import OneLineParser, count, parse_flags
 from ..program import check_command_line, run_program, select_precision
 
 
 def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; by default as `--nproc_per_node auto`")
-    parser.add_argument("--ranks_per_node", type=int, metavar="N", help="by default, all ranks are on one node")
+    parser.add_argument("--ranks", type=count, metavar="N", help="number of ranks; default: as `--nproc_per_node auto`")
+    parser.add_argument("--ranks_per_node", type=count, metavar="N", help="by default, all ranks are on one node")
     parser.add_argument("--device_memory", metavar="SIZE", help="such as 24GiB: print what fits")
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
@@ -53,15 +53,13 @@ def main() -> int:
     except (ValueError, OverflowError):
         size = shorten(options.device_memory)
         raise UserError(f"--device_memory {size}: must be a number with a unit, such as 24GiB or 80GB") from None
-    ranks = default_nproc_per_node(settings) if options.ranks is None else options.ranks
-    ranks_per_node = ranks if options.ranks_per_node is None else options.ranks_per_node
-    if ranks < 1:
-        raise UserError(f"--ranks {ranks}: must be 1 or more")
-    if ranks_per_node < 1 or ranks % min(ranks_per_node, ranks):
-        raise UserError(f"--ranks_per_node {ranks_per_node}: must be 1 or more, and divide --ranks {ranks}")
+    ranks: int = options.ranks or default_nproc_per_node(settings)
+    ranks_per_node: int = min(options.ranks_per_node or ranks, ranks)
+    if ranks % ranks_per_node:
+        raise UserError(f"--ranks_per_node {ranks_per_node}: must divide --ranks {ranks}")
     if options.measure and ranks_per_node < ranks:
         raise UserError("--measure: trains on this machine, which is one node: leave out --ranks_per_node")
-    text = describe_plan(build_plan(settings, Topology(ranks, min(ranks_per_node, ranks))), budget)
+    text = describe_plan(build_plan(settings, Topology(ranks, ranks_per_node)), budget=budget)
     folder = create_folder(settings.output_dir, RUNS / "plans")
     write_text(folder / "plan.md", text)
     print(f"{text}\nwritten to {folder}/plan.md", flush=True)

@@ -7,7 +7,7 @@ from ..distributed.world import World
 from ..settings import Settings
 from ..training.console import describe_resume
 from ..training.prepare import resolve_settings
-from .report import describe_run_plan
+from .report import describe_plan
 from .step import build_plan
 
 
@@ -21,4 +21,6 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
     with raise_on_all_ranks(world):
         if world.is_main_process:
             plan = build_plan(settings, world.topology)
-            print("\n\n".join([*describe_resume(resume), describe_run_plan(plan)]), flush=True)
+            offload = settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
+            text = describe_plan(plan, [(settings.strategy, offload)])
+            print("\n\n".join([*describe_resume(resume), text]), flush=True)

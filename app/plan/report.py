@@ -23,22 +23,13 @@ LEAVING_NOTE = (
 )
 
 
-def describe_plan(plan: Plan, budget: int | None = None) -> str:
-    """Return the plan of every strategy.
+def describe_plan(plan: Plan, variants: Sequence[Variant] = VARIANTS, budget: int | None = None) -> str:
+    """Return the plan of some strategies.
 
     Args:
         budget: the memory of the device in bytes; by default that of this machine's GPU, if there is one.
     """
-    return _describe(plan, VARIANTS, budget or memory_of_device(plan))
-
-
-def describe_run_plan(plan: Plan) -> str:
-    """Return the plan of the strategy that the settings choose."""
-    offload = plan.settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
-    return _describe(plan, [(plan.settings.strategy, offload)], memory_of_device(plan))
-
-
-def _describe(plan: Plan, variants: Sequence[Variant], budget: int | None) -> str:
+    budget = budget or memory_of_device(plan)
     strategies = list(dict.fromkeys(strategy for strategy, _ in variants))
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
@@ -89,10 +80,13 @@ def table_of_traffic(plan: Plan, strategies: Sequence[str]) -> str:
     rows = []
     several_nodes = plan.topology.nodes > 1
     for strategy in strategies:
-        sent = plan.sent(strategy)
-        other = sum(sent.values()) - sent["gradients"] - sent["parameters"]
-        cells = [sent["gradients"], sent["parameters"], other, sum(sent.values())]
-        cells += [sum(plan.leaving(strategy).values())] if several_nodes else []
+        collectives = plan.traffic(strategy)
+        sent = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
+        for collective in collectives:
+            sent[collective.purpose] += collective.sent(plan.topology)
+        cells = [sent["gradients"], sent["parameters"], sent["buffers"] + sent["norm"], sum(sent.values())]
+        if several_nodes:
+            cells.append(sum(collective.leaving(plan.topology) for collective in collectives))
         rows.append([strategy, *map(mib, cells)])
     header = ["strategy", "gradients", "parameters", "buffers and norm", "total"]
     return markdown_table(header + (["leaves a node"] if several_nodes else []), rows)

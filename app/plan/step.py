@@ -21,7 +21,7 @@ from ..strategies.base import add_gradients_per_block
 from ..training.build import read_and_split
 from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
 from .memory import RankMemory, StepOptions, plan_memory
-from .traffic import Collective, by_purpose, plan_traffic
+from .traffic import Collective, plan_traffic
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,6 @@ class Plan:
 
     def traffic(self, strategy: str) -> list[Collective]:
         return plan_traffic(self.model, self.order, strategy=strategy, topology=self.topology, options=self.options)
-
-    def sent(self, strategy: str) -> dict[str, float]:
-        """Return the bytes that a rank sends in a step, by purpose."""
-        return by_purpose(self.traffic(strategy), lambda collective: collective.sent(self.topology))
-
-    def leaving(self, strategy: str) -> dict[str, float]:
-        """Return the bytes that leave a node in a step, by purpose."""
-        return by_purpose(self.traffic(strategy), lambda collective: collective.leaving(self.topology))
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,14 +61,6 @@ class Collective:
         if self.operation == "broadcast":
             return (topology.nodes - 1) / topology.nodes * self.size * self.times
         return self.sent(topology)
-
-
-def by_purpose(collectives: Sequence[Collective], count: Callable[[Collective], float]) -> dict[str, float]:
-    """Add up a number of bytes for gradients, parameters, buffers and the norm."""
-    sizes = dict.fromkeys(("gradients", "parameters", "buffers", "norm"), 0.0)
-    for collective in collectives:
-        sizes[collective.purpose] += count(collective)
-    return sizes
 
 
 def ranks_of(among: str, topology: Topology) -> int:

@@ -19,7 +19,6 @@ from app.plan.memory import bytes_of
 from app.plan.report import (
     VARIANTS,
     describe_plan,
-    describe_run_plan,
     label,
     memory_of_device,
     needed,
@@ -97,7 +96,7 @@ def test_the_verdict_names_exactly_what_fits(planned):
     sizes = {variant: needed(planned, variant) for variant in VARIANTS}
     assert len(set(sizes.values())) > 2
     for budget in sizes.values():
-        text = describe_plan(planned, budget)
+        text = describe_plan(planned, budget=budget)
         names = text.partition("## Verdict")[2].partition("fits: ")[2]
         fitting = [variant for variant in VARIANTS if sizes[variant] <= budget]
         assert re.findall("`(.*?)`", names) == list(map(label, fitting))
@@ -111,7 +110,7 @@ def test_the_verdict_names_exactly_what_fits(planned):
 
 
 def test_without_a_gpu_the_memory_of_the_device_is_unknown(planned, monkeypatch):
-    for text in (describe_plan(planned), describe_run_plan(planned)):
+    for text in (describe_plan(planned), describe_plan(planned, [("zero3", False)])):
         assert "The memory of the device is unknown" in text.partition("## Verdict")[2]
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**20))
     assert memory_of_device(replace(planned, device=torch.device("cuda"))) == 16 * 2**20
@@ -163,7 +162,7 @@ def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, mon
 
 
 def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
-    monkeypatch.setattr(module, "describe_plan", lambda *_: "the plan")
+    monkeypatch.setattr(module, "describe_plan", lambda *_, **__: "the plan")
     started = []
     monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)
     assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 0
@@ -178,9 +177,9 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ranks=0"], "error: --ranks 0: must be 1 or more"),
-        (["--ranks_per_node=0"], "error: --ranks_per_node 0: must be 1 or more, and divide --ranks 2"),
-        (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must be 1 or more, and divide --ranks 8"),
+        (["--ranks=0"], "error: argument --ranks: 0: must be a whole number, 1 or more"),
+        (["--ranks_per_node=0"], "error: argument --ranks_per_node: 0: must be a whole number, 1 or more"),
+        (["--ranks=8", "--ranks_per_node=3"], "error: --ranks_per_node 3: must divide --ranks 8"),
         (["--measure", "--ranks_per_node=1"], "error: --measure: "),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit, such as 24GiB or 80GB"),
         (["--ranks=3"], "error: --train_batch_size 8 cannot be divided among 3 rank(s)"),
