@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -21,16 +21,13 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
-from ..common.terminal import hides_progress
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
-from ..distributed.environment import rank_and_sizes
 from ..distributed.process_group import join
 from ..distributed.processes import resolve_nproc_per_node
 from ..distributed.world import World
@@ -47,15 +44,7 @@ from ..strategies.optimization import LossScale, Optimization, mean_loss
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
 from ..training.step import build_optimizer, build_scheduler, default_learning_rate
-from .variants import (
-    SGD,
-    Change,
-    Variant,
-    build_changes,
-    count_rows,
-    rows_of_steps,
-    variant_settings,
-)
+from .variants import SGD, Variant, baseline_of, build_variants, count_rows, rows_of_steps, variant_settings
 
 # For each effect: its heading in the table, how its values over the seeds are combined, and their format.
 EFFECTS = {
@@ -86,7 +75,6 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     The settings are the baseline's, with the first seed. The ranks are simulated in one process, whatever GPUs there
     are.
     """
-    rank_and_sizes()  # raises a mistake in the environment
     settings = select_precision(settings)
     if settings.precision == "fp16" or settings.logical_ranks is not None or settings.ddp_comm_hook != "no":
         plain = "leave out --logical_ranks, --ddp_comm_hook and --precision fp16"
@@ -95,14 +83,14 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     if ranks.bit_count() != 1:
         raise UserError(f"--nproc_per_node {ranks}: must be a power of two, because --ablate simulates logical ranks")
     _, split, _ = read_and_split(settings, ranks)  # reports a mistake before there is a folder
-    changes = build_changes(ranks, settings.gradient_accumulation_steps)
+    variants = build_variants(ranks, settings.gradient_accumulation_steps)
     folder = create_folder(settings.output_dir, RUNS / "ablations")
     settings = replace(settings, revision=resolve_commit(settings))  # every training starts from the same commit
     found: list[dict[str, Any]] = []
-    with join(settings) as world, tqdm(unit=" runs", disable=hides_progress(settings.disable_tqdm)) as progress:
+    with join(settings) as world:
         quiet_libraries(world)
         for seed in range(settings.seed, settings.seed + seeds):
-            found += train_changes(replace(settings, seed=seed), changes, ranks, world=world, progress=progress)
+            found += train_variants(replace(settings, seed=seed), variants, ranks, world=world)
     runs = pd.DataFrame(found)
     effects = summarize(runs)
     content = {"settings": settings.as_dict() | {"csv": str(settings.csv_path)}, "ranks": ranks}
@@ -116,25 +104,20 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     return 0
 
 
-def train_changes(
-    settings: Settings, changes: list[Change], ranks: int, *, world: World, progress: Any
+def train_variants(
+    settings: Settings, variants: dict[str, Variant], ranks: int, *, world: World
 ) -> Iterator[dict[str, Any]]:
     """Train each baseline and its variants with one seed, and yield the effect of each change."""
-
-    def train(variant: Variant) -> Outcome:
-        outcome = train_variant(settings, variant, data, ranks=ranks, world=world)
-        gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
-        progress.update()
-        return outcome
-
     data = build_data(replace(settings, disable_tqdm=True), world)
-    for baseline, group in groupby(changes, key=lambda change: change.baseline):
+    train = partial(train_variant, settings, data=data, ranks=ranks, world=world)
+    for (baseline_name, baseline), group in groupby(variants.items(), key=lambda item: baseline_of(item[1])):
         expected = train(baseline)
-        for change in group:
-            variant = replace(change.variant, counted="once")  # counting rows differently needs no training
-            changed = expected if variant == baseline else train(variant)
-            names = {"baseline": change.baseline_name, "change": change.name, "seed": settings.seed}
-            yield names | compare(expected, changed, change.variant, ranks=ranks)
+        for name, variant in group:
+            trained = replace(variant, counted="once")  # counting rows differently needs no training
+            changed = expected if trained == baseline else train(trained)
+            print(f"seed {settings.seed}: {name}", flush=True)
+            names = {"baseline": baseline_name, "change": name, "seed": settings.seed}
+            yield names | compare(expected, changed, variant, ranks=ranks)
 
 
 def compare(baseline: Outcome, changed: Outcome, variant: Variant, *, ranks: int) -> dict[str, float]:
@@ -200,6 +183,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ranks: int, world: World) -> Outcome:
     """Train one variant, and return its losses, its weights and which test rows it classifies correctly."""
+    gc.collect()  # DDP's modules are part of reference cycles, and each holds a complete model
     settings = variant_settings(settings, variant, ranks)
     plan = plan_batches(settings, len(data.split.train), world.size)
     data = replace(data, plan=plan)
@@ -211,16 +195,22 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     settings = replace(settings, seed=settings.seed + variant.dropout_seed, learning_rate=learning_rate)
     plan = replace(plan, total_steps=len(rows))
     if variant.averaged == "parameters":  # each rank trains its own copy, without the other ranks; all start equal
-        copies = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
-        places = [(replace(plan, ranks=ranks), replace(world, rank=rank)) for rank in range(ranks)]
+        plan, copies = replace(plan, ranks=ranks), [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
     else:
-        copies, places = [model], [(plan, world)]
-    replicas = [Replica(m, variant, settings, plan=p, world=w) for m, (p, w) in zip(copies, places, strict=True)]
+        copies = [model]
+    train_as_rank = [
+        build_step(one, variant, settings, plan=plan, world=replace(world, rank=rank))
+        for rank, one in enumerate(copies)
+    ]
     losses, micro_batches = [], iter(loader)
     for step in range(len(rows)):
-        losses.append(mean([loss for replica in replicas for loss in replica.train_step(micro_batches, step)]))
+        of_step: list[float] = []
+        for train in train_as_rank:
+            batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
+            of_step += train(batches, step)[0].tolist()
         if variant.averaged == "parameters":
             average_parameters(copies)
+        losses.append(mean(of_step))
 
     test_set = data.eval_set("test", settings, world)
     _, logits = evaluate(model, test_set, settings, world=world)
@@ -232,36 +222,24 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     )
 
 
-class Replica:
-    """A copy of the model, and all that app.ddp_loop trains it with, as a rank of the plan."""
-
-    def __init__(
-        self, model: PreTrainedModel, variant: Variant, settings: Settings, *, plan: BatchPlan, world: World
-    ) -> None:
-        self.model, self.variant, self.plan, self.world = model, variant, plan, world
-        strategy = DDPStrategy(settings, plan, world)
-        wrapped = strategy.wrap(model)
-        assert settings.learning_rate is not None
-        optimizer: torch.optim.Optimizer
-        if variant.optimizer in SGD:
-            momentum, factor = SGD[variant.optimizer]
-            rate = factor * settings.learning_rate
-            optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
-        else:  # this project's AdamW, which is Adam without decay
-            optimizer = build_optimizer(wrapped, settings, settings.learning_rate, strategy=strategy)
-        scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world), self.loss)
-        self.train = partial(train_step, wrapped, optimization=optimization, strategy=strategy, settings=settings)
-
-    def loss(self, outputs: Any, labels: torch.Tensor, step: int) -> torch.Tensor:
-        return self.variant.inflation * mean_loss(outputs, labels, step)
-
-    def train_step(self, micro_batches: Iterator[Any], step: int) -> list[float]:
-        """Train on the next micro-batches, and return the loss of each."""
-        inputs = islice(micro_batches, self.plan.micro_batches_per_step)
-        batches = [to_device(batch, self.model, self.world) for batch in inputs]
-        losses, _ = self.train(batches, step)
-        return list(losses.tolist())
+def build_step(
+    model: PreTrainedModel, variant: Variant, settings: Settings, *, plan: BatchPlan, world: World
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return app.ddp_loop's training step, for a model that it trains as rank `world.rank` of the plan."""
+    strategy = DDPStrategy(settings, plan, world)
+    wrapped = strategy.wrap(model)
+    optimizer: torch.optim.Optimizer
+    assert settings.learning_rate is not None
+    if variant.optimizer in SGD:
+        momentum, factor = SGD[variant.optimizer]
+        rate = factor * settings.learning_rate
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
+    else:  # this project's AdamW, which is Adam without decay
+        optimizer = build_optimizer(wrapped, settings, settings.learning_rate, strategy=strategy)
+    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+    loss_scale = LossScale(settings.precision, plan, world)
+    optimization = Optimization(optimizer, scheduler, loss_scale, lambda *of: variant.inflation * mean_loss(*of))
+    return partial(train_step, wrapped, optimization=optimization, strategy=strategy, settings=settings)
 
 
 @torch.no_grad()

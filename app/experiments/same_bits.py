@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import OneLineParser, as_flags, count, parse_given
-from ..common.errors import RunError, UserError
+from ..common.errors import RunError
 from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
@@ -35,8 +35,7 @@ from ..program import run_program
 from ..runs.folder import create_folder
 from ..runs.hashes import DIGITS, hash_run
 from ..runs.schema import CHECKPOINTS, RUNS
-from ..setting_groups import LARGEST_COUNT
-from ..settings import STRATEGIES, Settings
+from ..settings import STRATEGIES, TYPES, Settings
 
 INTERRUPTIONS = ("uninterrupted", "killed")
 # Checkpoints in the middle of an epoch and between two evaluations. One thread per rank, because the number of threads
@@ -45,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     **{"logical_ranks": 4, "dropout": 0.1, "max_steps": 60, "max_length": 32, "threads": 1, "disable_tqdm": True},
     **{"validation_size": 0.1, "eval_strategy": "steps", "eval_steps": 25, "save_strategy": "steps", "save_steps": 10},
 }
+OF_A_CELL = {"strategy", "resume_from_checkpoint", "dry_run"}  # no flags: a cell decides
 TIME_LIMIT = 900.0  # seconds; a job that takes longer is considered to hang
 HEADER = ("path", "ranks", "strategy", "interruption", "hash")
 
@@ -91,40 +91,20 @@ def main() -> int:
 def add_arguments(parser: OneLineParser) -> None:
     parser.set_defaults(**DEFAULTS)
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
-    for name, choices, help_text in (
-        ("paths", PATHS, "training paths"),
-        ("strategies", STRATEGIES, "strategies"),
-        ("interruptions", INTERRUPTIONS, "kinds of runs"),
-    ):
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help=help_text)
+    for name, choices in {"paths": PATHS, "strategies": STRATEGIES, "interruptions": INTERRUPTIONS}.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help="by default all")
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    given = parse_given(__doc__, sys.argv[1:], add_arguments)
+    given = parse_given(__doc__, sys.argv[1:], add_arguments, only=TYPES.keys() - OF_A_CELL)
     names = ("ranks", "paths", "strategies", "interruptions")
-    options = argparse.Namespace(**{name: list(dict.fromkeys(given.pop(name))) for name in names})
-    settings = Settings(**given | {"strategy": options.strategies[0]})  # each cell has its own
-    if settings.dry_run:
-        raise UserError(f"--dry_run: use {PACKAGE}.plan, which plans all strategies")
+    options = argparse.Namespace(**{name: given.pop(name) for name in names})
+    settings = Settings(**given | {"strategy": options.strategies[0]})
+    for strategy in options.strategies:
+        with_strategy(settings, strategy)  # a mistake, if it rejects another setting
     check_exists(settings.csv_path)
-    if gpus := count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
+    if count_gpus(settings.use_cpu):  # GPUs otherwise may round differently each time
         settings = replace(settings, deterministic=True)
-    if "killed" in options.interruptions and not (
-        settings.save_strategy == "steps" and 2 * settings.save_steps < settings.max_steps
-    ):
-        raise UserError(
-            f"--save_steps {settings.save_steps}: must be less than half of --max_steps {settings.max_steps}, with "
-            "--save_strategy steps, because runs are killed after a checkpoint in the first half"
-        )
-    if len(options.ranks) > 1 and settings.logical_ranks is None:
-        raise UserError("--ranks: several numbers of ranks have the same bits only with --logical_ranks")
-    if 0 < gpus < max(options.ranks):
-        raise UserError(f"--ranks {max(options.ranks)}: this machine has {gpus} GPU(s): remove it, or add --use_cpu")
-    from ..data.sampler import plan_batches  # here, because it imports torch: --help needs none of it
-
-    # A number of ranks may not divide --logical_ranks, and some strategies reject --ddp_comm_hook or --reduce_dtype.
-    for ranks, strategy in product(options.ranks, options.strategies):
-        plan_batches(with_strategy(settings, strategy), LARGEST_COUNT, ranks)
     return options, settings
 
 
@@ -147,48 +127,48 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
     """
     run = folder / cell.folder_name
     job = build_job(cell.path_name, cell.ranks, replace(settings, output_dir=str(run)), log=Path(f"{run}.log"))
-    try:
-        if cell.resumed is not None:
-            rank, step = rng.randrange(cell.ranks), rng.randrange(settings.save_steps, settings.max_steps // 2)
-            with job:
-                job.wait_until(lambda: has_saved(run, step), TIME_LIMIT)
-                target = job.find_rank(rank)
-                if target is None:
-                    raise RunError(f"{run.name}: the job ended before it could be killed; see {job.stdout}")
-                target.kill()
-                job.wait(TIME_LIMIT)
-            ranks, strategy = cell.resumed
-            resumed = replace(with_strategy(settings, strategy), output_dir=None, resume_from_checkpoint=str(run))
-            job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
+    if cell.resumed is not None:
+        rank, step = rng.randrange(cell.ranks), settings.save_steps * rng.randint(1, 2)
         with job:
-            status = job.wait(TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        raise RunError(f"{run.name}: still running after {TIME_LIMIT:.0f} s; see {run}*.log") from None
-    if status != 0:
-        raise RunError(f"{run.name} failed with exit status {status}; see {job.stdout}")
+            job.wait_until((run / CHECKPOINTS / f"checkpoint-{step}").exists)
+            target = job.find_rank(rank)
+            if target is None:
+                raise RunError(f"{run.name} ended before it could be killed after step {step}; see {job.stdout}")
+            target.kill()
+            job.wait()
+        ranks, strategy = cell.resumed
+        resumed = replace(with_strategy(settings, strategy), output_dir=None, resume_from_checkpoint=str(run))
+        job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
+    with job:
+        wait_for_success(job)
 
 
 def with_strategy(settings: Settings, strategy: str) -> Settings:
     return replace(settings, strategy=strategy)  # type: ignore[arg-type]
 
 
-def has_saved(run: Path, step: int) -> bool:
-    """Return whether a run has a complete checkpoint of this step or a later one."""
-    return any(int(folder.name.partition("-")[2]) >= step for folder in (run / CHECKPOINTS).glob("checkpoint-*"))
-
-
-def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path) -> TorchrunJob:
-    command = torchrun_command(f"{PACKAGE}.{path_name}", as_flags(settings), nproc_per_node=ranks)
+def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path, max_restarts: int = 0) -> TorchrunJob:
+    torchrun_flags = ["--standalone", f"--max-restarts={max_restarts}"]
+    program, flags = f"{PACKAGE}.{path_name}", as_flags(settings)
+    command = torchrun_command(program, flags, nproc_per_node=ranks, torchrun_flags=torchrun_flags)
     return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
+
+
+def wait_for_success(job: TorchrunJob) -> None:
+    """Wait for the end of a job. One that takes too long is considered to hang."""
+    try:
+        status = job.wait(TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"still running after {TIME_LIMIT:.0f} s; see {job.stdout}") from None
+    if status != 0:
+        raise RunError(f"a job failed with exit status {status}; see {job.stdout}")
 
 
 def as_markdown(hashes: dict[Cell, str]) -> str:
     """Return the table, and whether all hashes are equal."""
     rows = [cell.row(hash_) for cell, hash_ in hashes.items()]
     different = len(set(hashes.values()))
-    if len(hashes) == 1:
-        conclusion = "1 cell: nothing to compare it with"
-    elif different == 1:
+    if different == 1:
         conclusion = f"all {len(hashes)} cells have one hash: bitwise identical"
     else:
         conclusion = f"{different} different hashes in {len(hashes)} cells: not bitwise identical"

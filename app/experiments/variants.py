@@ -39,29 +39,23 @@ class Variant:
 BASELINE = Variant()
 
 
-@dataclass(frozen=True)
-class Change:
-    """A row of the table: a variant, and the baseline from which it differs in one thing."""
-
-    name: str
-    variant: Variant
-    baseline: Variant = BASELINE
-
-    @property
-    def baseline_name(self) -> str:
-        if self.baseline == BASELINE:
-            return "this project's training"
-        optimizer = self.baseline.optimizer.removesuffix(", not clipped")
-        return f"{optimizer}, without decay or schedule, not clipped, gradients averaged"
+def baseline_of(variant: Variant) -> tuple[str, Variant]:
+    """Return the training from which a variant differs in one thing, and its name in the table."""
+    if variant.averaged == "gradients":
+        return "this project's training", BASELINE
+    optimizer = variant.optimizer.removesuffix(", not clipped")
+    name = f"{optimizer}, without decay or schedule, not clipped, gradients averaged"
+    return name, replace(variant, averaged="gradients")
 
 
-def build_changes(ranks: int, accumulation_steps: int) -> list[Change]:
-    """Return the changes; those with the same baseline are neighbors.
+def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
+    """Return the variants by what they change; those with the same baseline are neighbors.
 
     The first one is the control: it should have no systematic effect.
     """
     factor = max(2, ranks * accumulation_steps)
-    variants = {
+    averaged = "parameters averaged after each step instead of gradients"
+    return {
         "only another dropout seed (control)": Variant(dropout_seed=1_000),
         f"test rows padded to {PADDED_RANKS} equal shards by `DistributedSampler`, repeated rows counted": Variant(
             counted="padded shards"
@@ -72,13 +66,10 @@ def build_changes(ranks: int, accumulation_steps: int) -> list[Change]:
         f"no sampler: the same rows on each of {ranks} ranks": Variant(rows="same on each rank"),
         "an unseeded split: each rank has its own test rows": Variant(rows="own split of each rank"),
         f"correct rows of one of {ranks} ranks divided by all rows, no `all_reduce`": Variant(counted="rank 0 only"),
+        f"SGD: {averaged}": Variant(optimizer="SGD", averaged="parameters"),
+        f"SGD with momentum: {averaged}": Variant(optimizer="SGD with momentum", averaged="parameters"),
+        f"Adam: {averaged}": Variant(optimizer="Adam, not clipped", averaged="parameters"),
     }
-    changes = [Change(name, variant) for name, variant in variants.items()]
-    optimizers: tuple[Optimizer, ...] = (*SGD, "Adam, not clipped")
-    for baseline in (Variant(optimizer=optimizer) for optimizer in optimizers):
-        name = f"{baseline.optimizer.partition(',')[0]}: parameters averaged after each step instead of gradients"
-        changes.append(Change(name, replace(baseline, averaged="parameters"), baseline))
-    return changes
 
 
 def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:

@@ -18,7 +18,8 @@ from app.experiments.variants import (
     BASELINE,
     PADDED_RANKS,
     Variant,
-    build_changes,
+    baseline_of,
+    build_variants,
     count_rows,
     rows_of_steps,
     variant_settings,
@@ -29,21 +30,22 @@ from app.training.build import build_data
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (4, 2)])
 def test_each_variant_changes_one_thing_in_its_baseline_and_each_field_is_changed(ranks, accumulation):
-    changes = build_changes(ranks, accumulation)
-    differences = [dict(asdict(change.variant).items() ^ asdict(change.baseline).items()) for change in changes]
+    variants = build_variants(ranks, accumulation).values()
+    differences = [dict(asdict(variant).items() ^ asdict(baseline_of(variant)[1]).items()) for variant in variants]
     assert all(len(difference) == 1 for difference in differences)
     assert {name for difference in differences for name in difference} == set(asdict(Variant()))
-    assert len({change.name for change in changes}) == len({change.variant for change in changes}) == len(changes)
+    assert len(set(variants)) == len(variants)
 
 
 def test_averaged_parameters_are_compared_with_the_averaged_gradients_of_the_same_optimizer():
-    averaging = [change for change in build_changes(2, 1) if change.variant.averaged == "parameters"]
+    averaging = {name: v for name, v in build_variants(2, 1).items() if v.averaged == "parameters"}
     assert len(averaging) == 3
-    for change in averaging:
-        assert change.baseline == replace(change.variant, averaged="gradients")
+    for name, variant in averaging.items():
+        baseline_name, baseline = baseline_of(variant)
+        assert baseline == replace(variant, averaged="gradients")
         # A rank that averages parameters could clip only its own gradients.
-        assert variant_settings(Settings(), change.baseline, 2).max_grad_norm == 0
-        assert change.baseline_name.startswith(change.name.partition(":")[0] + ", without decay")
+        assert variant_settings(Settings(), baseline, 2).max_grad_norm == 0
+        assert baseline_name.startswith(name.partition(":")[0] + ", without decay")
 
 
 @given(st.integers(8, 99))

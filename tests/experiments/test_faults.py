@@ -1,23 +1,23 @@
-"""Fault injection without training: how it observes a run, kills a process, and compares results."""
+"""Fault injection without training: the moments at which a process is killed, and what is reported."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 import sys
+import time
 
 import psutil
 import pytest
 from helpers.run_folders import edit_step, write_run
 
+from app.common.errors import RunError
 from app.distributed.launcher import TorchrunJob
 from app.experiments import faults
-from app.experiments.faults import EVAL_STEPS, MAX_STEPS, MOMENTS, SAVE_STEPS, Job, draw_moment, find_difference, kill
+from app.experiments.faults import draw_moment, inject_faults, is_written, kill
 from app.program import run_program
-from app.runs.hashes import hash_results
+from app.settings import Settings
 
 
 @pytest.fixture
@@ -28,46 +28,35 @@ def process(tmp_path):
         yield running
 
 
-@pytest.fixture
-def job(tmp_path):
-    """A job that has written two steps, an evaluation, and a checkpoint that is not complete."""
-    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n{"step": 12}\n')
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 6}\n')
-    (tmp_path / "checkpoints" / ".checkpoint-10.tmp").mkdir(parents=True)
-    return Job("ddp_loop", "ddp", tmp_path)
+def test_only_what_the_current_processes_have_written_counts(tmp_path):
+    (tmp_path / "file").touch()
+    since = (tmp_path / "file").stat().st_mtime + 1
+    assert not is_written(tmp_path / "file", since)
+    os.utime(tmp_path / "file", (since + 1, since + 1))
+    assert is_written(tmp_path / "file", since)
+    assert not is_written(tmp_path / "none", since)
 
 
-def test_only_what_the_current_processes_have_written_counts(job):
-    assert (job.last_step("steps.jsonl"), job.is_saving(), job.is_evaluating()) == (12, True, True)
-    job.since = (job.folder / "steps.jsonl").stat().st_mtime + 1
-    assert (job.last_step("steps.jsonl"), job.is_saving(), job.is_evaluating()) == (0, False, False)
-    os.utime(job.folder / "steps.jsonl", (job.since + 1, job.since + 1))
-    assert job.last_step("steps.jsonl") == 12
-    with (job.folder / "steps.jsonl").open("a") as log:
-        log.write('{"st')
-    assert job.last_step("steps.jsonl") == 0, "a line that is being written"
-
-
-def test_the_moment_of_an_evaluation_is_after_a_step_at_which_only_an_evaluation_is_due(job):
-    (job.folder / "evaluations.jsonl").write_text('{"step": 0}\n')
-
-    def holds_after(step: int) -> bool:
-        (job.folder / "steps.jsonl").write_text(json.dumps({"step": step}) + "\n")
-        return job.is_evaluating()
-
-    found = {step for step in range(1, MAX_STEPS + 1) if holds_after(step)}
-    assert found == {s for s in range(EVAL_STEPS, MAX_STEPS, EVAL_STEPS) if s % SAVE_STEPS}
-    (job.folder / "evaluations.jsonl").write_text(json.dumps({"step": max(found)}) + "\n")
-    assert not holds_after(max(found)), "the evaluation is over"
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_each_moment_comes(job, moment):
-    for name in ("metrics.json", "predictions.csv", ".model.tmp"):
-        (job.folder / name).write_text("")
-    (job.folder / "steps.jsonl").write_text(f'{{"step": {24 if moment == "in an evaluation" else 35}}}\n')
-    drawn = [draw_moment(job, moment, random.Random(seed), usual_seconds=9.0)[0]() for seed in range(9)]
-    assert any(drawn)
+def test_each_moment_comes(tmp_path):
+    """Draw often after checkpoint 10 is complete; then each file that a rank may be killed at is written."""
+    (tmp_path / "checkpoints" / "checkpoint-10").mkdir(parents=True)
+    drawn = [draw_moment(tmp_path, random.Random(seed), usual_seconds=9.0)[:2] for seed in range(60)]
+    assert {moment for moment, is_now in drawn if is_now()} == {"at any time"}
+    later = time.time() + 1
+    for name in (
+        "metrics.json",
+        "predictions.csv",
+        ".model.tmp",
+        *(f"checkpoints/.checkpoint-{n}.tmp" for n in (15, 20, 25)),
+    ):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (later, later))
+    moments = {moment for moment, is_now in drawn if is_now()}
+    assert moments == {
+        *(f"while checkpoint {step} is written" for step in (15, 20, 25)),
+        *("before the exit", "at any time"),
+    }
+    assert all(is_now() for _, is_now in drawn)
 
 
 def test_a_rank_is_killed_at_its_moment(process):
@@ -88,16 +77,33 @@ def test_a_rank_survives_a_moment_that_has_passed(process):
     assert next(conditions, None) is None
 
 
-def test_results_are_compared_without_their_times(review_csv, tmp_path):
-    uninterrupted = write_run(tmp_path / "a", review_csv())
-    shutil.copytree(uninterrupted, tmp_path / "b")
-    hashes = hash_results(uninterrupted)
-    edit_step(tmp_path / "b", 3, seconds=99.0)
-    assert find_difference(tmp_path / "b", hashes) is None
-    edit_step(tmp_path / "b", 3, loss=0.25)
-    assert find_difference(tmp_path / "b", hashes) == "steps.jsonl differ"
-    (tmp_path / "b" / "predictions.csv").unlink()
-    assert find_difference(tmp_path / "b", hashes).startswith("incomplete run: ")
+@pytest.mark.parametrize(("changes", "problem"), [({"loss": 0.25}, "bitwise identical"), ({"seconds": 99.0}, None)])
+def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeypatch, capsys, changes, problem):
+    csv = review_csv()
+
+    def build_job(path_name, ranks, settings, **more):
+        run = write_run(settings.output_dir, csv, path=path_name)
+        edit_step(run, 3, **changes)
+        more["log"].write_text("")
+        return TorchrunJob([sys.executable, "-c", "import signal; signal.pause()"], stdout=more["log"], grace_seconds=0)
+
+    def draw(*_):
+        return "now", lambda: True, 0.0
+
+    monkeypatch.setattr(
+        faults, "train_cell", lambda cell, settings, folder, rng: write_run(folder / cell.folder_name, csv)
+    )
+    monkeypatch.setattr(faults, "build_job", build_job)
+    monkeypatch.setattr(faults, "draw_moment", draw)
+    monkeypatch.setattr(TorchrunJob, "find_rank", lambda job, *_: psutil.Process(job.torchrun.pid))
+    monkeypatch.setattr(faults, "wait_for_success", lambda job: job.wait(10))
+    settings = Settings(csv=str(csv))
+    if problem:
+        with pytest.raises(RunError, match=f"^1-trainer_run-.* is not {problem}: python -m app.compare "):
+            inject_faults(settings, 2, 1, folder=tmp_path, rng=random.Random(0))
+    else:
+        inject_faults(settings, 2, 1, folder=tmp_path, rng=random.Random(0))
+        assert capsys.readouterr().out.splitlines()[-1].startswith("1 kills in 1 jobs: all 1 are bitwise identical")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,6 @@ def test_results_are_compared_without_their_times(review_csv, tmp_path):
         (["--kills", "0"], "argument --kills: 0: must be a whole number, 1 or more"),
         (["--ranks", "-1"], "argument --ranks: -1: must be a whole number, 1 or more"),
         (["--csv", "missing.csv"], "missing.csv: no such file"),
-        (["--kills", "x"], "argument --kills: x: must be a whole number, 1 or more"),
         (["--kils", "1"], "unknown argument --kils 1"),
     ],
 )
