@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from .common.paths import CLONE, PACKAGE
 
@@ -42,19 +41,14 @@ def main() -> int:
 
         return run_program(lambda: run_ranks(WITH_RANKS[name], arguments))
     if module := (WITH_RANKS | OTHERS).get(name):
-        replace_process(module, arguments)
+        # Become `python -m MODULE`: signals and the exit status are then the program's own.
+        os.execv(sys.executable, [sys.executable, "-m", f"{PACKAGE}.{module}", *arguments])
     if name in ("-h", "--help"):
         print((__doc__ or "").replace("samebits.", f"{PACKAGE}."))
         print(f"With ranks: {', '.join(WITH_RANKS)}\nOthers: {', '.join(OTHERS)}\n--help after a name lists its flags.")
         return 0
     print(f"error: no program {name[:60]!r}: use one of {', '.join(WITH_RANKS | OTHERS)}", file=sys.stderr)
     return 2
-
-
-def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Become `python -m MODULE`: signals and the exit status are then the program's own."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", f"{PACKAGE}.{module}", *arguments])
 
 
 def run_ranks(module: str, arguments: Sequence[str]) -> int:

@@ -42,12 +42,10 @@ from .distributed.world import World
 from .program import launch
 from .settings import Settings
 
-TIMEOUT_SECONDS = 30
-
 
 def main(settings: Settings) -> None:
     if settings.ddp_timeout == Settings.ddp_timeout:
-        settings = replace(settings, ddp_timeout=TIMEOUT_SECONDS)
+        settings = replace(settings, ddp_timeout=30)
     with join(settings) as world:
         print_places(world)
         report(sum_over_ranks, world, name="all-reduce", what="1 MiB, with the correct sum")
@@ -64,17 +62,12 @@ def print_places(world: World) -> None:
     address, interface = (master and find_route(master)) or ("127.0.0.1", "lo")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     place = f"local rank {world.local_rank} of {world.local_size}, {socket.gethostname()}, {device}"
-    versions = f"torch {torch.__version__}, {backend}"
-    places = all_gather_object((f"{place}, {address} ({interface})", versions), world)
+    places = all_gather_object(f"{place}, {address} ({interface}), torch {torch.__version__}, {backend}", world)
     nodes = sum(all_gather_object(world.local_rank == 0, world))
-    if not world.is_main_process:
-        return
     where = f", which meet at {master}:{os.environ['MASTER_PORT']}" if world.size > 1 else ""
-    print_line("ranks", f"{world.size} on {nodes} node(s){where}")
-    for rank, (text, of_rank) in enumerate(places):
-        print_line(f"rank {rank}", f"{text}, {of_rank}")
-    if len({of_rank for _, of_rank in places}) > 1:
-        print_line("warning", "the ranks have different versions")
+    world.print_main(labeled("ranks", f"{world.size} on {nodes} node(s){where}"))
+    for rank, text in enumerate(places):
+        world.print_main(labeled(f"rank {rank}", text))
 
 
 def report(function: Callable[[World], bool], world: World, *, name: str, what: str) -> None:
@@ -92,8 +85,7 @@ def report(function: Callable[[World], bool], world: World, *, name: str, what: 
         if not all(all_gather_object(is_correct, world)):
             raise RunError(f"the {name} gave a wrong result")
     first, second = milliseconds
-    if world.is_main_process:
-        print_line(name, f"{what}: {first:.1f} ms the first time, {second:.1f} ms the second time")
+    world.print_main(labeled(name, f"{what}: {first:.1f} ms the first time, {second:.1f} ms the second time"))
 
 
 def sum_over_ranks(world: World) -> bool:
@@ -112,10 +104,6 @@ def train_toy_model(world: World) -> bool:
     optimizer.step()
     weights: list[Any] = [parameter.tolist() for parameter in model.parameters()]
     return all(other == weights for other in all_gather_object(weights, world))
-
-
-def print_line(name: str, text: str) -> None:
-    print(labeled(name, text), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer
 
 from .cli import OneLineParser
 from .common.errors import RunError, UserError
 from .ddp_loop import evaluate
-from .distributed.collectives import raise_on_all_ranks
 from .distributed.process_group import join
 from .model.dropout import RowDropout
 from .model.inputs import to_device
@@ -34,13 +33,14 @@ from .program import launch
 from .record.run_record import RunRecord
 from .setting_groups import CheckpointSettings, EvaluationSettings
 from .settings import TYPES, Settings
+from .trainer.arguments import training_arguments
 from .training.prepare import Preparation, prepare
 
 # DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
 LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
 LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
 # Settings with the same names in Trainer, which puts their values where the file says "auto".
-TRAINERS = {"lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"}
+TRAINERS = {"lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -48,14 +48,13 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def main(settings: Settings, deepspeed: str) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
+    try:
+        config = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(f"--deepspeed {deepspeed}: {problem}") from None
     with join(settings) as world:
-        with raise_on_all_ranks(world):
-            if importlib.util.find_spec("deepspeed") is None:
-                raise UserError("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
-            try:
-                config = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as problem:
-                raise UserError(f"--deepspeed {deepspeed}: {problem}") from None
         run = prepare("deepspeed_run", replace(settings, save_strategy="no", eval_strategy="no"), world)
         record = RunRecord(run)
         with record.locate_failures():
@@ -83,23 +82,12 @@ class DeepSpeedTrainer(Trainer):
     """Trainer with the batches, dropout masks and log of app.ddp_loop. All else is Trainer's and DeepSpeed's."""
 
     def __init__(self, run: Preparation, record: RunRecord, config: Any) -> None:
-        on_cpu, precision = run.world.device.type == "cpu", run.settings.precision
-        arguments = TrainingArguments(
-            output_dir=str(run.folder),
+        arguments = training_arguments(
+            run,
             deepspeed=config,
-            per_device_train_batch_size=run.plan.micro_size,
-            gradient_accumulation_steps=run.plan.micro_batches_per_step,
-            max_steps=run.plan.total_steps,
             learning_rate=run.learning_rate,
-            max_grad_norm=run.settings.max_grad_norm,
-            fp16=precision == "fp16",
-            bf16=precision == "bf16",
-            logging_strategy="no",  # the record keeps each step's loss, and shows the progress
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=on_cpu,
-            ddp_backend="gloo" if on_cpu else "nccl",
+            fp16=run.settings.precision == "fp16",
+            bf16=run.settings.precision == "bf16",
             **{name: getattr(run.settings, name) for name in TRAINERS},
         )
         super().__init__(model=run.model, args=arguments, train_dataset=run.data.train_rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import TrainingArguments
 
 from ..training.prepare import Preparation
@@ -16,7 +18,7 @@ class TrainingArgumentsWithoutPlacement(TrainingArguments):
         return False
 
 
-def training_arguments(prepared: Preparation) -> TrainingArguments:
+def training_arguments(prepared: Preparation, **more: Any) -> TrainingArguments:
     settings, plan, on_cpu = prepared.settings, prepared.plan, prepared.world.device.type == "cpu"
     return TrainingArgumentsWithoutPlacement(
         output_dir=str(prepared.folder),
@@ -37,4 +39,5 @@ def training_arguments(prepared: Preparation) -> TrainingArguments:
         disable_tqdm=True,  # the record shows the progress bar
         label_names=["labels"],  # by default every argument of the model's forward that has "label" in its name
         report_to="none",
+        **more,
     )
