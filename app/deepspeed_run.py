@@ -11,7 +11,6 @@ identical results, and runs that can be resumed, use `--strategy zero1`, `zero2`
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from dataclasses import replace
@@ -48,34 +47,28 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def main(settings: Settings, deepspeed: str) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
+    try:
+        import deepspeed as engine
+    except ImportError:
+        raise UserError("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed") from None
     try:
         config = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise UserError(f"--deepspeed {deepspeed}: {problem}") from None
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # DeepSpeed's calls
+    engine.ops.__compatible_ops__ = {}  # otherwise it compiles an all-reduce for CPUs, which takes half a minute
     with join(settings) as world:
         run = prepare("deepspeed_run", replace(settings, save_strategy="no", eval_strategy="no"), world)
         record = RunRecord(run)
         with record.locate_failures():
-            fine_tune(run, record, config)
-
-
-def fine_tune(run: Preparation, record: RunRecord, config: Any) -> None:
-    """Train with DeepSpeed, and evaluate once on the test rows. Collective."""
-    import deepspeed  # here, because its absence has a message of its own
-
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # DeepSpeed's calls
-    deepspeed.ops.__compatible_ops__ = {}  # otherwise it compiles an all-reduce for CPUs, which takes half a minute
-    try:
-        trainer = DeepSpeedTrainer(run, record, config)
-        trainer.train()
-    except (ImportError, OSError, ValueError, AssertionError) as problem:
-        # What the file asks for contradicts the flags, or needs what this machine lacks, such as a compiler.
-        raise RunError(f"DeepSpeed: {' '.join(str(problem).split())}") from problem
-    scores, logits = evaluate(run.model, run.test_set, run.settings, world=run.world)
-    with deepspeed.zero.GatheredParameters(list(run.model.parameters())):  # ZeRO-3 shards them
-        record.finish(logits, scores)
+            try:
+                DeepSpeedTrainer(run, record, config).train()
+            except (ImportError, OSError, ValueError, AssertionError) as problem:
+                # What the file asks for contradicts the flags, or needs what this machine lacks, such as a compiler.
+                raise RunError(f"DeepSpeed: {' '.join(str(problem).split())}") from problem
+            scores, logits = evaluate(run.model, run.test_set, run.settings, world=world)
+            with engine.zero.GatheredParameters(list(run.model.parameters())):  # ZeRO-3 shards them
+                record.finish(logits, scores)
 
 
 class DeepSpeedTrainer(Trainer):

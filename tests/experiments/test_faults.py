@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -82,7 +83,7 @@ def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeyp
     csv = review_csv()
 
     def build_job(path_name, ranks, settings, **more):
-        run = write_run(settings.output_dir, csv, path=path_name)
+        run = write_run(Path(settings.output_dir), csv, path=path_name)
         edit_step(run, 3, **changes)
         more["log"].write_text("")
         return TorchrunJob([sys.executable, "-c", "import signal; signal.pause()"], stdout=more["log"], grace_seconds=0)
