@@ -29,7 +29,7 @@ from ..common.formats import markdown_table, percent, points
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
 from ..distributed.process_group import join
-from ..distributed.processes import resolve_nproc_per_node
+from ..distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from ..distributed.world import World
 from ..model.hub import resolve_commit
 from ..model.inputs import to_device
@@ -72,14 +72,15 @@ class Outcome:
 def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     """Train every variant with each seed, and print and write the table; return the exit status.
 
-    The settings are the baseline's, with the first seed. The ranks are simulated in one process, whatever GPUs there
-    are.
+    The settings are the baseline's, with the first seed.
     """
     settings = select_precision(settings)
     if settings.precision == "fp16" or settings.logical_ranks is not None or settings.ddp_comm_hook != "no":
-        plain = "leave out --logical_ranks, --ddp_comm_hook and --precision fp16"
-        raise UserError(f"--ablate simulates plain ranks in fp32 or bf16: {plain}")
-    ranks = resolve_nproc_per_node(nproc_per_node, replace(settings, use_cpu=True))
+        raise UserError(
+            "--ablate simulates plain ranks in fp32 or bf16: leave out --logical_ranks, --ddp_comm_hook, fp16"
+        )
+    on_cpu = replace(settings, use_cpu=True)  # one process simulates the ranks, whatever GPUs there are
+    ranks = CPU_PROCESSES if nproc_per_node == "auto" else resolve_nproc_per_node(nproc_per_node, on_cpu)
     if ranks.bit_count() != 1:
         raise UserError(f"--nproc_per_node {ranks}: must be a power of two, because --ablate simulates logical ranks")
     _, split, _ = read_and_split(settings, ranks)  # reports a mistake before there is a folder
