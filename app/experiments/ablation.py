@@ -75,7 +75,7 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     The settings are the baseline's, with the first seed.
     """
     settings = select_precision(settings)
-    if settings.precision == "fp16" or settings.logical_ranks is not None or settings.ddp_comm_hook != "no":
+    if settings.precision == "fp16" or settings.logical_ranks or settings.ddp_comm_hook != "no":
         raise UserError(
             "--ablate simulates plain ranks in fp32 or bf16: leave out --logical_ranks, --ddp_comm_hook, fp16"
         )
