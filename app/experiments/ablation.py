@@ -70,15 +70,10 @@ class Outcome:
 
 
 def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
-    """Train every variant with each seed, and print and write the table; return the exit status.
-
-    The settings are the baseline's, with the first seed.
-    """
+    """Train every variant with each seed, from that of the settings on, and write the table; return the exit status."""
     settings = select_precision(settings)
     if settings.precision == "fp16" or settings.logical_ranks or settings.ddp_comm_hook != "no":
-        raise UserError(
-            "--ablate simulates plain ranks in fp32 or bf16: leave out --logical_ranks, --ddp_comm_hook, fp16"
-        )
+        raise UserError("--ablate simulates plain ranks in fp32 or bf16: leave out --logical_ranks, hooks and fp16")
     on_cpu = replace(settings, use_cpu=True)  # one process simulates the ranks, whatever GPUs there are
     ranks = CPU_PROCESSES if nproc_per_node == "auto" else resolve_nproc_per_node(nproc_per_node, on_cpu)
     if ranks.bit_count() != 1:
@@ -161,9 +156,8 @@ def as_markdown(effects: pd.DataFrame) -> str:
         table[heading] = effects[name].map(form.format, na_action="ignore").astype(object).fillna("–")
     limits = zip(effects["low"], effects["high"], strict=True)
     intervals = ["" if math.isnan(low) else f" [{points(low)}, {points(high)}]" for low, high in limits]
-    table.insert(
-        6, "Δ points [95% confidence interval over seeds]", effects["accuracy_difference"].map(points) + intervals
-    )
+    heading = "Δ points [95% confidence interval over seeds]"
+    table.insert(6, heading, effects["accuracy_difference"].map(points) + intervals)
     parts = []
     for baseline, group in effects.groupby("baseline", sort=False):
         accuracy = percent(group["baseline_accuracy"].iloc[0], 2)
