@@ -261,6 +261,28 @@ def test_a_batch_size_that_the_logical_ranks_don_t_divide_names_a_valid_divisor(
     assert plan_batches(Settings(train_batch_size=valid, **changes), 1_000, ranks).global_size == valid
 
 
+def test_rows_of_a_micro_batch_are_their_positions_in_the_global_batch():
+    plan, lengths = new_plan(48, 24, 2, logical_ranks=4, accumulation=3), np.arange(48)
+    for rank in range(2):
+        own = sampler("random", lengths, plan, plan.logical_ranks_of(rank))
+        (batch, *_), rows = own.batches().tolist(), own.rows_of_step(0)
+        places = [place for rank in own.logical_ranks for m in range(3) for place in plan.rows_of(rank, m)]
+        assert [batch[place] for place in places] == rows
+
+
+def test_batches_of_similar_length_are_in_a_random_order():
+    plan, lengths = new_plan(480, 24, 1), np.arange(480)
+    means = sampler("group_by_length", lengths, plan, [0]).batches().double().mean(dim=1).tolist()
+    assert means not in (sorted(means), sorted(means, reverse=True))
+
+
+def test_an_evaluation_is_due_after_each_interval_and_after_the_last_step():
+    plan = plan_batches(Settings(train_batch_size=8, max_steps=11), 40, 1)  # 5 steps per epoch
+    expected = {"steps": [4, 8, 11], "epoch": [5, 10, 11], "no": []}
+    for strategy, steps in expected.items():
+        assert [step for step in range(1, 12) if plan.due(strategy, 4, step)] == steps
+
+
 def test_steps_and_epochs_follow_from_the_rows():
     plan = plan_batches(Settings(gradient_accumulation_steps=2, num_train_epochs=3), 6_988, 4)
     assert (plan.micro_size, plan.steps_per_epoch, plan.total_steps, plan.epochs) == (4, 218, 654, 3)

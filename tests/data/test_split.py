@@ -46,6 +46,8 @@ def test_parts_are_disjoint_and_cover_all_rows_and_preserve_class_proportions(co
         np.array_equal(one, two) for one, two in zip(parts, (again.train, again.validation, again.test), strict=True)
     )
     assert again.fingerprint == split.fingerprint
+    other = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=(seed + 1) % 2**32)
+    assert not np.array_equal(other.test, split.test)
 
 
 LABELS = [0, 0, 1] * 30

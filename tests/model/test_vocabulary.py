@@ -104,6 +104,15 @@ def test_a_padding_row_that_no_review_needs_is_not_trained():
     assert train(trimmed, 2) == train(complete, 2)
 
 
+def test_the_padding_row_of_a_trimmed_model_is_not_trained():
+    model = build("bert")
+    model.get_input_embeddings().padding_idx = int(TOKENS[6])
+    trim_vocabulary(model, TOKENS, keep_unused=True)
+    model(input_ids=torch.from_numpy(TOKENS[None])).logits.sum().backward()
+    untrained = (model.get_input_embeddings().weight.grad == 0).all(dim=1).nonzero().flatten().tolist()
+    assert untrained == [6]
+
+
 def test_a_matrix_that_is_not_only_an_embedding_is_not_trimmed():
     assert len(embeddings_to_trim(build("bert"), len(TOKENS))) == 1
     assert embeddings_to_trim(build("bert"), SIZE - 3) == []  # not worthwhile

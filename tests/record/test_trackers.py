@@ -86,12 +86,13 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(new_record, fa
     record, plan = new_record(**FLAGS, learning_rate=1e-3)
     begin(record, plan)
     add_steps(record, 1, 2)
+    record.after_evaluation(2, "test", EVALUATION)
     record.trackers.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert warnings == [
         "warning: --report_to trackio: the service is gone; it gets no more values, the run is not affected"
     ]
-    assert [step for step, _ in works.logged] == [1, 2]
+    assert [step for step, _ in works.logged] == [1, 2, 2]
 
 
 def test_a_tracker_that_is_not_installed_is_rejected(world, monkeypatch, tmp_path):

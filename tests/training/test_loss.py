@@ -14,7 +14,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from app.common.errors import UserError
 from app.data.sampler import BatchPlan, FullBatchSampler
 from app.settings import Settings
-from app.training.loss import WeightedLoss, class_weights
+from app.training.loss import WeightedLoss, class_weights, requested_class_weights
 
 CLASSES = ["a", "b", "c"]
 
@@ -97,6 +97,13 @@ def test_balanced_weights_are_those_of_scikit_learn():
     assert class_weights("balanced", labels, CLASSES) == pytest.approx(expected)
     assert class_weights("1,2.5,0.1", labels, CLASSES).tolist() == [1, 2.5, 0.1]
     assert class_weights(None, labels, CLASSES).tolist() == [1, 1, 1]
+
+
+def test_balanced_weights_count_training_rows_only():
+    split = SimpleNamespace(train=np.array([0, 1, 2]), test=np.array([3, 4, 5]))
+    table = SimpleNamespace(labels=np.array([0, 0, 1, 1, 1, 1]), class_names=("a", "b"))
+    settings, data = Settings(class_weights="balanced"), SimpleNamespace(table=table, split=split)
+    assert requested_class_weights(settings, data).tolist() == [3 / 4, 3 / 2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers.worlds import batch_plan, fake_world
@@ -9,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.training.step import build_optimizer, build_scheduler, warmup_steps
+from app.training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite, warmup_steps
 
 
 def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
@@ -41,3 +43,14 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
     assert rates[10] == max(rates) == 1.0
     assert rates[60] == pytest.approx(0.5)
     assert scheduler.get_last_lr()[0] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("norm", "changes"), [(1.0, True), (math.inf, False), (math.nan, False)])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(norm, changes):
+    model, settings = torch.nn.Linear(4, 4), Settings()
+    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
+    before = model.weight.clone()
+    model(torch.ones(1, 4)).sum().backward()
+    skip_step_if_nonfinite(optimizer, torch.tensor(norm))
+    optimizer.step()
+    assert torch.equal(model.weight, before) != changes
