@@ -50,6 +50,7 @@ from .distributed.processes import resolve_nproc_per_node
 from .experiments.ablation import run_ablation
 from .jobs import PATHS, run_job
 from .model.hub import resolve_commit
+from .model.load import load_config
 from .report.comparison import compare_runs, compare_seeds
 from .report.explanation import conclude
 from .report.render import write_comparison
@@ -106,6 +107,7 @@ def train_pairs(settings: Settings, options: dict[str, Any]) -> tuple[Path, list
     ranks, seeds = resolve_nproc_per_node(options["nproc_per_node"], settings), options["seeds"] or 1
     read_and_split(settings, ranks)  # reports a mistake before any job starts
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
+    load_config(settings, settings.revision)
     folder = create_folder(settings.output_dir, RUNS / "comparisons")
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):
