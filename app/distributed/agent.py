@@ -37,7 +37,7 @@ def run_agent(command: Sequence[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable()  # all of this process's messages are torchrun's
     options = parse_args(list(command))  # and environment variables, such as PET_MAX_RESTARTS
-    if options.nnodes != "1":
+    if options.nnodes not in ("1", "1:1"):  # torchrun's default
         # Each attempt of a c10d job gets a new store. A node that rejoins does not find torchrun's own.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     forward_signals()

@@ -155,9 +155,6 @@ def cut(path: Path) -> None:
         ),
         ("model/model.safetensors", cut),
         *((name, cut) for name in ("settings.json", "split.json", "metrics.json", "predictions.csv", "steps.jsonl")),
-        ("metrics.json", lambda path: path.write_text("[]")),
-        ("steps.jsonl", lambda path: path.write_bytes(path.read_bytes().partition(b"\n")[2])),
-        ("predictions.csv", lambda path: path.write_text(path.read_text().replace(',"0","', ',"1","', 5))),
     ],
 )
 def test_a_damaged_run_is_one_line_that_names_the_file(compare, two_runs, tmp_path, file, change):

@@ -12,6 +12,7 @@ from transformers import pipeline
 
 import app.ddp_loop
 from app.cli import parse_settings
+from app.runs.csv_escape import escape
 from app.runs.reader import read_run
 
 PATHS = ("ddp_loop", "trainer_run")
@@ -45,7 +46,7 @@ def test_reviews_and_classes_of_any_kind_are_read_back_from_predictions(fine_tun
     source.to_csv(tmp_path / "r.csv", index=False)
     fine_tune("--csv=r.csv")
     run = read_run(tmp_path / "run")
-    assert run.predictions["review"].tolist() == [reviews[row] for row in run.predictions["row"]]
+    assert run.predictions["review"].tolist() == [escape(reviews[row]) for row in run.predictions["row"]]
     assert run.predictions["label"].tolist() == source["label"].loc[run.predictions["row"]].tolist()
     written = (tmp_path / "run" / "predictions.csv").read_text("utf-8")
     assert not [cell for cell in re.split("[,;\t\r\n]", written) if cell.strip('"').startswith(tuple("=+-@"))]

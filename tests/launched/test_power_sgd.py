@@ -64,5 +64,5 @@ def test_a_resumed_run_cannot_change_the_hook(two_ranks):
 
 def test_power_sgd_needs_one_rank_per_logical_rank(two_ranks):
     problem = two_ranks["four-logical-ranks"].problem
-    assert problem.endswith("4 logical ranks need 4 ranks, not 2")
-    assert problem.startswith("AgreedError: --ddp_comm_hook power_sgd")
+    assert problem.startswith("AgreedError: --logical_ranks 4 with --ddp_comm_hook power_sgd")
+    assert problem.endswith("cannot be divided among 2 rank(s): start 4 rank(s)")
