@@ -50,6 +50,8 @@ def main() -> int:
     options = argparse.Namespace(**own_flags)
     try:
         budget = None if options.device_memory is None else convert_file_size_to_int(options.device_memory)
+        if budget == 0:
+            raise ValueError
     except (ValueError, OverflowError):
         size = shorten(options.device_memory)
         raise UserError(f"--device_memory {size}: must be a number with a unit, such as 24GiB or 80GB") from None

@@ -183,7 +183,7 @@ def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp
         (["--measure", "--ranks_per_node=1"], "error: --measure: "),
         (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit, such as 24GiB or 80GB"),
         (["--ranks=3"], "error: --train_batch_size 8 cannot be divided among 3 rank(s)"),
-        (["--device_memory=24"], "error: --device_memory 24: must be a number with a unit"),
+        (["--device_memory=0GiB"], "error: --device_memory 0GiB: must be a number with a unit"),
         (["--model=missing"], "error: "),
     ],
 )
