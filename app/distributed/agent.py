@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from ..common.errors import RunError, UserError, shorten
 
@@ -37,11 +37,11 @@ def run_agent(command: Sequence[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable()  # all of this process's messages are torchrun's
     options = parse_args(list(command))  # and environment variables, such as PET_MAX_RESTARTS
-    if options.nnodes not in ("1", "1:1"):  # torchrun's default
-        # Each attempt of a c10d job gets a new store. A node that rejoins does not find torchrun's own.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     forward_signals()
     try:
+        if parse_min_max_nnodes(options.nnodes)[1] > 1:
+            # Each attempt of a c10d job gets a new store. A node that rejoins does not find torchrun's own.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         run(options)
     except ChildFailedError as failure:
         status = failure.get_first_failure()[1].exitcode
