@@ -102,13 +102,8 @@ class Task:
 
 
 def main(settings: Settings, *, run_or_model: str, texts: list[str], split: Part | None, output: str | None) -> None:
-    task, problem = None, None
-    try:
-        task = define_task(run_or_model, texts, part=split, output=output)
-    except UserError as mistake:
-        problem = str(mistake)
-    with join(task.settings if task else settings, problem) as world:
-        assert task is not None, "join has raised the problem"
+    task = define_task(run_or_model, texts, part=split, output=output)
+    with join(task.settings) as world:
         predict(task, world)
 
 
