@@ -49,14 +49,17 @@ def tokenize(
         encoding = tokenizer(batch["review"], truncation=True, max_length=max_length, return_attention_mask=False)
         return {name: encoding[name] for name in names}
 
-    columns = pd.DataFrame({"review": table.texts, "labels": table.labels})
-    reviews = Dataset(pa.Table.from_pandas(columns, preserve_index=False), fingerprint=key)
-    features = Features({name: List(Value("int32")) for name in names} | {"labels": Value("int64")})
-    options = {"batched": True, "remove_columns": "review", "features": features, "new_fingerprint": key}
+    def tokenize_all(**place: Any) -> Dataset:
+        columns = pd.DataFrame({"review": table.texts, "labels": table.labels})
+        reviews = Dataset(pa.Table.from_pandas(columns, preserve_index=False), fingerprint=key)
+        features = Features({name: List(Value("int32")) for name in names} | {"labels": Value("int64")})
+        options = {"batched": True, "remove_columns": "review", "features": features, "new_fingerprint": key}
+        return reviews.map(tokenize_batch, **options, **place)
+
     if cache_dir is None:
-        return reviews.map(tokenize_batch, keep_in_memory=True, **options)
+        return tokenize_all(keep_in_memory=True)
     path = cache_dir / f"tokens-{key}.arrow"
-    cached_file(path, lambda file: reviews.map(tokenize_batch, cache_file_name=str(file), **options))
+    cached_file(path, lambda file: tokenize_all(cache_file_name=str(file)))
     return Dataset.from_file(str(path))
 
 

@@ -71,7 +71,7 @@ def divide_steps(events: Sequence[Event]) -> pd.DataFrame:
         host = host_parts(annotations, step)
         operators = union(((e.start, e.end) for e in on_main_thread if _is_operator(e)), step, SHORTEST_WAIT)
         # Collectives that are started in other parts, such as the check for stop requests, are not the step's.
-        waited_for = np.flatnonzero(host["forward"] | host["backward"] | host["optimizer"])
+        waited_for = {*np.flatnonzero(host["forward"] | host["backward"] | host["optimizer"]).tolist()}
         communication = union((call for call in collectives if (call[0] - start) // RESOLUTION in waited_for), step)
         exposed = communication & ~operators
         # While nothing is computed and no collective is in flight, the time belongs to what the host does.
