@@ -18,7 +18,6 @@ from .models import measure_tiny_bert
 if __name__ == "__main__":
     check_command_line(__doc__, measure_tiny_bert)  # before torch is imported, which takes seconds
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -35,6 +34,7 @@ from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..plan.memory import gathered_after_forward
 from ..plan.step import Plan
+from ..profiling.profiler import hide_profiler_messages
 from ..settings import Settings
 from ..strategies.base import local_part
 from .planned import MEASURED, PREDICTED, compare_with_plan
@@ -99,7 +99,7 @@ def allocated(device: torch.device) -> Iterator[list[int]]:
         yield count
         count.append(torch.cuda.memory_allocated(device) - before)
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of the profiler's messages
+    hide_profiler_messages()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield count
     events = profiler.profiler.kineto_results.events()

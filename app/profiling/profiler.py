@@ -70,8 +70,9 @@ class StepProfiler:
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if self.profile is not None and self.world.device.type == "cpu":
             self.profile.stop()  # on a GPU, it would wait for kernels, which may wait for a rank that has failed
-        if failure is None and self.step_number < max(self.first, self.last):  # the run is short, or has stopped early
-            self.world.print_main(f"--profile: not done, as the run ends before step {max(self.first, self.last)}")
+        end = max(self.first, self.last)
+        if failure is None and self.step_number < end:  # the run is short, or has stopped early
+            self.world.print_main(f"--profile: not done, as the run ends before step {end}")
         self.profile = None
 
     def _write(self, finished: profile) -> None:
@@ -101,12 +102,17 @@ class StepProfiler:
             stop_or_warn(self.folder, problem, self.on_failure, warn=self.world.print_main)
 
 
+def hide_profiler_messages() -> None:
+    """Hide kineto's messages about starting and stopping. Call it before profiling."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of every message
+
+
 def start_profiler(steps: int, device: torch.device) -> profile:
     """Start a profiler that records a number of steps after the first ones; call its `step()` after each step."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above the level of its messages about starting and stopping
+    hide_profiler_messages()
     profiler = profile(
         activities=activities, schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=steps, repeat=1), acc_events=True
     )
