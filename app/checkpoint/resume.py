@@ -38,8 +38,8 @@ from ..runs.setting_effects import BEST_WEIGHTS, CHOICES, ROUNDING, WITHOUT_EFFE
 from ..settings import TYPES, Settings
 from .manager import PREFIX, latest_first, problem_of
 
-# A checkpoint is rejected if one of these settings has another value; with --load_best_model_at_end or
-# --early_stopping_patience, also if one of BEST_WEIGHTS has. `changes_since` announces those of ROUNDING.
+# A checkpoint is rejected if one of these settings has another value. With --load_best_model_at_end or
+# --early_stopping_patience, those in BEST_WEIGHTS must be equal, too. `changes_since` announces those in ROUNDING.
 MUST_BE_EQUAL = [name for name in TYPES if name not in {*WITHOUT_EFFECT, *CHOICES, *ROUNDING, *BEST_WEIGHTS}]
 CONTENT = {
     "model_code_sha256": "the model's Python code has changed",

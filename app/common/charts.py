@@ -13,14 +13,13 @@ from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
-from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 # matplotlib needs real colors: each of these is a placeholder for a variable of the page's style sheet.
-INK, MUTED, RULE, PAPER, NEUTRAL = "#010101", "#020202", "#030303", "#040404", "#050505"
+INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
 RUN_COLORS = ("#0a0a0a", "#0b0b0b")
-VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card", NEUTRAL: "neutral"}
+VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card"}
 VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
 
 STYLE: dict[Any, Any] = {
@@ -81,8 +80,3 @@ def _adapt_tag(tag: re.Match[str]) -> str:
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var(--{variable})")
     return text
-
-
-def show_values(axis: Axis, show: Callable[[float], str]) -> None:
-    """Format the numbers along an axis."""
-    axis.set_major_formatter(lambda value, _: show(value))

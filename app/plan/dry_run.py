@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World
 from ..settings import Settings
-from ..training.console import describe_resume
+from ..training.console import block, resume_facts
 from ..training.prepare import resolve_settings
 from .report import describe_plan
 from .step import build_plan
@@ -23,4 +23,4 @@ def print_plan(path_name: str, given: Settings, world: World) -> None:
             plan = build_plan(settings, world.topology)
             offload = settings.cpu_offload and plan.device.type == "cuda"  # no effect on CPUs
             text = describe_plan(plan, [(settings.strategy, offload)])
-            print("\n\n".join([*describe_resume(resume), text]), flush=True)
+            print("\n\n".join(filter(None, [block(resume_facts(resume)), text])), flush=True)

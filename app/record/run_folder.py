@@ -21,7 +21,7 @@ PACKAGES = (
 )
 
 
-def describe_run(run: Preparation, wrapper: str) -> None:
+def write_description(run: Preparation, wrapper: str) -> None:
     """Write settings.json and split.json. Call it on rank 0 when nothing can be rejected any more.
 
     A restarted job recognizes its folder by settings.json, so `latest` points to it only now.

@@ -35,7 +35,7 @@ from ..strategies.fsdp import wrapper_name
 from ..training.prepare import Preparation
 from .best import BestWeights
 from .results import describe_result, write_results
-from .run_folder import describe_run, run_state_content
+from .run_folder import run_state_content, write_description
 from .steps import MetricsLog, StepLog, console_line
 from .trackers import Trackers
 
@@ -89,7 +89,7 @@ class RunRecord:
             if self.world.is_main_process:
                 if self.resume.checkpoint is not None:
                     self.best.take_over(self.resume.checkpoint)
-                describe_run(self.run, wrapper_name(wrapped))
+                write_description(self.run, wrapper_name(wrapped))
         self.bar = tqdm(
             total=plan.total_steps,
             initial=step,
@@ -168,7 +168,7 @@ class RunRecord:
             RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
         """
         settings, plan = self.settings, self.plan
-        self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches, plan=plan)
+        self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches)
         evaluation_is_due = plan.due(settings.eval_strategy, settings.eval_steps, step)
         if step % settings.logging_steps == 0 or step == plan.total_steps:
             self.write_steps()

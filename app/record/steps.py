@@ -16,7 +16,6 @@ from torch.profiler import record_function
 
 from ..common.errors import RunError
 from ..common.files import flush
-from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
 from ..strategies.base import START_CLOCK
@@ -67,11 +66,10 @@ class StepLog:
         *,
         learning_rate: float,
         batches: Sequence[Mapping[str, torch.Tensor]],
-        plan: BatchPlan,
     ) -> None:
         """Keep the measurements of a step, without waiting for the device. Arguments as for `RunRecord.after_step`."""
         now = time.perf_counter()
-        epoch, counts = step / plan.steps_per_epoch, count_tokens(batches)
+        epoch, counts = step / self.run.plan.steps_per_epoch, count_tokens(batches)
         self.pending.append(Step(step, epoch, losses, grad_norm, learning_rate, *counts, now - self._clock))
         self.last_step, self._clock = step, now
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike
 
-from ..common.charts import INK, RUN_COLORS, render_svg, show_values
+from ..common.charts import INK, RUN_COLORS, render_svg
 
 MAX_POINTS = 1_500
 DASHES = ("-", (0, (5, 4)))  # the second run is dashed and drawn over the first
@@ -48,7 +48,8 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
         axes.set_xlim(0.5, len(a) + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
-        show_values(axes.yaxis, "{:.0e}".format)  # matplotlib would write powers of ten as mathtext
+        # matplotlib would write powers of ten as mathtext.
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         axes.yaxis.set_minor_formatter(NullFormatter())
 
     return render_svg(330, "Absolute difference in loss at each step", draw)

@@ -91,20 +91,18 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
         "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})",
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",
+        **resume_facts(prepared.resume),
     }
-    return "\n".join([block(facts), *describe_resume(prepared.resume)])
+    return block(facts)
 
 
-def describe_resume(resume: Resume) -> list[str]:
-    """Return at most one block: the checkpoint that a run resumes from, and the changes since."""
+def resume_facts(resume: Resume) -> dict[str, str | None]:
+    """Return the checkpoint that a run resumes from, and the changes since; nothing for a run that starts."""
     if resume.checkpoint is None:
-        return []
+        return {}
     changes = f"{'; '.join(resume.changes)}: not bitwise identical to an uninterrupted run from this step on"
-    facts = {
-        "resumed from": f"{resume.checkpoint} (step {resume.step})",
-        "changed": changes if resume.changes else None,
-    }
-    return [block(facts)]
+    where = f"{resume.checkpoint} (step {resume.step})"
+    return {"resumed from": where, "changed": changes if resume.changes else None}
 
 
 def describe_ranks(world: World, arithmetic: Arithmetic) -> str:

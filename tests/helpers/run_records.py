@@ -53,7 +53,7 @@ def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
     for step in steps:
         batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
         losses, norm = torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)
-        record.steps.add(step, losses, norm, learning_rate=1e-3, batches=[batch, batch], plan=record.plan)
+        record.steps.add(step, losses, norm, learning_rate=1e-3, batches=[batch, batch])
     record.write_steps()
 
 
