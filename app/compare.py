@@ -47,38 +47,44 @@ from typing import Any
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.paths import PACKAGE
 from .distributed.processes import resolve_nproc_per_node
-from .experiments.ablation import run_ablation
 from .jobs import PATHS, run_job
-from .model.hub import resolve_commit
-from .model.load import load_config
-from .report.comparison import compare_runs, compare_seeds
-from .report.explanation import conclude
-from .report.render import write_comparison
+from .report.bitwise import check_same_rows, first_difference
+from .report.explanation import conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
 from .settings import Settings
-from .training.build import read_and_split
 
 
 def main() -> int:
     settings, options = parse_flags(__doc__, sys.argv[1:], add_arguments)
     check_flags(settings, options)
     if options["ablate"]:
+        # Imported late, like all that trains or draws: comparing two finished runs needs none of it.
+        from .experiments.ablation import run_ablation
+
         return run_ablation(settings, options["nproc_per_node"], options["seeds"] or 3)
     runs, asserts = options["runs"], options["assert_equal"]
     folder, pairs = (None, [[read_run(Path(run)) for run in runs]]) if runs else train_pairs(settings, options)
-    has_report = not (runs and asserts and settings.output_dir is None)
-    baselines = has_report and not options["no_baselines"]
-    a, b = pairs[0]
-    comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(a, b, baselines)
-    if has_report:
+    if runs and asserts and settings.output_dir is None:  # without a report
+        a, b = pairs[0]
+        check_same_rows(a, b)
+        difference = first_difference(a, b)
+        explanation = difference and explain(a, b, difference)
+    else:
+        from .report.comparison import compare_runs, compare_seeds
+        from .report.render import write_comparison
+
+        baselines = not options["no_baselines"]
+        a, b = pairs[0]
+        comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(a, b, baselines)
         # Only now: a mistake in the runs leaves no folder.
         folder = folder or create_folder(settings.output_dir, RUNS / "comparisons")
         print(f"\n{write_comparison(comparison, folder)}")
         print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
-    conclusion = conclude(comparison["first_difference"], comparison["explanation"])
-    failed = asserts and comparison["first_difference"] is not None
+        difference, explanation = comparison["first_difference"], comparison["explanation"]
+    failed = asserts and difference is not None
+    conclusion = conclude(difference, explanation)
     print(escape_control_characters(conclusion), file=sys.stderr if failed else sys.stdout)
     return int(failed)
 
@@ -104,6 +110,10 @@ def train_pairs(settings: Settings, options: dict[str, Any]) -> tuple[Path, list
     Returns:
         The folder that holds all runs, and a pair of runs for each seed.
     """
+    from .model.hub import resolve_commit
+    from .model.load import load_config
+    from .training.build import read_and_split
+
     ranks, seeds = resolve_nproc_per_node(options["nproc_per_node"], settings), options["seeds"] or 1
     read_and_split(settings, ranks)  # reports a mistake before any job starts
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
