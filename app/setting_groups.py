@@ -10,6 +10,7 @@ title in `--help`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -32,6 +33,12 @@ def check_name(text: str) -> str:
         raise ValueError("must not be empty (an unset shell variable is)")
     if text != text.encode("utf-8", "ignore").decode():
         raise ValueError("must be valid UTF-8, which safetensors and JSON require")
+    return text
+
+
+def check_class_weights(text: str) -> str:
+    if text != "balanced" and not all(0 < weight < math.inf for weight in map(float, text.split(","))):
+        raise ValueError("must be `balanced`, or one number above 0 per class, such as 1,2.5")
     return text
 
 
@@ -164,7 +171,7 @@ class TrainingSettings:
         "form batches of reviews of similar length (less padding) or of random reviews",
     ] = "group_by_length"
     class_weights: Annotated[
-        str | None,
+        Annotated[str, AfterValidator(check_class_weights)] | None,
         "weight of each class in the training loss: `balanced` (inversely proportional to its training rows), or one "
         "number per class, such as 1,2.5, in the order of the labels; normalized over the global batch",
     ] = None

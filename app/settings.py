@@ -7,7 +7,6 @@ valid values, are in `app.setting_groups`; the rules between fields are here.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +70,6 @@ class Settings(
             names = split_label_names(self.label_names)
             if not names or "" in {*names, *names.values()} or len(names) <= self.label_names.count(","):
                 yield f"--label_names {shorten(self.label_names)}: must name each label once, such as 0=bad,1=good"
-        if self.class_weights not in (None, "balanced"):
-            try:
-                weights = split_class_weights(str(self.class_weights))
-            except ValueError:
-                weights = [0.0]
-            if not all(0 < weight < math.inf for weight in weights):
-                given = shorten(str(self.class_weights))
-                yield f"--class_weights {given}: must be `balanced`, or one number above 0 per class, such as 1,2.5"
         if not {*split_names(self.report_to)} <= {"none", *TRACKERS}:
             yield f"--report_to {shorten(self.report_to)}: must be one or more of none, {', '.join(TRACKERS)}"
 
@@ -167,15 +158,6 @@ def split_label_names(text: str) -> dict[str, str]:
     """Return the names in a text such as `0=negative,1=positive`, by label."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     return {label.strip(): name.strip() for label, _, name in pairs}
-
-
-def split_class_weights(text: str) -> list[float]:
-    """Return the numbers in a text such as `1,2.5`.
-
-    Raises:
-        ValueError: it has another form.
-    """
-    return [float(weight) for weight in text.split(",")]
 
 
 GROUPS = Settings.__bases__[::-1]  # in the order of `--help`, which prints their docstrings as titles

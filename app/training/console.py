@@ -24,7 +24,6 @@ from ..distributed.world import World
 from ..model.load import Classifier
 from ..model.vocabulary import trimmed_vocabulary
 from ..setting_groups import BUILT_IN
-from .loss import requested_class_weights
 from .step import warmup_steps
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
     n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     commit = f" at {data.commit[:12]}" if data.commit else ""
     weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
-    class_weights = zip(table.class_names, requested_class_weights(settings, data), strict=True)
     machine = [
         f"{world.size} x {prepared.devices[0]}",
         f"{torch.get_num_threads()} thread(s) per rank",
@@ -87,7 +85,6 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
         "batch": f"{plan}, {settings.train_sampling_strategy}",
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
         f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
-        "class weights": ", ".join(f"{name} {w:.4g}" for name, w in class_weights) if settings.class_weights else None,
         "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})",
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",

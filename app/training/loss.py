@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.utils.class_weight import compute_class_weight
 from torch.nn.functional import cross_entropy
 
 from ..common.errors import UserError
 from ..data.sampler import BatchPlan, FullBatchSampler
-from ..settings import Settings, split_class_weights
+from ..settings import Settings
 from ..strategies.optimization import Loss, mean_loss
 from .build import ReviewData
 
@@ -25,16 +26,9 @@ def build_loss(settings: Settings, data: ReviewData) -> Loss:
     """
     if settings.class_weights is None and settings.label_smoothing_factor == 0:
         return mean_loss
-    return WeightedLoss(
-        requested_class_weights(settings, data),
-        data.table.labels[data.split.train],
-        data.train_sampler([0], settings),
-        smoothing=settings.label_smoothing_factor,
-    )
-
-
-def requested_class_weights(settings: Settings, data: ReviewData) -> NDArray[np.float64]:
-    return class_weights(settings.class_weights, data.table.labels[data.split.train], data.table.class_names)
+    labels = data.table.labels[data.split.train]
+    weights = class_weights(settings.class_weights, labels, data.table.class_names)
+    return WeightedLoss(weights, labels, data.train_sampler([0], settings), smoothing=settings.label_smoothing_factor)
 
 
 def class_weights(requested: str | None, labels: NDArray[np.int64], classes: Sequence[str]) -> NDArray[np.float64]:
@@ -48,21 +42,19 @@ def class_weights(requested: str | None, labels: NDArray[np.int64], classes: Seq
     Raises:
         UserError: there are more or fewer weights than classes, or a class that is to be balanced has no rows.
     """
-    if requested is None:
-        return np.ones(len(classes))
-    if requested != "balanced":
-        weights = np.array(split_class_weights(requested))
-        if len(weights) != len(classes):
-            raise UserError(
-                f"--class_weights {requested}: {len(weights)} given, for {len(classes)} classes: give one for each of "
-                f"{', '.join(classes)}"
-            )
+    if requested in (None, "balanced"):
+        try:
+            weights: NDArray[np.float64] = compute_class_weight(requested, classes=np.arange(len(classes)), y=labels)
+        except ValueError:  # published parts may have different classes
+            raise UserError(f"--class_weights {requested}: a class has no training rows: give the weights") from None
         return weights
-    counts = np.bincount(labels, minlength=len(classes))
-    if missing := [name for name, n in zip(classes, counts, strict=True) if not n]:
-        raise UserError(f"--class_weights balanced: no training row has the label {missing[0]}: give the weights")
-    balanced: NDArray[np.float64] = len(labels) / (len(classes) * counts)
-    return balanced
+    weights = np.array([float(weight) for weight in requested.split(",")])
+    if len(weights) != len(classes):
+        raise UserError(
+            f"--class_weights {requested}: {len(weights)} given, for {len(classes)} classes: give one for each of "
+            f"{', '.join(classes)}"
+        )
+    return weights
 
 
 class WeightedLoss:
@@ -90,8 +82,6 @@ class WeightedLoss:
             labels: (n_train,), numbers of classes.
             sampler: of the training rows. This object sets its epoch.
         """
-        # Only the ratios matter. Dividing by a power of two is exact. It brings the weights into fp32's range.
-        weights = np.ldexp(weights, -np.frexp(weights.max())[1])
         self.weights, self.sampler, self.smoothing = torch.from_numpy(weights), sampler, smoothing
         self.weight_of_rows = torch.from_numpy(weights[labels])
         self.epoch, self.sums = -1, torch.empty(0)
