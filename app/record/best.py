@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, remove, step_of
 from ..checkpoint.state import TrainingState
@@ -17,74 +17,58 @@ from ..distributed.collectives import first_failure
 from ..runs.schema import BEST_PREFIX
 from ..settings import Settings
 
-
-class Best(NamedTuple):
-    """The step after which the validation metric was best, and its value. Step 0 means not evaluated yet."""
-
-    step: int = 0
-    value: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the folder that holds the weights."""
-        return f"{BEST_PREFIX}{self.step}"
+Evaluation = Mapping[str, Any]  # a line of evaluations.jsonl
 
 
-def best_of(lines: Iterable[str], metric: str, up_to: int | None = None) -> Best:
-    """Return the best of the evaluations in some lines of evaluations.jsonl; of equal ones the first."""
-    best = Best()
-    for line in map(json.loads, lines):
-        value = line[metric]
-        better = best.value is None or (value < best.value if metric == "loss" else value > best.value)
-        if better and (up_to is None or line["step"] <= up_to):
-            best = Best(line["step"], value)
-    return best
+def best_of(evaluations: Iterable[Evaluation], metric: str) -> Evaluation | None:
+    """Return the best of some lines of evaluations.jsonl; of equal ones the first."""
+    sign = 1 if metric == "loss" else -1
+    return min(evaluations, key=lambda line: sign * line[metric], default=None)
 
 
 class BestWeights:
     """The weights after the best evaluation so far, which follows from the lines of evaluations.jsonl alone."""
 
-    def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[str]) -> None:
-        """`evaluations` are the lines of the run so far, to which it adds."""
+    def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[Evaluation]) -> None:
+        """`evaluations` are those of the run so far, to which it adds."""
         self.checkpoints, self.evaluations = checkpoints, evaluations
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
-        self.unsaved: list[str] = []  # lines of evaluations whose weights could not be written
+        self.unsaved: list[Evaluation] = []  # those whose weights could not be written
 
-    def best(self, up_to: int | None = None) -> Best:
-        """Return the best evaluation, or the best one up to a step."""
-        return best_of([line for line in self.evaluations if line not in self.unsaved], self.metric, up_to)
+    def best(self, up_to: float = math.inf) -> Evaluation | None:
+        """Return the best evaluation up to a step whose weights are kept; None without any."""
+        saved = [line for line in self.evaluations if line["step"] <= up_to and line not in self.unsaved]
+        return best_of(saved, self.metric) if self.enabled else None
 
     def take_over(self, checkpoint: Path) -> None:
         """Check the best weights before a checkpoint, and copy those of another run. Call it on rank 0.
 
         Raises:
-            UserError: they are damaged, or cannot be copied.
+            UserError: they are damaged.
+            OSError: they cannot be copied.
         """
-        best = self.best()
-        if not self.enabled or not best.step:
+        if (best := self.best()) is None:
             return
-        source, target = checkpoint.parent / best.name, self.checkpoints.folder / best.name
+        source, target = (folder / name_of(best) for folder in (checkpoint.parent, self.checkpoints.folder))
         if (problem := problem_of(source)) is not None:
             raise UserError(f"cannot resume from {checkpoint}: {source}, the best weights before it: {problem}")
-        if source.resolve() != target.resolve():
+        if not target.exists():
             staging = target.with_name(f".{target.name}.tmp")
-            try:
-                shutil.copytree(source, staging, dirs_exist_ok=True)
-                commit(staging, target)
-            except OSError as failure:
-                raise UserError(f"{target}: cannot be written: {failure.strerror or failure}") from None
+            shutil.copytree(source, staging, dirs_exist_ok=True)
+            commit(staging, target)
 
-    def keep(self, step: int, state: TrainingState) -> None:
-        """Save the weights if the last evaluation, after this step, is the best one. Collective."""
+    def keep(self, state: TrainingState) -> None:
+        """Save the weights if the last evaluation is the best one. Collective."""
         best = self.best()
-        if self.enabled and best.step == step:
-            saved = self.checkpoints.save(best.name, lambda folder: state.save(folder, weights_only=True))
-            self.unsaved += [] if saved else self.evaluations[-1:]
+        if best is not None and best is self.evaluations[-1]:
+            saved = self.checkpoints.save(name_of(best), lambda folder: state.save(folder, weights_only=True))
+            self.unsaved += [] if saved else [best]
 
     def remove_unused(self) -> None:
         """Remove weights that are neither the best nor needed to resume from a checkpoint. Call it on rank 0."""
         folder = self.checkpoints.folder
-        used = {self.best(step).name for step in [None, *map(step_of, latest_first(folder))]}
+        best = [self.best(step) for step in (math.inf, *map(step_of, latest_first(folder)))]
+        used = {name_of(evaluation) for evaluation in best if evaluation is not None}
         for path in [path for path in folder.glob(f"{BEST_PREFIX}*") if path.name not in used]:
             remove(path)
 
@@ -94,12 +78,17 @@ class BestWeights:
         Raises:
             RunError: the weights are damaged.
         """
-        best, world = self.best(), self.checkpoints.world
-        if not self.enabled or not best.step:
+        if (best := self.best()) is None:
             return
-        folder = self.checkpoints.folder / best.name
+        folder, world = self.checkpoints.folder / name_of(best), self.checkpoints.world
         problem = problem_of(folder) if world.is_main_process else None
         if (problem := first_failure(problem, world)) is not None:
             raise RunError(f"{folder}: the best weights are damaged: {problem}")
         state.load(folder, weights_only=True)
-        world.print_main(labeled("best weights", f"of step {best.step}: validation {self.metric} {best.value:.4f}"))
+        score = f"validation {self.metric} {best[self.metric]:.4f}"
+        world.print_main(labeled("best weights", f"of step {best['step']}: {score}"))
+
+
+def name_of(evaluation: Evaluation) -> str:
+    """Return the name of the folder that holds the weights after an evaluation."""
+    return f"{BEST_PREFIX}{evaluation['step']}"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..common.errors import UserError
 from ..common.files import write_json
 from ..common.machine import git_commit, kernels
 from ..runs.folder import point_latest
@@ -25,15 +24,14 @@ def write_description(run: Preparation, wrapper: str) -> None:
     """Write settings.json and split.json. Call it on rank 0 when nothing can be rejected any more.
 
     A restarted job recognizes its folder by settings.json, so `latest` points to it only now.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
-    path = run.folder
-    try:
-        write_json(path / SETTINGS.name, settings_content(run) | {"wrapper": wrapper})
-        write_json(path / SPLIT.name, split_content(run))
-        if run.settings.output_dir is None and run.resume.folder is None:
-            point_latest(path)
-    except OSError as problem:
-        raise UserError(f"{path}: cannot be written: {problem.strerror or problem}") from None
+    write_json(run.folder / SETTINGS.name, settings_content(run) | {"wrapper": wrapper})
+    write_json(run.folder / SPLIT.name, split_content(run))
+    if run.settings.output_dir is None and run.resume.folder is None:
+        point_latest(run.folder)
 
 
 def settings_content(run: Preparation) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..checkpoint.manager import PREFIX, CheckpointManager, latest_first, step_of
 from ..checkpoint.state import TrainingState
-from ..common.errors import Preempted, RunError
+from ..common.errors import Preempted, RunError, UserError
 from ..common.files import flush
 from ..common.machine import peak_memory_bytes
 from ..common.terminal import hides_progress
@@ -33,7 +33,7 @@ from ..model.vocabulary import complete_state, trimmed_vocabulary
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, STEPS
 from ..strategies.fsdp import wrapper_name
 from ..training.prepare import Preparation
-from .best import BestWeights
+from .best import BestWeights, Evaluation
 from .results import describe_result, write_results
 from .run_folder import run_state_content, write_description
 from .steps import MetricsLog, StepLog, console_line
@@ -57,10 +57,10 @@ class RunRecord:
         lines = {log.name: run.resume.lines_of(log.name) for log in (STEPS, EVALUATIONS)}
         self.logs = {name: MetricsLog(run.folder / name, kept) for name, kept in lines.items()}
         self.steps = StepLog(run, lines[STEPS.name])
-        self.evaluations = lines[EVALUATIONS.name]
+        self.evaluations: list[Evaluation] = [json.loads(line) for line in lines[EVALUATIONS.name]]
         self.best = BestWeights(self.checkpoints, run.settings, self.evaluations)
         self.early_stopping = EarlyStopping(run.settings)
-        self.early_stopping.add_all(self.evaluations)
+        self.early_stopping.add_all(lines[EVALUATIONS.name])
         self.trackers = Trackers(run, warn=self._print)
         self.profiler: StepProfiler | None = None
         if run.settings.profile:
@@ -87,9 +87,14 @@ class RunRecord:
         self.state, self.stop, plan, step = state, stop, self.plan, self.resume.step
         with raise_on_all_ranks(self.world):
             if self.world.is_main_process:
-                if self.resume.checkpoint is not None:
-                    self.best.take_over(self.resume.checkpoint)
-                write_description(self.run, wrapper_name(wrapped))
+                try:
+                    if self.resume.checkpoint is not None:
+                        self.best.take_over(self.resume.checkpoint)
+                    write_description(self.run, wrapper_name(wrapped))
+                    for log in self.logs.values():
+                        log.create()
+                except OSError as problem:
+                    raise UserError(f"{self.folder}: cannot be written: {problem.strerror or problem}") from None
         self.bar = tqdm(
             total=plan.total_steps,
             initial=step,
@@ -98,7 +103,7 @@ class RunRecord:
         )
         self.trackers.start()
         self.steps.start_clock()
-        is_evaluated = bool(self.evaluations) and json.loads(self.evaluations[-1])["step"] == step
+        is_evaluated = bool(self.evaluations) and self.evaluations[-1]["step"] == step
         return step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step) and not is_evaluated
 
     def finish(self, logits: NDArray[np.floating[Any]], scores: Scores) -> None:
@@ -217,8 +222,8 @@ class RunRecord:
         epoch = step / self.plan.steps_per_epoch
         line = {"step": step, "epoch": epoch, "rows": eval_set_name}
         line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
-        self.evaluations.append(json.dumps(line))
-        self.best.keep(step, self.state)  # first: a line in evaluations.jsonl tells that they are complete
+        self.evaluations.append(line)
+        self.best.keep(self.state)  # first: a line in evaluations.jsonl tells that they are complete
         self._append(EVALUATIONS.name, [line])
         self._print(
             f"epoch {epoch:.2f}: {eval_set_name} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}"

@@ -6,16 +6,15 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
 from ..common.errors import RunError
-from ..common.files import flush
+from ..common.files import flush, write_text
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
 from ..strategies.base import START_CLOCK
@@ -23,21 +22,15 @@ from ..training.prepare import Preparation
 
 # With fp16, the loss scale of 2**16 has been halved to 2**-8 after so many overflows in a row: it is not the cause.
 MAX_SKIPPED = 24
+COUNTS = ("examples", "tokens", "padded_tokens")
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced."""
 
-    step: int  # counted from 1
-    epoch: float
+    line: dict[str, Any]  # of steps.jsonl, with this rank's counts, and without the loss and the norm
     losses: torch.Tensor  # the mean loss of each of this rank's micro-batches, shape (micro-batches,)
     grad_norm: torch.Tensor  # of the averaged gradients before clipping, scalar, equal on every rank
-    learning_rate: float
-    examples: int  # like tokens and padded_tokens, this rank's
-    tokens: torch.Tensor  # without padding, scalar int64 tensor on the CPU
-    padded_tokens: int  # with padding
-    seconds: float
 
 
 class StepLog:
@@ -69,8 +62,11 @@ class StepLog:
     ) -> None:
         """Keep the measurements of a step, without waiting for the device. Arguments as for `RunRecord.after_step`."""
         now = time.perf_counter()
-        epoch, counts = step / self.run.plan.steps_per_epoch, count_tokens(batches)
-        self.pending.append(Step(step, epoch, losses, grad_norm, learning_rate, *counts, now - self._clock))
+        # The reduction replaces the None, which keep the places of these keys in the line.
+        line: dict[str, Any] = {"step": step, "epoch": step / self.run.plan.steps_per_epoch}
+        line |= {"loss": None, "grad_norm": None, "learning_rate": learning_rate}
+        line |= {**count_tokens(batches), "seconds": now - self._clock}
+        self.pending.append(Step(line, losses, grad_norm))
         self.last_step, self._clock = step, now
 
     def reduce(self) -> tuple[list[dict[str, Any]], RunError | None]:
@@ -81,16 +77,16 @@ class StepLog:
             overflow in fp16. Then the lines end before that step. If its gradient norm is not finite, the optimizer
             skipped it (see `skip_step_if_nonfinite`).
         """
-        lines = reduce_steps(self.pending, self.world)
-        self.last_loss = lines[-1]["loss"]
         pending, self.pending = self.pending, []
+        lines = reduce_steps(pending, self.world)
+        self.last_loss = lines[-1]["loss"]
         for i, line in enumerate(lines):
             if math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]):
                 self.skipped_in_a_row = 0
                 continue
             is_overflow = self.run.settings.precision == "fp16" and math.isfinite(line["loss"])
             if not is_overflow or self.skipped_in_a_row == MAX_SKIPPED:
-                self.last_step = pending[i].step - 1
+                self.last_step = line["step"] - 1
                 return lines[:i], self.nonfinite_error(pending[i])
             line["grad_norm"] = None  # the loss scale was too large, and has been halved
             self.skipped_in_a_row += 1
@@ -101,8 +97,8 @@ class StepLog:
 
         It names the ranks whose loss is not finite, and their rows.
         """
-        run = self.run
-        rows = ", ".join(map(str, run.data.rows_of_step(run.strategy.logical_ranks, run.settings, step.step)))
+        run, number = self.run, step.line["step"]
+        rows = ", ".join(map(str, run.data.rows_of_step(run.strategy.logical_ranks, run.settings, number)))
         reports = all_gather_object((bool(torch.isfinite(step.losses).all()), rows), self.world)
         ranks = [f"rank {rank}, rows {its_rows}" for rank, (finite, its_rows) in enumerate(reports) if not finite]
         cause = f"the gradient norm is {float(step.grad_norm)}"
@@ -110,7 +106,7 @@ class StepLog:
             cause = f"the loss is not finite on {' and '.join(ranks)}"
         elif self.skipped_in_a_row:
             return RunError(
-                f"step {step.step}: the gradients overflowed in fp16 in {self.skipped_in_a_row + 1} steps in a "
+                f"step {number}: the gradients overflowed in fp16 in {self.skipped_in_a_row + 1} steps in a "
                 "row, although each of them halved the loss scale: lower --learning_rate, or use --precision bf16 or "
                 "fp32"
             )
@@ -119,18 +115,18 @@ class StepLog:
         elif run.settings.ddp_comm_hook == "fp16":
             cause += " (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)"
         skipped = "" if torch.isfinite(step.grad_norm) else "; the optimizer skipped this step"
-        return RunError(f"step {step.step}: {cause}{skipped}")
+        return RunError(f"step {number}: {cause}{skipped}")
 
 
-def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, torch.Tensor, int]:
-    """Return the numbers of rows, of tokens without padding (scalar tensor), and of tokens with padding."""
+def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, int]:
+    """Return the numbers of rows, of tokens without padding, and of tokens with padding, by the names in COUNTS."""
     # A model that takes no mask reads padding as text, so all positions count as tokens.
     masks = [
         batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
         for batch in batches
     ]
-    tokens = torch.stack([mask.sum() for mask in masks]).sum()
-    return sum(len(mask) for mask in masks), tokens, sum(mask.numel() for mask in masks)
+    counts = [(len(mask), int(mask.sum()), mask.numel()) for mask in masks]  # on the CPU: no device has to be awaited
+    return dict(zip(COUNTS, map(sum, zip(*counts, strict=True)), strict=True))
 
 
 def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
@@ -140,8 +136,7 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
         A line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
     # fp64 holds these whole numbers exactly. The copy of pinned memory does not make the host wait.
-    counts = torch.tensor([[step.examples, step.padded_tokens] for step in steps], dtype=torch.float64)
-    counts = torch.cat([torch.stack([step.tokens for step in steps]).unsqueeze(1), counts], dim=1)
+    counts = torch.tensor([[step.line[name] for name in COUNTS] for step in steps], dtype=torch.float64)
     if world.device.type == "cuda":
         counts = counts.pin_memory()
     norms = torch.stack([step.grad_norm.double() for step in steps]).unsqueeze(1)
@@ -149,24 +144,12 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     measured = [tensor.to(world.device, non_blocking=True) for tensor in (counts, norms, losses)]
     # Only here does the host wait for the device: once for all steps of the interval.
     by_rank = all_gather(torch.cat(measured, dim=1), world).cpu()
-    counts = by_rank[:, :, :3].sum(dim=0)
-    norms_of_rank = by_rank[world.rank, :, 3].tolist()  # equal on every rank
+    counts = by_rank[:, :, :3].sum(dim=0).long()
+    norms = by_rank[world.rank, :, 3]  # equal on every rank
     means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]
     return [
-        {
-            "step": step.step,
-            "epoch": step.epoch,
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": step.learning_rate,
-            "examples": examples,
-            "tokens": n_tokens,
-            "padded_tokens": padded_tokens,
-            "seconds": step.seconds,
-        }
-        for step, loss, norm, (n_tokens, examples, padded_tokens) in zip(
-            steps, means, norms_of_rank, counts.long().tolist(), strict=True
-        )
+        step.line | {"loss": loss, "grad_norm": norm} | dict(zip(COUNTS, sums, strict=True))
+        for step, loss, norm, sums in zip(steps, means, norms.tolist(), counts.tolist(), strict=True)
     ]
 
 
@@ -191,16 +174,21 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
 
 
 class MetricsLog:
-    """An append-only log. Lines that could not be written, such as on a full disk, are written with the next ones.
-
-    A resumed run keeps the lines up to its checkpoint. Others are removed when the first new line is appended.
-    """
+    """An append-only log. Lines that could not be written, such as on a full disk, are written with the next ones."""
 
     def __init__(self, path: Path, kept: Sequence[str] = ()) -> None:
-        """`kept` are the lines of the run so far, which another run's folder may hold."""
-        self.path = path
-        self.kept, self.pending = "".join(kept).encode(), b""
-        self.size: int | None = None  # bytes that are known to be complete lines
+        """`kept` are the lines up to the checkpoint. Others are removed when the first new line is appended."""
+        self.path, self.kept, self.pending = path, "".join(kept), b""
+        self.size = len(self.kept.encode())  # bytes that are known to be complete lines
+
+    def create(self) -> None:
+        """Write the kept lines, if they are in another run's folder so far.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.kept and not self.path.exists():
+            write_text(self.path, self.kept)
 
     def append(self, lines: Sequence[str]) -> None:
         """Append complete lines; without any, write only those that are pending.
@@ -209,13 +197,7 @@ class MetricsLog:
             OSError: the lines could not be written; they remain pending.
         """
         self.pending += "".join(lines).encode()
-        if self.size is not None and not self.pending:
-            return
-        with self.path.open("a+b") as file:
-            if self.size is None:
-                file.seek(0)
-                is_there = file.read(len(self.kept)) == self.kept
-                self.size, self.pending = (len(self.kept), self.pending) if is_there else (0, self.kept + self.pending)
+        with self.path.open("ab") as file:
             file.truncate(self.size)  # removes what a killed run, or a write that failed, has left
             file.write(self.pending)
         self.size, self.pending = self.size + len(self.pending), b""
@@ -226,6 +208,6 @@ class MetricsLog:
         Raises:
             OSError: the lines could not be written or flushed.
         """
-        if self.size is not None or self.kept or self.path.exists():
+        if self.pending or self.path.exists():
             self.append(())
             flush(self.path)

@@ -150,16 +150,25 @@ def test_resuming_removes_nothing_and_the_first_line_cuts_the_log(interrupted, n
     assert len(list(record.checkpoints.folder.iterdir())) == 2
 
 
-def test_a_new_folder_gets_the_lines_so_far_with_the_first_new_one(interrupted, new_record, tmp_path):
+def test_a_new_folder_gets_the_lines_so_far(interrupted, new_record, tmp_path):
     resume = replace(resume_at(interrupted, 10), folder=None)
     before = contents(interrupted.folder)
     record, plan = new_record(resume, output_dir=str(tmp_path / "new"), eval_strategy="steps", eval_steps=5)
     assert begin(record, plan)
-    assert {path.name for path in contents(record.folder)} == {"split.json", ".lock"}
+    assert steps_on_disk(record) == list(range(1, 11))
+    assert evaluations_on_disk(record) == [5]
     record.after_evaluation(10, "test", SCORES)
     add_steps(record, 11)
     assert steps_on_disk(record) == list(range(1, 12))
     assert evaluations_on_disk(record) == [5, 10]
+    record.unlock()
+    # Killed before its first checkpoint, it starts from the other run again.
+    again = replace(resume, folder=record.folder)
+    record, plan = new_record(again, output_dir=str(tmp_path / "new"), eval_strategy="steps", eval_steps=5)
+    begin(record, plan)
+    assert steps_on_disk(record) == list(range(1, 12))
+    add_steps(record, 11, 12)
+    assert steps_on_disk(record) == list(range(1, 13))
     assert contents(interrupted.folder) == before
 
 
