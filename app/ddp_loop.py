@@ -156,7 +156,7 @@ def train(prepared: Preparation, record: RunRecord, stop: StopRequest) -> None:
     # All ranks get the same averaged gradients, so their optimizers make the same update and the copies of the model
     # stay equal. The weights themselves are never synchronized again. The other strategies divide the optimizer's state
     # (zero1) and also gradients and parameters (zero2, zero3) among the ranks, and exchange updated parameters.
-    optimizer = build_optimizer(wrapped, settings, prepared.learning_rate, strategy=strategy)
+    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world), prepared.loss)
 

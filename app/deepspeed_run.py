@@ -78,7 +78,7 @@ class DeepSpeedTrainer(Trainer):
         arguments = training_arguments(
             run,
             deepspeed=config,
-            learning_rate=run.learning_rate,
+            learning_rate=run.settings.learning_rate,
             fp16=run.settings.precision == "fp16",
             bf16=run.settings.precision == "bf16",
             **{name: getattr(run.settings, name) for name in TRAINERS},

@@ -210,12 +210,8 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
         assert len(error.splitlines()) == 1
         assert len(error) < 400
         return
-    optimizer = build_optimizer(
-        torch.nn.Linear(2, 2),
-        settings,
-        settings.learning_rate or 1e-3,
-        strategy=DDPStrategy(settings, plan, fake_world()),
-    )
+    strategy = DDPStrategy(settings, plan, fake_world())
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), settings, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     for _ in range(3):
         optimizer.step()

@@ -63,10 +63,10 @@ class Training:
     """A model that is trained with a strategy."""
 
     def __init__(self, strategy: str, world: World, **changes: int) -> None:
-        self.settings, plan = Settings(strategy=strategy, warmup_steps=0), batch_plan()
+        self.settings, plan = Settings(strategy=strategy, learning_rate=1e-2, warmup_steps=0), batch_plan()
         self.strategy, self.model = select_strategy(self.settings, plan, world), new_model(**changes)
         self.wrapped = self.strategy.wrap(self.model)
-        optimizer = build_optimizer(self.wrapped, self.settings, 1e-2, strategy=self.strategy)
+        optimizer = build_optimizer(self.wrapped, self.settings, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
         self.optimization, self.world = (
             Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world)),

@@ -30,7 +30,6 @@ from ..training.build import ReviewData, build_model, select_strategy
 from ..training.step import build_optimizer, build_scheduler
 from .core import Lab, alternate
 
-LEARNING_RATE = 1e-4
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
 COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
@@ -53,8 +52,7 @@ class Bench:
 
     def optimization(self, total_steps: int) -> Optimization:
         """Return what updates the weights, as in training."""
-        learning_rate = self.settings.learning_rate or LEARNING_RATE
-        optimizer = build_optimizer(self.wrapped, self.settings, learning_rate, strategy=self.strategy)
+        optimizer = build_optimizer(self.wrapped, self.settings, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, total_steps)
         return Optimization(optimizer, scheduler, LossScale(self.settings.precision, self.data.plan, self.world))
 

@@ -182,12 +182,11 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     settings = variant_settings(settings, variant, ranks)
     plan = plan_batches(settings, len(data.split.train), world.size)
     data = replace(data, plan=plan)
-    classifier = build_model(settings, data, world)
-    model, learning_rate = classifier.model, settings.learning_rate or default_learning_rate(classifier.pretrained)
+    model = build_model(settings, data, world).model
     rows = rows_of_steps(settings, variant, data)
     loader = DataLoader(data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **data.loader_options(world.device))
     # From here on, the seed is used for dropout only.
-    settings = replace(settings, seed=settings.seed + variant.dropout_seed, learning_rate=learning_rate)
+    settings = replace(settings, seed=settings.seed + variant.dropout_seed)
     plan = replace(plan, total_steps=len(rows))
     if variant.averaged == "parameters":  # each rank trains its own copy, without the other ranks; all start equal
         plan, copies = replace(plan, ranks=ranks), [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
@@ -224,13 +223,12 @@ def build_step(
     strategy = DDPStrategy(settings, plan, world)
     wrapped = strategy.wrap(model)
     optimizer: torch.optim.Optimizer
-    assert settings.learning_rate is not None
     if variant.optimizer in SGD:
         momentum, factor = SGD[variant.optimizer]
-        rate = factor * settings.learning_rate
+        rate = factor * (settings.learning_rate or default_learning_rate(settings.model))
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
     else:  # this project's AdamW, which is Adam without decay
-        optimizer = build_optimizer(wrapped, settings, settings.learning_rate, strategy=strategy)
+        optimizer = build_optimizer(wrapped, settings, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     loss_scale = LossScale(settings.precision, plan, world)
     optimization = Optimization(optimizer, scheduler, loss_scale, lambda *of: variant.inflation * mean_loss(*of))

@@ -47,7 +47,6 @@ class Classifier:
     """A classifier to train, in training precision."""
 
     model: PreTrainedModel
-    pretrained: bool  # False if all weights were initialized from the seed
     origin: str  # of the weights, for the startup message
     config: dict[str, Any]  # from `describe_config`
 
@@ -138,9 +137,8 @@ def load_classifier(
     """
     config = classifier_config(settings, class_names, tokenizer, device=device, commit=commit)
     content = describe_config(config)
-    pretrained = is_pretrained(settings.model)
     set_seed(settings.seed)
-    if pretrained:
+    if is_pretrained(settings.model):
         origin = settings.model
         with _without_warnings():  # a line of the startup message replaces the one about the new head
             options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -161,7 +159,7 @@ def load_classifier(
     match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
-    return Classifier(model, pretrained, origin, content)
+    return Classifier(model, origin, content)
 
 
 def load_trained(
@@ -207,7 +205,7 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
 
 
 def is_pretrained(model: str) -> bool:
-    """Tell whether the model has weights of its own."""
+    """Tell whether the model has weights of its own. Otherwise all are initialized from the seed."""
     if model in BUILT_IN:
         return False
     folder = Path(model)

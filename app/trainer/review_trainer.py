@@ -60,8 +60,8 @@ class ReviewTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the shared optimizer: Trainer's default groups parameters by name instead of by shape."""
-        settings, strategy = self.prepared.settings, self.prepared.strategy
-        self.shared_optimizer = build_optimizer(self.wrapped, settings, self.prepared.learning_rate, strategy=strategy)
+        prepared = self.prepared
+        self.shared_optimizer = build_optimizer(self.wrapped, prepared.settings, strategy=prepared.strategy)
         self.optimizer = self.shared_optimizer
         return self.shared_optimizer
 

@@ -21,7 +21,6 @@ from ..data.reviews import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
-from ..model.load import Classifier
 from ..model.vocabulary import trimmed_vocabulary
 from ..setting_groups import BUILT_IN
 from .step import warmup_steps
@@ -46,8 +45,8 @@ def block(facts: Mapping[str, object]) -> str:
     return "\n".join(labeled(name, fact) for name, fact in facts.items() if fact)
 
 
-def describe_run(prepared: Preparation, classifier: Classifier) -> str:
-    """Return the block that a run prints before the first step."""
+def describe_run(prepared: Preparation, origin: str) -> str:
+    """Return the block that a run prints before the first step. `origin` is that of the weights."""
     settings, world, data = prepared.settings, prepared.world, prepared.data
     table, split, plan = data.table, data.split, data.plan
     is_sample = table.path.resolve() == SAMPLE_CSV
@@ -57,10 +56,9 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
     n_cut = int((data.lengths == settings.max_length).sum())
-    vocabulary = trimmed_vocabulary(classifier.model)
-    n_parameters = classifier.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
+    vocabulary = trimmed_vocabulary(prepared.model)
+    n_parameters = prepared.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
     commit = f" at {data.commit[:12]}" if data.commit else ""
-    weights = "pretrained weights" if classifier.pretrained else "randomly initialized weights"
     machine = [
         f"{world.size} x {prepared.devices[0]}",
         f"{torch.get_num_threads()} thread(s) per rank",
@@ -79,13 +77,13 @@ def describe_run(prepared: Preparation, classifier: Classifier) -> str:
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
-        "model": f"{classifier.origin}{commit}; {n_parameters / 1e6:.1f} M parameters",
+        "model": f"{origin}{commit}; {n_parameters / 1e6:.1f} M parameters",
         "tokenizer": sampled if settings.model in BUILT_IN else None,
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
         f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
-        "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule; {weights})",
+        "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule)",
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",
         **resume_facts(prepared.resume),

@@ -74,11 +74,6 @@ class Preparation:
     def plan(self) -> BatchPlan:
         return self.data.plan
 
-    @property
-    def learning_rate(self) -> float:
-        assert self.settings.learning_rate is not None
-        return self.settings.learning_rate
-
 
 def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     """Build the data, the model and the run folder, check that all ranks have the same, and print what will happen.
@@ -98,7 +93,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     classifier = build_model(settings, data, world)
     settings = replace(  # what depends on the data and the model
         settings,
-        learning_rate=settings.learning_rate or default_learning_rate(classifier.pretrained),
+        learning_rate=settings.learning_rate or default_learning_rate(settings.model),
         attn_implementation=getattr(classifier.model.config, "_attn_implementation", None),
         train_batch_size=data.plan.global_size,
         per_device_train_batch_size=requested.per_device_train_batch_size,
@@ -136,7 +131,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         devices=all_gather_object(device_name(world.device), world),  # ranks may differ
         arithmetic=gather_arithmetic(world),
     )
-    world.print_main(describe_run(prepared, classifier) + describe_ranks(world, prepared.arithmetic))
+    world.print_main(describe_run(prepared, classifier.origin) + describe_ranks(world, prepared.arithmetic))
     return prepared
 
 

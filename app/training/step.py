@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from ..model.load import is_pretrained
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import VectorTails
@@ -17,9 +18,9 @@ FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # chosen by experiment for `tiny`
 
 
-def default_learning_rate(pretrained: bool) -> float:
-    """Return the peak learning rate that is used unless `--learning_rate` is set."""
-    return FROM_PRETRAINED if pretrained else FROM_SCRATCH
+def default_learning_rate(model: str) -> float:
+    """Return the peak learning rate of a model that is used unless `--learning_rate` is set."""
+    return FROM_PRETRAINED if is_pretrained(model) else FROM_SCRATCH
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -31,13 +32,11 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def build_optimizer(
-    wrapped: torch.nn.Module, settings: Settings, learning_rate: float, *, strategy: Strategy
-) -> torch.optim.Optimizer:
+def build_optimizer(wrapped: torch.nn.Module, settings: Settings, *, strategy: Strategy) -> torch.optim.Optimizer:
     """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded."""
     optimizer = strategy.build_optimizer(
         parameter_groups(wrapped, settings.weight_decay),
-        lr=learning_rate,
+        lr=settings.learning_rate or default_learning_rate(settings.model),
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
         fused=True,

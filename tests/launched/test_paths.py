@@ -74,7 +74,7 @@ def test_each_run_gets_a_new_folder(world, review_csv, tmp_path, monkeypatch):
 def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, tmp_path, path_name):
     done = launch(path_name, "--csv", review_csv(), *TINY)
     assert done.status == 0, done.out + done.err
-    assert "(AdamW, linear schedule; randomly initialized weights)" in done.out
+    assert "(AdamW, linear schedule)" in done.out
     assert "/1 [" not in done.err, "a progress bar has been written to a file"
     runs = sorted((tmp_path / "runs" / path_name).iterdir())
     assert len(runs) == 2, runs

@@ -33,7 +33,7 @@ from app.common.errors import UserError
 from app.data.loaders import Collator
 from app.model.built_in import learn_tokenizer
 from app.model.hub import resolve_commit
-from app.model.load import align_with_trainer, load_classifier, load_tokenizer, override_dropout
+from app.model.load import align_with_trainer, is_pretrained, load_classifier, load_tokenizer, override_dropout
 from app.settings import Settings
 
 TEXTS = ["房间很干净，服务很好。", "早餐太差，再也不来。"] * 20
@@ -84,7 +84,7 @@ def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folde
     settings = Settings(model=folder(name, weights), max_length=32)
     tokenizer = load_tokenizer(settings, TEXTS)
     loaded = load_classifier(settings, ["bad", "good", "mixed"], tokenizer)
-    assert loaded.pretrained is weights
+    assert is_pretrained(settings.model) is weights
     assert loaded.model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert loaded.model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
     batch = tokenizer(TEXTS[:4], padding=True, return_tensors="pt")

@@ -76,9 +76,8 @@ def new_batches(plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name: str, **changes) -> Outcome:
     """Train for some steps, with an evaluation after each one."""
-    settings = Settings(
-        strategy=strategy_name, gradient_accumulation_steps=accumulation, warmup_steps=0, dropout=0.1, **changes
-    )
+    fixed: dict[str, Any] = {"learning_rate": 1e-2, "warmup_steps": 0, "dropout": 0.1}
+    settings = Settings(strategy=strategy_name, gradient_accumulation_steps=accumulation, **fixed | changes)
     plan = batch_plan(1, logical_ranks, accumulation)
     strategy: Strategy = select_strategy(settings, plan, world)
     model = new_model(name)
@@ -87,7 +86,7 @@ def train(strategy_name: str, world, logical_ranks: int, accumulation: int, name
     assert type(wrapped) is (ShardedModel if is_sharded else DistributedDataParallel)
     fsdp_class = f"FSDP{type(new_model(name)).__name__}"
     assert wrapper_name(wrapped) == (fsdp_class if is_sharded else "DistributedDataParallel")
-    optimizer = build_optimizer(wrapped, settings, 1e-2, strategy=strategy)
+    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
     ids, labels = new_batches(plan)

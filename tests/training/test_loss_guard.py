@@ -17,7 +17,8 @@ from app.training.step import build_optimizer, skip_step_if_nonfinite
 def training(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2)).to(dtype)
-    return model, build_optimizer(model, Settings(), 1e-2, strategy=DDPStrategy(Settings(), batch_plan(), fake_world()))
+    settings = Settings(learning_rate=1e-2)
+    return model, build_optimizer(model, settings, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, guarded: bool, factor: float = 1.0) -> None:

@@ -17,7 +17,7 @@ from app.training.step import build_optimizer, build_scheduler, skip_step_if_non
 def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
     model = BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     settings = Settings(weight_decay=0.1)
-    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
+    optimizer = build_optimizer(model, settings, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
     decayed, kept = (group["params"] for group in optimizer.param_groups)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)] for p in kept} == {n for n in names.values() if n.endswith("bias") or "LayerNorm" in n}
@@ -48,7 +48,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
 @pytest.mark.parametrize(("norm", "changes"), [(1.0, True), (math.inf, False), (math.nan, False)])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(norm, changes):
     model, settings = torch.nn.Linear(4, 4), Settings()
-    optimizer = build_optimizer(model, settings, 1e-3, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
+    optimizer = build_optimizer(model, settings, strategy=DDPStrategy(settings, batch_plan(), fake_world()))
     before = model.weight.clone()
     model(torch.ones(1, 4)).sum().backward()
     skip_step_if_nonfinite(optimizer, torch.tensor(norm))
