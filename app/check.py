@@ -17,9 +17,9 @@ If nothing is printed within seconds, torchrun on some node does not reach node 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from .program import check_command_line
+    from .program import Program
 
-    check_command_line(__doc__)  # before torch is imported, which takes seconds
+    Program(__doc__).check_command_line()  # before torch is imported, which takes seconds
 
 import os
 import socket
@@ -39,7 +39,7 @@ from .distributed.collectives import all_gather_object, wait_for_device
 from .distributed.network import find_route
 from .distributed.process_group import join
 from .distributed.world import World
-from .program import launch
+from .program import Program
 from .settings import Settings
 
 
@@ -107,4 +107,4 @@ def train_toy_model(world: World) -> bool:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__)
+    Program(__doc__).launch(main)

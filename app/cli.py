@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -72,70 +72,72 @@ def positive(text: str) -> float:
     return value
 
 
-def parse_given(
-    description: str | None,
-    arguments: Sequence[str],
-    add_arguments: Callable[[OneLineParser], None] | None = None,
-    *,
-    only: Collection[str] = TYPES,
-) -> dict[str, Any]:
-    """Return the settings that are given, most of them as texts, and the values of all flags of the program itself.
+@dataclass(frozen=True)
+class CommandLine:
+    """The flags of a program: the settings that it has, `--config`, and flags of its own."""
 
-    The command line overrides `--config`, which overrides the program's own defaults.
+    description: str | None = None  # the docstring of the entry point, which `--help` prints first
+    # Adds the program's own flags to a parser, and sets its own defaults of settings.
+    add_arguments: Callable[[OneLineParser], None] = lambda parser: None
+    only: Collection[str] = tuple(TYPES)  # the settings that the program has; without any, there is no `--config`
 
-    Args:
-        description: The docstring of the entry point, which `--help` prints first.
-        add_arguments: Adds the program's own flags to a parser, and sets its own defaults of settings.
-        only: The settings that the program has; by default all. Without any, there is no `--config`.
+    def parse(self, arguments: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
+        """Return the settings, and the values of the program's own flags.
 
-    Raises:
-        UserError: An unknown flag, or an unreadable config file.
-    """
-    parser = OneLineParser(description=description)
-    if add_arguments is not None:
-        add_arguments(parser)
-    defaults = dict(parser._defaults)
-    if only:
-        parser.add_argument(
-            "--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it"
-        )
-    for group in GROUPS:
-        section = parser.add_argument_group(str(group.__doc__))
-        for field in fields(group):
-            if field.name in only:
-                help_text = help_of(field.name).replace("%", "%%")
-                default = defaults.get(field.name, field.default)
-                section.add_argument(f"--{field.name}", help=help_text, default=default, **options_of(field.name))
-            if field.name == "precision" and field.name in only:
-                section.add_argument("--bf16", nargs="?", const="true", metavar="true", help="same as --precision bf16")
-    # argparse sets no default where a value exists: a setting stays None unless it is given.
-    namespace, unknown = parser.parse_known_intermixed_args(
-        list(arguments), argparse.Namespace(**dict.fromkeys((*only, "config", "bf16")))
-    )
-    if unknown:
-        name = underscored(unknown[0]).partition("=")[0]
-        similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.8)
-        parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {similar[0]}?" if similar else ""))
-    given = {name: value for name, value in vars(namespace).items() if value is not None or name not in only}
-    config = read_config(given.pop("config"), only)
-    for values in (given, config):
-        resolve_alternatives(values)
-    if given.keys() & BATCH_SIZES:
-        config = {name: value for name, value in config.items() if name not in BATCH_SIZES}
-    return defaults | config | given
+        Raises:
+            UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
+        """
+        given = self.parse_given(arguments)
+        settings = {name: given.pop(name) for name in given.keys() & {*self.only}}
+        return Settings(**settings), given
+
+    def parse_given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the settings that are given, most of them as texts, and the values of all flags of the program itself.
+
+        The command line overrides `--config`, which overrides the program's own defaults.
+
+        Raises:
+            UserError: An unknown flag, or an unreadable config file.
+        """
+        parser = OneLineParser(description=self.description)
+        self.add_arguments(parser)
+        defaults = dict(parser._defaults)
+        if self.only:
+            parser.add_argument(
+                "--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it"
+            )
+        for group in GROUPS:
+            section = parser.add_argument_group(str(group.__doc__))
+            for field in fields(group):
+                if field.name in self.only:
+                    help_text = help_of(field.name).replace("%", "%%")
+                    default = defaults.get(field.name, field.default)
+                    section.add_argument(f"--{field.name}", help=help_text, default=default, **options_of(field.name))
+                if field.name == "precision" and field.name in self.only:
+                    section.add_argument("--bf16", **options_of("tf32"), help="same as --precision bf16")
+        # argparse sets no default where a value exists: a setting stays None unless it is given.
+        unset = argparse.Namespace(**dict.fromkeys((*self.only, "config", "bf16")))
+        namespace, unknown = parser.parse_known_intermixed_args(list(arguments), unset)
+        if unknown:
+            name = underscored(unknown[0]).partition("=")[0]
+            similar = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.8)
+            parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {similar[0]}?" if similar else ""))
+        given = {name: value for name, value in vars(namespace).items() if value is not None or name not in self.only}
+        config = read_config(given.pop("config"), self.only)
+        for values in (given, config):
+            resolve_alternatives(values)
+        if given.keys() & BATCH_SIZES:
+            config = {name: value for name, value in config.items() if name not in BATCH_SIZES}
+        return defaults | config | given
 
 
 def options_of(name: str) -> dict[str, Any]:
     """Return the options of `add_argument` for a setting. `Settings` converts and checks its value."""
-
-    def placeholder(kind: Any) -> str:
-        if get_origin(kind) is Literal:
-            return "{" + ",".join(get_args(kind)) + "}"
-        return {int: "N", float: "X", str: "TEXT"}.get(kind) or placeholder(get_args(kind)[0])
-
-    if get_args(TYPES[name])[0] is bool:
+    kind, optional = get_args(TYPES[name])[0], get_args(get_args(TYPES[name])[0])
+    if kind is bool:
         return {"nargs": "?", "const": "true", "metavar": "true"}
-    return {"metavar": placeholder(TYPES[name])}
+    choices = next((get_args(one) for one in (kind, *optional) if get_origin(one) is Literal), ())
+    return {"metavar": "{" + ",".join(choices) + "}"} if choices else {}
 
 
 def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
@@ -169,26 +171,9 @@ def resolve_alternatives(values: dict[str, Any]) -> None:
         raise UserError(f"--bf16 contradicts --precision {values['precision']}")
 
 
-def parse_flags(
-    description: str | None,
-    arguments: Sequence[str],
-    add_arguments: Callable[[OneLineParser], None] | None = None,
-    *,
-    only: Collection[str] = TYPES,
-) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings of a command line, and the values of the program's own flags. As `parse_given`.
-
-    Raises:
-        UserError: An unknown flag, a value of the wrong type or out of range, or an unreadable config file.
-    """
-    given = parse_given(description, arguments, add_arguments, only=only)
-    settings = {name: given.pop(name) for name in given.keys() & {*only}}
-    return Settings(**settings), given
-
-
 def parse_settings(arguments: Sequence[str]) -> Settings:
     """Parse the command line of a training path."""
-    return parse_flags(None, arguments)[0]
+    return CommandLine().parse(arguments)[0]
 
 
 def as_flags(settings: Settings) -> list[str]:

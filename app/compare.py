@@ -21,8 +21,8 @@ ablation.json and ablation.md.
 
 from __future__ import annotations
 
-from .cli import OneLineParser, as_flags, count, parse_flags
-from .program import check_command_line, run_program
+from .cli import OneLineParser, as_flags, count
+from .program import Program, run_program
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -36,8 +36,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
 
 
+PROGRAM = Program(__doc__, add_arguments)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import sys
 from dataclasses import replace
@@ -57,7 +58,7 @@ from .settings import Settings
 
 
 def main() -> int:
-    settings, options = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, options = PROGRAM.parse(sys.argv[1:])
     check_flags(settings, options)
     if options["ablate"]:
         # Imported late, like all that trains or draws: comparing two finished runs needs none of it.

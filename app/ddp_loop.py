@@ -20,9 +20,9 @@ averaged, and which process writes the files.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from .program import check_command_line
+    from .program import Program
 
-    check_command_line(__doc__)  # before torch is imported, which takes seconds
+    Program(__doc__).check_command_line()  # before torch is imported, which takes seconds
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -45,7 +45,7 @@ from .metrics.score import Scores, score
 from .model.dropout import RowDropout
 from .model.inputs import to_device
 from .model.precision import mixed_precision
-from .program import launch
+from .program import Program
 from .record.run_record import RunRecord
 from .settings import Settings
 from .strategies.base import Strategy
@@ -255,4 +255,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    launch(main, __doc__)
+    Program(__doc__).launch(main)

@@ -28,7 +28,7 @@ from .ddp_loop import evaluate
 from .distributed.process_group import join
 from .model.dropout import RowDropout
 from .model.inputs import to_device
-from .program import launch
+from .program import Program
 from .record.run_record import RunRecord
 from .setting_groups import CheckpointSettings, EvaluationSettings
 from .settings import TYPES, Settings
@@ -123,4 +123,4 @@ class DeepSpeedTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_arguments, only=[name for name in TYPES if name not in LEFT_OUT])
+    Program(__doc__, add_arguments, only=[name for name in TYPES if name not in LEFT_OUT]).launch(main)

@@ -7,9 +7,10 @@ test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop'
 """
 
 if __name__ == "__main__":
-    from .program import check_command_line, launch
+    from .program import Program
 
-    check_command_line(__doc__, only=("csv", "max_steps", "train_batch_size"))
+    program = Program(__doc__, only=("csv", "max_steps", "train_batch_size"))
+    program.check_command_line()
 
 import gc
 import json
@@ -117,4 +118,4 @@ def average_in_fixed_order(_: None, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, only=("csv", "max_steps", "train_batch_size"))
+    program.launch(main)

@@ -18,8 +18,8 @@ The rows that the run held out, which gives its predictions.csv again:
 
 from __future__ import annotations
 
-from .cli import OneLineParser, parse_given
-from .program import check_command_line, launch, select_precision
+from .cli import OneLineParser
+from .program import Program, select_precision
 
 FILES = ("csv", "validation_file", "test_file", "dataset_name")
 # Settings of a run that determine its predictions, and those that determine the split of its rows.
@@ -47,8 +47,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
 
 
+PROGRAM = Program(__doc__, add_arguments, only=USED)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments, only=USED)  # before torch is imported
+    PROGRAM.check_command_line()  # before torch is imported
 
 import io
 import os
@@ -189,7 +190,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     run = find_run(Path(name))
     if part is not None and run is None:
         raise UserError(f"--split {part}: {name} is not the folder of a run")
-    given = parse_given(None, sys.argv[1:], add_arguments, only=USED)
+    given = PROGRAM.parse_given(sys.argv[1:])
     values, recorded = Settings().as_dict(), {}
     if run is not None:
         read_object(run, METRICS)  # which is written last
@@ -290,4 +291,4 @@ def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, add_arguments, only=USED)
+    PROGRAM.launch(main)

@@ -6,59 +6,96 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from .cli import OneLineParser, parse_flags
+from .cli import CommandLine
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.terminal import as_interrupt
 from .distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
-from .settings import TYPES, Settings
+from .settings import Settings
 
 
-def check_command_line(
-    description: str | None,
-    add_arguments: Callable[[OneLineParser], None] | None = None,
-    *,
-    only: Collection[str] = TYPES,
-) -> None:
-    """Print `--help`, or a mistake in the command line, and exit. Entry points call it before they import torch.
+class Program(CommandLine):
+    """An entry point: it checks its command line before it imports torch, and `launch` runs it on each rank."""
 
-    Importing torch and transformers takes seconds. `launch` parses the command line again.
+    def check_command_line(self) -> None:
+        """Print `--help`, or a mistake in the command line, and exit. Entry points call it before they import torch.
 
-    Args:
-        description: The docstring of the entry point, for `--help`.
-        add_arguments, only: As for `parse_given`.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, lambda *_: _exit_interrupted())  # no traceback of the imports
-    # Imports create a million objects, but hardly any garbage: collections are enabled by `stop_importing`.
-    gc.disable()
-    gc.set_threshold(20_000, 20, 20)
-    # A thread that waits for another one would use its core up to the end of its time slice, which other programs, or
-    # even the thread that it waits for, have to wait for. OpenMP reads the variable when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    escape_unencodable_output()
-    # torch.distributed.launch adds it. torchrun sets LOCAL_RANK instead.
-    sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
-    wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
-    try:
-        rank, size, _, local_size = rank_and_sizes()
-        if wants_help and rank != 0:
-            sys.exit(0)  # rank 0 prints the help
-        # The ranks of one node read the same files: rank 0 reports a mistake and exits, and torchrun ends the others
-        # while they import torch. Another node's files may differ. All ranks then have to learn of a mistake, so
-        # `launch` connects them first.
-        if wants_help or (rank == 0 and size == local_size):
-            settings, _ = parse_flags(description, sys.argv[1:], add_arguments, only=only)
-            check_files(settings)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        Importing torch and transformers takes seconds. `launch` parses the command line again.
+        """
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
+            signal.signal(signal.SIGINT, lambda *_: _exit_interrupted())  # no traceback of the imports
+        # Imports create a million objects, but hardly any garbage: collections are enabled by `stop_importing`.
+        gc.disable()
+        gc.set_threshold(20_000, 20, 20)
+        # A thread that waits for another one would use its core up to the end of its time slice, which other programs,
+        # or even the thread that it waits for, have to wait for. OpenMP reads the variable when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        escape_unencodable_output()
+        # torch.distributed.launch adds it. torchrun sets LOCAL_RANK instead.
+        sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
+        wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
+        try:
+            rank, size, _, local_size = rank_and_sizes()
+            if wants_help and rank != 0:
+                sys.exit(0)  # rank 0 prints the help
+            # The ranks of one node read the same files: rank 0 reports a mistake and exits, and torchrun ends the
+            # others while they import torch. Another node's files may differ. All ranks then have to learn of a
+            # mistake, so `launch` connects them first.
+            if wants_help or (rank == 0 and size == local_size):
+                settings, _ = self.parse(sys.argv[1:])
+                check_files(settings)
+        except UserError as problem:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+            sys.exit(2)
+
+    def launch(self, main: Callable[..., None]) -> NoReturn:
+        """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
+
+        Exit statuses: 0 finished (or a restarted job found its run already finished), 1 the run failed, 2 invalid
+        input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
+
+        Args:
+            main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins
+                the process group itself.
+        """
+        # Here, because `check_command_line` needs none of torch.
+        import torch.distributed as dist
+
+        from .distributed.failure import exit_now, report_failure_to_connect
+        from .distributed.process_group import join
+
+        stop_importing()
+        if not started_by_torchrun():
+            become_single_process()
+        rank, status = rank_and_sizes()[0], 0
+        # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.
+        names = [name for name in os.environ if name.startswith("ACCELERATE_")]
+        for name in names:
+            del os.environ[name]
+        if names and rank == 0:
+            print(f"warning: the settings count, not accelerate's {', '.join(names)}", file=sys.stderr, flush=True)
+        try:
+            settings, own_flags = self.parse(sys.argv[1:])
+            main(select_precision(settings), **own_flags)
+        except SystemExit as outcome:
+            status = int(outcome.code or 0)
+        except KeyboardInterrupt:
+            _exit_interrupted()
+        except UserError as problem:  # most are made on every rank, and one rank prints it
+            if dist.is_initialized():  # by app.minimal
+                dist.destroy_process_group()
+            with suppress(SystemExit), join(Settings(use_cpu=True, threads=1), str(problem)):
+                raise AssertionError("join raises the problem on all ranks") from problem
+            status = 2
+        except Exception as failure:  # before the process group was joined
+            report_failure_to_connect(failure, rank)
+        exit_now(status)  # without exit handlers, in which the library of a tracker may wait for ever
 
 
 def check_files(settings: Settings) -> None:
@@ -101,58 +138,6 @@ def run_program(program: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted: every job that was started has ended", file=sys.stderr)
         return 130
-
-
-def launch(
-    main: Callable[..., None],
-    description: str | None,
-    add_arguments: Callable[[OneLineParser], None] | None = None,
-    *,
-    only: Collection[str] = TYPES,
-) -> NoReturn:
-    """Run the entry point on this rank and exit. If the job fails, one rank prints one line.
-
-    Exit statuses: 0 finished (or a restarted job found its run already finished), 1 the run failed, 2 invalid
-    input, 75 preempted after saving a checkpoint, 130 interrupted by Ctrl-C before training.
-
-    Args:
-        main: Called with the settings of this rank, and with the program's own flags as keyword arguments. It joins the
-            process group itself.
-        description: The docstring of the entry point, for `--help`.
-        add_arguments, only: As for `parse_given`.
-    """
-    # Here, because `check_command_line` needs none of torch.
-    import torch.distributed as dist
-
-    from .distributed.failure import exit_now, report_failure_to_connect
-    from .distributed.process_group import join
-
-    stop_importing()
-    if not started_by_torchrun():
-        become_single_process()
-    rank, status = rank_and_sizes()[0], 0
-    # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.
-    names = [name for name in os.environ if name.startswith("ACCELERATE_")]
-    for name in names:
-        del os.environ[name]
-    if names and rank == 0:
-        print(f"warning: the settings count, not {', '.join(names)} of accelerate launch", file=sys.stderr, flush=True)
-    try:
-        settings, own_flags = parse_flags(description, sys.argv[1:], add_arguments, only=only)
-        main(select_precision(settings), **own_flags)
-    except SystemExit as outcome:
-        status = int(outcome.code or 0)
-    except KeyboardInterrupt:
-        _exit_interrupted()
-    except UserError as problem:  # most are made on every rank, and one rank prints it
-        if dist.is_initialized():  # by app.minimal
-            dist.destroy_process_group()
-        with suppress(SystemExit), join(Settings(use_cpu=True, threads=1), str(problem)):
-            raise AssertionError("join raises the problem on all ranks") from problem
-        status = 2
-    except Exception as failure:  # before the process group was joined
-        report_failure_to_connect(failure, rank)
-    exit_now(status)  # without exit handlers, in which the library of a tracker may wait for ever
 
 
 def select_precision(settings: Settings) -> Settings:

@@ -68,10 +68,8 @@ class DataSettings:
         f"file of reviews: a CSV, JSON Lines (.jsonl, .json) or Parquet (.parquet); default: {DOWNLOADED_CSV.name} if "
         "downloaded, otherwise the bundled sample",
     ] = None
-    validation_file: Annotated[
-        Name | None, "file of published validation rows, as for --csv, which then has no such rows"
-    ] = None
-    test_file: Annotated[Name | None, "file of published test rows, as for --csv, which then has no such rows"] = None
+    validation_file: Annotated[Name | None, "file of published validation rows; --csv then has no such rows"] = None
+    test_file: Annotated[Name | None, "file of published test rows; --csv then has no such rows"] = None
     dataset_name: Annotated[
         Name | None,
         "data set on the Hugging Face Hub, OWNER/NAME[/CONFIG], or a folder of one, instead of --csv; its splits "
@@ -127,9 +125,7 @@ class ModelSettings:
         "attention implementation of transformers; default: eager on CPUs, where it is the fastest with dropout or "
         "bf16, otherwise the model's default",
     ] = None
-    trust_remote_code: Annotated[bool, "run Python code from the model's repository; only for authors you trust"] = (
-        False
-    )
+    trust_remote_code: Annotated[bool, "run Python code from the model's repository, if you trust its author"] = False
 
 
 @dataclass
@@ -158,9 +154,7 @@ class TrainingSettings:
     lr_scheduler_type: Annotated[
         Literal["linear", "cosine", "constant", "constant_with_warmup"], "learning rate schedule after warmup"
     ] = "linear"
-    warmup_steps: Annotated[Warmup, "optimizer steps of linear warmup; a value below 1 is a fraction of all steps"] = (
-        0.1
-    )
+    warmup_steps: Annotated[Warmup, "optimizer steps of linear warmup; below 1: a fraction of all steps"] = 0.1
     weight_decay: Annotated[AtLeast0, "AdamW's weight decay; biases and normalization weights are exempt"] = 0.01
     adam_beta1: Annotated[Share, "AdamW's beta1"] = 0.9
     adam_beta2: Annotated[Share, "AdamW's beta2"] = 0.999

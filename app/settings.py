@@ -91,16 +91,10 @@ class Settings(
                 yield f"--{name} {dtype} needs --strategy zero2 or zero3, not {self.strategy}"
         if self.param_dtype == "bf16" and self.precision not in ("bf16", "auto"):
             yield f"--param_dtype bf16 needs --precision bf16, not {self.precision}"
-        if hook == "power_sgd" and self.precision == "fp16":
-            yield (
-                "--ddp_comm_hook power_sgd: an overflow in fp16 would stay in its compression errors: use --precision "
-                "bf16 or fp32"
-            )
-        if hook == "power_sgd" and self.ddp_find_unused_parameters:
-            yield (
-                "--ddp_comm_hook power_sgd needs a gradient of every parameter in every step: it cannot be combined "
-                "with --ddp_find_unused_parameters"
-            )
+        if hook == "power_sgd" and (self.precision == "fp16" or self.ddp_find_unused_parameters):
+            # An overflow in fp16 would stay in its compression errors.
+            other = "--ddp_find_unused_parameters" if self.ddp_find_unused_parameters else "--precision fp16"
+            yield f"--ddp_comm_hook power_sgd needs a finite gradient of every parameter in every step: remove {other}"
         for name in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(self, name) and (not self.may_validate or self.eval_strategy == "no"):
                 yield (

@@ -21,9 +21,9 @@ rest, because it would train differently. Trainer's default, and its replacement
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from .program import check_command_line
+    from .program import Program
 
-    check_command_line(__doc__)  # before torch is imported, which takes seconds
+    Program(__doc__).check_command_line()  # before torch is imported, which takes seconds
 
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +37,7 @@ from .distributed.preemption import StopRequest
 from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import score
-from .program import launch
+from .program import Program
 from .record.run_record import RunRecord
 from .settings import Settings
 from .trainer.arguments import training_arguments
@@ -105,4 +105,4 @@ def train(trainer: ReviewTrainer, prepared: Preparation) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__)
+    Program(__doc__).launch(main)

@@ -13,7 +13,7 @@ from helpers.jobs import LIMIT, PROJECT
 
 from app import program as program_module
 from app.distributed.environment import SINGLE_PROCESS
-from app.program import check_command_line
+from app.program import Program
 
 WITH_SETTINGS = (
     *("ddp_loop", "trainer_run", "predict", "check", "compare", "plan", "experiments.same_bits"),
@@ -103,7 +103,7 @@ def check(monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["ddp_loop", *arguments])
         try:
-            check_command_line("The description.")
+            Program("The description.").check_command_line()
         except SystemExit as exit:
             return int(exit.code or 0)
         return None

@@ -6,7 +6,7 @@ import pytest
 
 from app import jobs
 from app.bench.models import measure_tiny_bert
-from app.cli import parse_flags
+from app.cli import CommandLine
 from app.settings import Settings
 
 
@@ -31,4 +31,4 @@ def test_a_job_gets_these_settings_also_if_it_has_other_defaults(monkeypatch, se
     assert jobs.run_job("app.bench.memory", settings, 2) == 3
     (command,) = commands
     flags = command[command.index("app.bench.memory") + 1 :]
-    assert parse_flags(None, flags, measure_tiny_bert)[0] == settings
+    assert CommandLine(None, measure_tiny_bert).parse(flags)[0] == settings

@@ -10,7 +10,7 @@ docs/communication.md explains how to read them.
 from __future__ import annotations
 
 from ..cli import OneLineParser, count, positive
-from ..program import check_command_line, launch, run_program
+from ..program import Program, run_program
 from .models import measure_tiny_bert
 from .two_nodes import Link, link
 
@@ -30,8 +30,9 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--seeds", type=count, default=3, metavar="N", help="training runs of each variant (convergence)")
 
 
+PROGRAM = Program(__doc__, add_arguments)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import os
 import sys
@@ -39,7 +40,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ..cli import parse_flags, program_name
+from ..cli import program_name
 from ..common.errors import UserError, escape_control_characters
 from ..distributed.collectives import local_main_process_first, raise_on_all_ranks
 from ..distributed.environment import default_threads, started_by_torchrun
@@ -97,12 +98,12 @@ def start() -> int:
     """Start the ranks on two nodes if `--link` is given; otherwise this process is a rank."""
     if not started_by_torchrun():
         with suppress(UserError):  # the rank reports it
-            settings, flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+            settings, flags = PROGRAM.parse(sys.argv[1:])
             if flags["link"]:
                 threads = settings.threads or default_threads(2)
                 command = [*sys.argv[1:], "--use_cpu", f"--threads={threads}"]
                 return run_program(partial(run_job, "bench.communication", command, ranks=2, link=flags["link"]))
-    launch(main, __doc__, add_arguments)
+    PROGRAM.launch(main)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ into `--output_dir`.
 from __future__ import annotations
 
 from ..cli import OneLineParser, count
-from ..program import check_command_line, run_program
+from ..program import Program, run_program
 
 SETTINGS = ("csv", "output_dir")
 
@@ -23,8 +23,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks of each job")
 
 
+PROGRAM = Program(__doc__, add_arguments, only=SETTINGS)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments, only=SETTINGS)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import sys
 import tempfile
@@ -38,7 +39,7 @@ import pandas as pd
 import psutil
 import torch
 
-from ..cli import command_line, parse_flags
+from ..cli import command_line
 from ..common.errors import RunError
 from ..common.formats import MIB
 from ..common.machine import describe_machine
@@ -63,7 +64,7 @@ NOTE = (
 
 
 def main() -> int:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments, only=SETTINGS)
+    settings, own_flags = PROGRAM.parse(sys.argv[1:])
     table, ranks = read_reviews(settings.csv_path), own_flags["ranks"]
     folder = create_folder(settings.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}

@@ -12,11 +12,12 @@ assumes. Besides other models, `--model` takes 4x312, 4x512 and 12x768, which ar
 
 from __future__ import annotations
 
-from ..program import check_command_line, launch
+from ..program import Program
 from .models import measure_tiny_bert
 
+PROGRAM = Program(__doc__, measure_tiny_bert)
 if __name__ == "__main__":
-    check_command_line(__doc__, measure_tiny_bert)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -113,4 +114,4 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, measure_tiny_bert)
+    PROGRAM.launch(main)

@@ -13,7 +13,7 @@ scaling.json into `--output_dir`. docs/scaling.md explains what is measured, and
 from __future__ import annotations
 
 from ..cli import OneLineParser, count, positive
-from ..program import check_command_line, run_program
+from ..program import Program, run_program
 from ..settings import STRATEGIES, Settings
 from .two_nodes import Link, link
 
@@ -38,8 +38,9 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--link_latency_us", type=positive, metavar="X", help=about)
 
 
+PROGRAM = Program(__doc__, add_arguments)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import argparse
 import sys
@@ -51,7 +52,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from ..cli import command_line, parse_flags
+from ..cli import command_line
 from ..common.cores import usable_cores
 from ..common.errors import UserError
 from ..common.machine import describe_machine
@@ -84,7 +85,7 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    settings, flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, flags = PROGRAM.parse(sys.argv[1:])
     options = argparse.Namespace(**flags)
     measures = options.step_ms is None
     for name in PREDICTED if measures else MEASURED:

@@ -10,7 +10,7 @@ folder in runs/speed/). docs/speed.md describes the recipes and how they are mea
 from __future__ import annotations
 
 from ..cli import OneLineParser, count
-from ..program import check_command_line, run_program, select_precision
+from ..program import Program, run_program, select_precision
 from .models import measure_tiny_bert
 
 RECIPES = ("ddp_loop", "trainer_run", "tutorial", "trainer-defaults")
@@ -26,8 +26,9 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--rounds", type=count, default=5, metavar="N", help="rounds, with a job of each recipe")
 
 
+PROGRAM = Program(__doc__, add_arguments)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import argparse
 import json
@@ -43,7 +44,7 @@ import torch
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ..cli import command_line, parse_flags, program_name
+from ..cli import command_line, program_name
 from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.environment import default_threads, started_by_torchrun
@@ -61,7 +62,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main() -> int:
-    settings, flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, flags = PROGRAM.parse(sys.argv[1:])
     options = argparse.Namespace(**flags)
     if started_by_torchrun():
         raise UserError(f"it starts jobs itself: use python -m {program_name()} --ranks N, without torchrun")

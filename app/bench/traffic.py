@@ -9,11 +9,12 @@ Counts the third step under each strategy: in the first one, DDP exchanges all g
 
 from __future__ import annotations
 
-from ..program import check_command_line, launch
+from ..program import Program
 from .models import measure_tiny_bert
 
+PROGRAM = Program(__doc__, measure_tiny_bert)
 if __name__ == "__main__":
-    check_command_line(__doc__, measure_tiny_bert)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -123,4 +124,4 @@ def among_which(ranks: Sequence[int], topology: Topology) -> str:
 
 
 if __name__ == "__main__":
-    launch(main, __doc__, measure_tiny_bert)
+    PROGRAM.launch(main)

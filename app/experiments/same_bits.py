@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..cli import OneLineParser, as_flags, count, parse_given
+from ..cli import CommandLine, OneLineParser, as_flags, count
 from ..common.errors import RunError
 from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
@@ -96,7 +96,7 @@ def add_arguments(parser: OneLineParser) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:
-    given = parse_given(__doc__, sys.argv[1:], add_arguments, only=TYPES.keys() - OF_A_CELL)
+    given = CommandLine(__doc__, add_arguments, only=TYPES.keys() - OF_A_CELL).parse_given(sys.argv[1:])
     names = ("ranks", "paths", "strategies", "interruptions")
     options = argparse.Namespace(**{name: given.pop(name) for name in names})
     settings = Settings(**given | {"strategy": options.strategies[0]})

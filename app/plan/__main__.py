@@ -11,8 +11,8 @@ next to the predicted ones. docs/strategies.md explains the formulas.
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, count, parse_flags
-from ..program import check_command_line, run_program, select_precision
+from ..cli import OneLineParser, count
+from ..program import Program, run_program, select_precision
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -22,8 +22,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
 
+PROGRAM = Program(__doc__, add_arguments)
 if __name__ == "__main__":
-    check_command_line(__doc__, add_arguments)  # before torch is imported, which takes seconds
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import argparse
 import sys
@@ -45,7 +46,7 @@ from .step import build_plan
 
 
 def main() -> int:
-    settings, own_flags = parse_flags(__doc__, sys.argv[1:], add_arguments)
+    settings, own_flags = PROGRAM.parse(sys.argv[1:])
     settings = select_precision(settings)
     options = argparse.Namespace(**own_flags)
     try:

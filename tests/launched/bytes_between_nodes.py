@@ -14,7 +14,7 @@ from app.bench.two_nodes import INTERFACE
 from app.distributed.collectives import barrier
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.program import launch
+from app.program import Program
 from app.settings import Settings
 from app.strategies.reduction import FixedOrderAllReduce, TreeSum, reduce_scatter_pairwise
 
@@ -51,4 +51,4 @@ def sent() -> int:
 
 
 if __name__ == "__main__":
-    launch(count_all, None)
+    Program().launch(count_all)

@@ -14,7 +14,7 @@ from helpers.traffic import Step
 
 from app.distributed.collectives import all_gather_object
 from app.distributed.process_group import join
-from app.program import launch
+from app.program import Program
 from app.settings import SHARDED, STRATEGIES, Settings
 
 
@@ -51,4 +51,4 @@ def main(settings: Settings) -> None:
 if __name__ == "__main__":
     fork_ranks()
     divide_among_nodes()
-    launch(main, None)
+    Program().launch(main)

@@ -32,7 +32,7 @@ from app.cli import parse_settings
 from app.distributed.collectives import all_gather_object, barrier
 from app.distributed.process_group import join
 from app.distributed.world import World
-from app.program import launch
+from app.program import Program
 from app.record.run_record import RunRecord
 from app.settings import Settings
 
@@ -128,4 +128,4 @@ def describe(model: Any, tokenizer: Any) -> list[str]:
 if __name__ == "__main__":
     fork_ranks()
     divide_among_nodes()
-    launch(run_all, None)
+    Program().launch(run_all)

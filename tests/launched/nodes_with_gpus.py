@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from app.program import launch
+from app.program import Program
 
 
 def no_context() -> NoReturn:
@@ -27,4 +27,4 @@ if __name__ == "__main__":
     torch.cuda._lazy_init = no_context
     if os.environ.get("UNKNOWN_FLAG_ON") == os.environ.get("RANK", "0"):
         sys.argv += ["--lerning_rate", "1"]
-    launch(import_module(sys.argv.pop(1)).main, None)
+    Program().launch(import_module(sys.argv.pop(1)).main)
