@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,7 +145,8 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):  # it reads the CSV, and the others map what it has written
         table, split, plan = read_and_split(settings, world.size, cache_dir=cache_dir)
-    check_fingerprints(split.fingerprint, world)
+    facts = {"rows with the split fingerprint": split.fingerprint[:12]}
+    check_equal(facts, world, remedy="give every node the same reviews")
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
@@ -237,19 +238,20 @@ def check_rows(
         )
 
 
-def check_fingerprints(fingerprint: str, world: World) -> None:
-    """Check that every rank has split the same rows the same way. Collective.
+def check_equal(facts: Mapping[str, object], world: World, *, remedy: str) -> None:
+    """Check that all ranks have the same facts. Collective.
+
+    Otherwise they would train different things, or wait for each other forever.
 
     Raises:
-        AgreedError: names the ranks that differ from rank 0.
+        AgreedError: names a rank that differs from rank 0, and all facts in which it does.
     """
-    fingerprints = all_gather_object(fingerprint, world)
+    by_rank = all_gather_object(facts, world)
     with raise_on_all_ranks(world):
-        if others := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
-            raise UserError(
-                f"rank(s) {', '.join(map(str, others))} read different rows than rank 0 (split fingerprint "
-                f"{fingerprints[others[0]][:12]}, not {fingerprints[0][:12]}): give every node the same CSV file"
-            )
+        for rank, mine in enumerate(by_rank):
+            pairs = [(name, value, by_rank[0][name]) for name, value in mine.items()]
+            if differing := [f"{name} {value} (rank 0: {first})" for name, value, first in pairs if value != first]:
+                raise UserError(f"rank {rank} has {', '.join(differing)}: {remedy}")
 
 
 def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:

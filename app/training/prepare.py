@@ -34,10 +34,22 @@ from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import Loss
-from .build import ReviewData, build_data, build_model, select_strategy
+from .build import ReviewData, build_data, build_model, check_equal, select_strategy
 from .console import describe_ranks, describe_run, quiet_libraries
 from .loss import build_loss
 from .step import default_learning_rate
+
+# Settings that may differ between ranks, because they name paths on a machine or do not affect results.
+MAY_DIFFER_BETWEEN_RANKS = {
+    "csv",
+    "validation_file",
+    "test_file",
+    "model",
+    "cache_dir",
+    "output_dir",
+    "resume_from_checkpoint",
+    "disable_tqdm",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +199,8 @@ def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[
         AgreedError: the ranks have different flags, the checkpoint cannot be used, or the output folder is not empty.
     """
     quiet_libraries(world)
-    check_settings(settings, world)
+    flags = {f"--{name}": value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
+    check_equal(flags, world, remedy="start every node with the same flags")
     with raise_on_all_ranks(world):
         for name in settings.trackers if world.is_main_process else []:  # the others need no trackers
             if getattr(importlib.util.find_spec(name), "origin", None) is None:  # a folder ./wandb has no origin
@@ -224,37 +237,3 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
         attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
         ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
     )
-
-
-# Settings that may differ between ranks, because they name paths on a machine or do not affect results.
-MAY_DIFFER_BETWEEN_RANKS = {
-    "csv",
-    "validation_file",
-    "test_file",
-    "model",
-    "cache_dir",
-    "output_dir",
-    "resume_from_checkpoint",
-    "disable_tqdm",
-}
-
-
-def check_settings(settings: Settings, world: World) -> None:
-    """Check that every rank was started with the same flags. Collective.
-
-    Otherwise the ranks would train different things, or wait for each other forever.
-
-    Raises:
-        AgreedError: names the flags and the ranks that differ from rank 0.
-    """
-    compared = {name: value for name, value in settings.as_dict().items() if name not in MAY_DIFFER_BETWEEN_RANKS}
-    by_rank = all_gather_object(compared, world)
-    with raise_on_all_ranks(world):
-        for rank, flags in enumerate(by_rank):
-            differing = [
-                f"--{name} {value} (rank 0: {by_rank[0][name]})"
-                for name, value in flags.items()
-                if value != by_rank[0][name]
-            ]
-            if differing:
-                raise UserError(f"rank {rank} was started with {', '.join(differing)}: give every node the same flags")

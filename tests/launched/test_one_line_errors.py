@@ -175,7 +175,7 @@ MISTAKES = {
     "--output_dir=full": "full",
     "--output_dir=one_class.csv": "one_class.csv",
     # of some ranks
-    "--csv=other-rows-{rank}.csv": "rank(s) 2",
+    "--csv=other-rows-{rank}.csv": "rank 2 has rows with the split fingerprint ",
     "--csv=missing-on-one-{rank}.csv": "rank 1: ",
     "--learning_rate=0.00{rank}1": "--learning_rate 0.0011 (rank 0: 0.0001)",
 }
