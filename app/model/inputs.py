@@ -16,26 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed.world import World
 
-
-def _modules(*names: str) -> frozenset[str]:
-    return frozenset(f"transformers.models.{name}.modeling_{name}" for name in names)
-
-
 # Modules of transformers in which a classifier uses the mask for bidirectional attention only: it builds a mask of four
 # dimensions from it, unless it gets one, and none if there is no padding.
-BIDIRECTIONAL = _modules(
-    *("albert", "bert", "camembert", "distilbert", "electra", "ernie", "megatron_bert", "mobilebert", "roberta"),
-    *("roberta_prelayernorm", "xlm_roberta", "xlm_roberta_xl"),
-)
+BIDIRECTIONAL = {
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        *("albert", "bert", "camembert", "distilbert", "electra", "ernie", "megatron_bert", "mobilebert", "roberta"),
+        *("roberta_prelayernorm", "xlm_roberta", "xlm_roberta_xl"),
+    )
+}
 # Models with local attention build a second mask, but they too compute the same without a mask as with one that masks
 # nothing.
-ENCODERS = BIDIRECTIONAL | _modules("modernbert")
-# Their encoders, and the attention of their decoders to the encoder's output, are bidirectional. The attention of their
-# decoders to itself does not get the mask of the batch.
-ENCODER_DECODERS = _modules("bart", "mbart")
-# Decoders that only build a causal mask of four dimensions from the mask, unless they get one. They compute the same
-# without padding, but without a mask they read from the GPU as well, so they keep a mask of tokens then.
-CAUSAL = _modules("gpt2", "llama", "qwen2")
+ENCODERS = BIDIRECTIONAL | {"transformers.models.modernbert.modeling_modernbert"}
 
 
 def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -58,40 +50,18 @@ def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:
     """Copy a batch from the collator to this rank's device, without waiting for the copy if its memory is pinned.
 
-    The results of the plain model, which may be sharded, are bitwise those with the mask of the batch.
+    A listed encoder gets the mask that it would build, or none without padding. The results of the plain model, which
+    may be sharded, are bitwise those with the mask of the batch.
     """
     inputs = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
-    if "attention_mask" in inputs and bool(batch["attention_mask"].all()):
-        if _module_of(model) in ENCODERS | ENCODER_DECODERS:
-            del inputs["attention_mask"]
-        return inputs  # a decoder chooses other kernels without padding than with a mask of four dimensions
-    return expand_mask(inputs, model)
-
-
-def expand_mask(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Replace a mask of tokens with padding, (rows, length), by the attention mask that the model would build."""
-    mask, config = inputs.get("attention_mask"), getattr(model, "config", None)
-    if mask is None or getattr(config, "_attn_implementation", None) != "sdpa":
-        return inputs  # eager attention adds the mask to the scores, and expects numbers
-    length = mask.shape[1]
-    expanded = mask.bool()[:, None, None, :].expand(-1, 1, length, -1)
-    if _is_causal(model):
-        expanded = expanded & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    elif _module_of(model) not in BIDIRECTIONAL | ENCODER_DECODERS or getattr(config, "is_decoder", False):
+    module = type(model).forward.__module__  # that of the plain model, whose method the classes of FSDP2 inherit
+    if module not in ENCODERS or "attention_mask" not in batch:
         return inputs
-    return inputs | {"attention_mask": expanded.contiguous()}
-
-
-def _module_of(model: torch.nn.Module) -> str:
-    """Return the module that defines the forward pass. The classes of FSDP2 and of subclasses inherit it."""
-    module: str = type(model).forward.__module__
-    return module
-
-
-def _is_causal(model: torch.nn.Module) -> bool:
-    """Tell whether a model is a listed decoder in which each token attends to all earlier ones."""
-    decoder: Any = getattr(model, "base_model", model)  # decoders share one class of classifiers
-    if not (_module_of(model).startswith("transformers.") and _module_of(decoder) in CAUSAL):
-        return False
-    layers = getattr(decoder.config, "layer_types", None) or []  # some may attend to a few earlier tokens only
-    return getattr(decoder.config, "is_causal", True) and all(kind == "full_attention" for kind in layers)
+    mask = inputs["attention_mask"]
+    config: Any = model.config
+    if bool(batch["attention_mask"].all()):
+        del inputs["attention_mask"]
+    # Eager attention adds the mask to the scores, and expects numbers.
+    elif module in BIDIRECTIONAL and config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False):
+        inputs["attention_mask"] = mask.bool()[:, None, None, :].expand(-1, 1, mask.shape[1], -1).contiguous()
+    return inputs

@@ -82,27 +82,23 @@ def trim_vocabulary(model: PreTrainedModel, tokens: NDArray[np.int64], *, keep_u
     owners = embeddings_to_trim(model, len(tokens))
     if not owners:
         return
-    weight: torch.Tensor = owners[0].weight
+    weight = owners[0].weight
     names = tuple(name for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
-    used = torch.from_numpy(tokens)
-    unused = torch.from_numpy(np.setdiff1d(np.arange(len(weight)), tokens))
+    # Unlike from_numpy, torch.tensor also returns tensors without data, for app.plan.
+    used, unused = torch.tensor(tokens), torch.tensor(np.setdiff1d(np.arange(len(weight)), tokens))
     rows = weight[unused].cpu() if keep_unused else None
     positions = torch.full((len(weight),), len(tokens))  # an unexpected token raises an IndexError
     positions[used] = torch.arange(len(tokens))
     padding_idx = owners[0].padding_idx
-    is_used = padding_idx is not None and padding_idx in tokens
-    replace_rows(owners, weight[used], positions, padding_idx=int(positions[padding_idx]) if is_used else None)
+    if padding_idx is not None:
+        padding_idx = int(np.searchsorted(tokens, padding_idx)) if padding_idx in tokens else None
+    parameter = torch.nn.Parameter(weight[used])
+    for module in owners:
+        module.weight, module.num_embeddings, module.padding_idx = parameter, len(tokens), padding_idx
+        # A module's buffers are moved to its device; this one is not part of the model's state.
+        module.register_buffer("positions", positions, persistent=False)
+        module.register_forward_pre_hook(_look_up, with_kwargs=True)
     setattr(model, _ATTRIBUTE, TrimmedVocabulary(names, used, unused, weight.shape[1], rows))
-
-
-def trim_shapes(model: PreTrainedModel, n_used: int) -> None:
-    """Do what `trim_vocabulary` does with `n_used` tokens, to a model whose tensors have no data."""
-    owners = embeddings_to_trim(model, n_used)
-    if owners:
-        weight = owners[0].weight.detach()
-        positions = torch.empty(len(weight), dtype=torch.int64)
-        padding_idx = None if owners[0].padding_idx is None else 0
-        replace_rows(owners, weight.new_empty(n_used, *weight.shape[1:]), positions, padding_idx=padding_idx)
 
 
 def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Embedding]:
@@ -121,24 +117,6 @@ def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Emb
     embeddings = [module for module in owners if isinstance(module, torch.nn.Embedding)]
     are_plain = all(e.max_norm is None and not e.scale_grad_by_freq and not e.sparse for e in embeddings)
     return embeddings if embeddings == owners and are_plain else []
-
-
-def replace_rows(
-    owners: Iterable[torch.nn.Embedding], weight: torch.Tensor, positions: torch.Tensor, *, padding_idx: int | None
-) -> None:
-    """Give embedding modules another matrix, and let them look up a token's row in it.
-
-    Args:
-        weight: the rows of the tokens that the model may get.
-        positions: the row of each token of the complete vocabulary, int64.
-        padding_idx: the row of padding, if the modules leave it without a gradient.
-    """
-    parameter = torch.nn.Parameter(weight)
-    for module in owners:
-        module.weight, module.num_embeddings, module.padding_idx = parameter, len(weight), padding_idx
-        # A module's buffers are moved to its device; this one is not part of the model's state.
-        module.register_buffer("positions", positions, persistent=False)
-        module.register_forward_pre_hook(_look_up, with_kwargs=True)
 
 
 def _look_up(module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> tuple[tuple[torch.Tensor], dict[str, Any]]:

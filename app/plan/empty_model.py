@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +24,9 @@ from ..common.errors import UserError, raised_by_model
 from ..common.machine import DTYPES
 from ..model.dropout import RowDropout, checkpoint_activations
 from ..model.hub import first_line
-from ..model.inputs import expand_mask
 from ..model.load import build_from_config
 from ..model.precision import mixed_precision, training_dtype
-from ..model.vocabulary import trim_shapes
+from ..model.vocabulary import trim_vocabulary
 from ..settings import Settings
 
 aten = torch.ops.aten
@@ -105,18 +105,17 @@ def empty_model(
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
     if n_tokens is not None:
-        trim_shapes(model, n_tokens)
+        trim_vocabulary(model, np.arange(n_tokens), keep_unused=False)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     model.train()
     return model
 
 
-def empty_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+def empty_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     """Return a batch of rows padded to a length, without data. Call it inside `without_data`."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    batch = {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
-    return expand_mask(batch, model)
+    return {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
 
 
 def gradient_order(
@@ -162,7 +161,7 @@ def count_activations(
         with LiveMemory(known=(*model.parameters(), *model.buffers())) as memory:
             masks = RowDropout(settings.seed, 0, range(rows))
             with mixed_precision(settings.precision, device), masks:
-                loss = model(**empty_batch(model, rows, settings.max_length)).loss
+                loss = model(**empty_batch(rows, settings.max_length)).loss
             saved = memory.size
             loss.backward()
     return Activations(saved, memory.peak)

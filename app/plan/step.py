@@ -106,7 +106,7 @@ def plan_step(
     with without_data(device):
         model = empty_model(settings, config, n_tokens)
         add_gradients_per_block(model)
-        batch = empty_batch(model, batches.micro_size, settings.max_length)
+        batch = empty_batch(batches.micro_size, settings.max_length)
         order = gradient_order(model, batch, settings.precision, device=device)
 
     # Only what FSDP2 gathers is in --param_dtype. Strategies that compute in the same dtype count alike.
