@@ -58,7 +58,7 @@ def run_ranks(module: str, arguments: Sequence[str]) -> int:
     """
     from .cli import OneLineParser, parse_settings
     from .common.errors import UserError
-    from .distributed.processes import resolve_nproc_per_node
+    from .distributed.launcher import resolve_nproc_per_node
     from .program import check_files
     from .settings import Settings
 

@@ -47,7 +47,7 @@ from typing import Any
 
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.paths import PACKAGE
-from .distributed.processes import resolve_nproc_per_node
+from .distributed.launcher import resolve_nproc_per_node
 from .jobs import PATHS, run_job
 from .report.bitwise import check_same_rows, first_difference
 from .report.explanation import conclude, explain

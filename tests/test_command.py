@@ -18,8 +18,8 @@ from helpers.marks import slow_after
 
 from app import __main__ as command
 from app.common.errors import RunError, UserError
-from app.distributed import agent
-from app.distributed import processes as processes_module
+from app.distributed import agent, launcher
+from app.distributed.preemption import SAME_REQUEST_SECONDS
 
 # A program with ranks whose status is its second argument; -9 is a signal.
 RANK = """
@@ -27,6 +27,9 @@ import os, signal, sys, time
 if sys.argv[1] == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+if sys.argv[1] == "hang":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if sys.argv[1] in ("wait", "hang"):
     open("ready" + os.environ["RANK"], "w").close()
     time.sleep(200)
 if os.environ["RANK"] == "0":
@@ -110,6 +113,24 @@ def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path,
         job.send_signal(number)
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (status, "", "")
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path):
+    with run(tmp_path, "hang") as job:
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            assert job.poll() is None
+            time.sleep(0.05)
+        ranks = ranks_of(job)
+        job.send_signal(signal.SIGINT)
+        time.sleep(SAME_REQUEST_SECONDS + 0.5)  # an earlier signal would count as a repetition of the first
+        assert job.poll() is None
+        assert all(rank.is_running() for rank in ranks)
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=20)
+    assert (job.returncode, out, err) == (130, "", "interrupted\n")
+    assert not any(rank.is_running() for rank in ranks)
 
 
 @pytest.mark.launched
@@ -234,6 +255,6 @@ def test_a_job_on_one_node_uses_a_free_port(agents_flags, flags, alone):
 
 @pytest.mark.parametrize(("flags", "processes"), [([], 8), (["--use_cpu"], 2), (["--use-cpu"], 2)])
 def test_a_benchmark_has_a_process_per_gpu_unless_it_uses_the_cpu(agents_flags, monkeypatch, flags, processes):
-    monkeypatch.setattr(processes_module, "count_gpus", lambda use_cpu: 0 if use_cpu else 8)
+    monkeypatch.setattr(launcher, "count_gpus", lambda use_cpu: 0 if use_cpu else 8)
     monkeypatch.setattr("app.common.machine.unusable_accelerator", lambda: None)
     assert f"--nproc_per_node={processes}" in agents_flags("bench.memory", *flags)

@@ -56,7 +56,7 @@ from ..cli import command_line
 from ..common.cores import usable_cores
 from ..common.errors import UserError
 from ..common.machine import describe_machine
-from ..distributed.processes import count_gpus
+from ..distributed.launcher import count_gpus
 from ..plan.memory import BUCKET_CAP
 from ..plan.traffic import FIRST_BUCKET_CAP
 from ..runs.folder import create_folder

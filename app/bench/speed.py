@@ -48,7 +48,7 @@ from ..cli import command_line, program_name
 from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.environment import default_threads, started_by_torchrun
-from ..distributed.processes import count_gpus
+from ..distributed.launcher import count_gpus
 from ..runs.folder import create_folder
 from ..runs.schema import MODEL_FOLDER, RUNS, SETTINGS
 from ..settings import Settings

@@ -6,10 +6,12 @@ Unlike torchrun, it exits with the ranks' status, passes signals on to the ranks
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
@@ -22,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from ..common.errors import RunError, UserError, shorten
+from .preemption import SAME_REQUEST_SECONDS
 
 RANK_STATUSES = (1, 2, 75, 130)  # see program.launch
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -59,12 +62,15 @@ def one_line(problem: BaseException) -> str:
 
 
 def forward_signals() -> None:
-    """Pass signals on to the ranks, which save a checkpoint, and end this process with their status."""
+    """Pass signals on to the ranks, which save a checkpoint, and end this process with their status.
+
+    A second request, such as another Ctrl-C, kills the ranks.
+    """
 
     def forward(number: int, _: FrameType | None) -> None:
         ranks = psutil.Process().children()
         if not ranks:
-            return  # `end_without_ranks` exits
+            return  # `listen` exits
         for process in ranks:
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 # To a rank, SIGHUP is no request to stop.
@@ -86,12 +92,19 @@ def forward_signals() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def end_without_ranks() -> None:
+    def listen() -> None:
+        first = math.inf
         while os.read(reader, 1):
-            if not psutil.Process().children():
+            first = min(first, time.monotonic())
+            ranks = psutil.Process().children()
+            if not ranks:
                 exit_interrupted()
+            if time.monotonic() - first > SAME_REQUEST_SECONDS:  # a person insists: a rank may wait for one that hangs
+                for process in ranks:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
 
-    threading.Thread(target=end_without_ranks, daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def exit_interrupted() -> NoReturn:

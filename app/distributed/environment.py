@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import suppress
-
-import psutil
+from pathlib import Path
 
 from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
@@ -50,12 +48,10 @@ def default_threads(ranks: int) -> int:
 
 
 def launcher_id() -> str | None:
-    """Return host name, process id and start time of the torchrun that started this rank; None without torchrun.
+    """Return the folder of temporary files of the torchrun that started this rank; None without torchrun.
 
-    They stay the same when torchrun restarts its workers: by them, a restarted job recognizes its own run folder.
+    It has a random name and stays the same when torchrun restarts its workers: by it, a restarted job recognizes its
+    own run folder. The id of torchrun's rendezvous is `none` by default, in every job.
     """
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return None
-    parent = psutil.Process(os.getppid())
-    # Relative to the boot time: create_time() changes if the system clock is adjusted.
-    return f"{socket.gethostname()}:{parent.pid}:{parent.create_time() - psutil.boot_time():.2f}"
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/0/error.json
+    return str(Path(file).parents[2]) if file else None

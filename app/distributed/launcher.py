@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 
 import psutil
 
+from ..common.errors import UserError, shorten
 from ..common.paths import CLONE
-from .processes import CPU_PROCESSES
+from ..settings import Settings
 
+CPU_PROCESSES = 2  # of a job without GPUs
 # A job that is started from within another job must not inherit its ranks, nor its number of nodes (PET_NNODES is the
 # default of torchrun's --nnodes, also with --standalone): it would wait for nodes that do not start it.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES")
@@ -52,6 +54,37 @@ def torchrun_command(
     target = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
     torchrun = ["-m", "torch.distributed.run", *torchrun_flags, f"--nproc_per_node={nproc_per_node}"]
     return [sys.executable, *(torchrun if nproc_per_node else []), *target, *map(str, flags)]
+
+
+def resolve_nproc_per_node(value: str, settings: Settings, nodes: str = "1") -> int:
+    """Convert the value of `--nproc_per_node`, `auto` or a number, to a number of processes.
+
+    `auto` is one process per GPU, or 2 without GPUs; fewer if the batch cannot be divided among so many.
+
+    Args:
+        nodes: the number of nodes. Of a range such as `1:2`, the largest number counts.
+
+    Raises:
+        UserError: neither `auto` nor a positive whole number.
+    """
+    if value == "auto":
+        largest = nodes.rpartition(":")[2]
+        n_nodes = int(largest) if largest.isdecimal() else 1
+        most = count_gpus(settings.use_cpu) or CPU_PROCESSES
+        return next((n for n in range(most, 0, -1) if settings.divides_among(n * n_nodes)), most)
+    # At most 4 digits: int() rejects very long numbers.
+    if value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0:
+        return int(value)
+    raise UserError(f"--nproc_per_node {shorten(value)}: must be auto or a whole number, 1 or more")
+
+
+def count_gpus(use_cpu: bool) -> int:
+    """Return the number of GPUs that a job may use, without creating a CUDA context, which would occupy memory."""
+    if use_cpu:
+        return 0
+    import torch  # here: --help and a user's mistake need not wait for it
+
+    return torch.cuda.device_count()  # asks the driver
 
 
 class TorchrunJob:

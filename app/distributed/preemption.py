@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -28,25 +28,19 @@ class StopRequest:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.received = False
+        self.received: float | None = None  # when this rank was asked first
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> StopRequest:
         """Treat signals as stop requests from now on. Collective.
 
-        Another signal more than `SAME_REQUEST_SECONDS` after the first one ends the process at once.
+        Another signal more than `SAME_REQUEST_SECONDS` after the first one ends the process, unless it waits for a rank
+        that hangs: Python runs handlers only between its own instructions. Then the launcher kills it.
         """
         # A new group does not inherit the default group's timeout; without one, it would be half an hour.
         self.group = dist.new_group(backend="gloo", timeout=self.world.timeout)
-        # Python runs a signal handler only in the main thread, which may be waiting in a collective for a rank that
-        # hangs. The signal's number arrives through this pipe at once.
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)
-        self.listener = threading.Thread(target=self._listen, daemon=True)
-        self.listener.start()
+            signal.signal(number, self._receive)
         return self
 
     def requested(self) -> bool:
@@ -56,7 +50,7 @@ class StopRequest:
             flag, work = self.pending
             work.wait()
             answer = bool(flag)
-        flag = torch.tensor(int(self.received))
+        flag = torch.tensor(int(self.received is not None))
         self.pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return answer
 
@@ -67,22 +61,12 @@ class StopRequest:
         if self.pending is not None:
             self.pending[1].wait()
             self.pending = None
-        signal.set_wakeup_fd(-1)
-        os.close(self.writer)  # ends the thread
-        # The thread refers to the process group. If it released the group during interpreter exit, the process would
-        # abort.
-        self.listener.join()
         for number in SIGNALS:
             # Leaving the process group takes a moment, in which a signal must not end a run that has finished.
             signal.signal(number, signal.SIG_IGN)
 
-    def _listen(self) -> None:
-        first = None
-        while number := os.read(self.reader, 1):
-            if number[0] not in SIGNALS:  # the pipe gets all signals that this process handles
-                continue
-            first = first or time.monotonic()
-            self.received = True
-            if time.monotonic() - first > SAME_REQUEST_SECONDS:
-                os._exit(128 + number[0])
-        os.close(self.reader)
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        self.received = self.received or now
+        if now - self.received > SAME_REQUEST_SECONDS:
+            os._exit(128 + number)

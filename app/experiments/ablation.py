@@ -28,8 +28,8 @@ from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
+from ..distributed.launcher import CPU_PROCESSES, resolve_nproc_per_node
 from ..distributed.process_group import join
-from ..distributed.processes import CPU_PROCESSES, resolve_nproc_per_node
 from ..distributed.world import World
 from ..model.hub import resolve_commit
 from ..model.inputs import to_device

@@ -28,8 +28,7 @@ from ..common.errors import RunError
 from ..common.files import check_exists, write_text
 from ..common.formats import markdown_table
 from ..common.paths import PACKAGE
-from ..distributed.launcher import TorchrunJob, torchrun_command
-from ..distributed.processes import count_gpus
+from ..distributed.launcher import TorchrunJob, count_gpus, torchrun_command
 from ..jobs import PATHS
 from ..program import run_program
 from ..runs.folder import create_folder

@@ -35,7 +35,7 @@ from accelerate.utils import convert_file_size_to_int
 from ..common.errors import RunError, UserError, shorten
 from ..common.files import write_text
 from ..common.paths import PACKAGE
-from ..distributed.processes import default_nproc_per_node
+from ..distributed.launcher import resolve_nproc_per_node
 from ..distributed.world import Topology
 from ..jobs import run_job
 from ..runs.folder import create_folder
@@ -56,7 +56,7 @@ def main() -> int:
     except (ValueError, OverflowError):
         size = shorten(options.device_memory)
         raise UserError(f"--device_memory {size}: must be a number with a unit, such as 24GiB or 80GB") from None
-    ranks: int = options.ranks or default_nproc_per_node(settings)
+    ranks: int = options.ranks or resolve_nproc_per_node("auto", settings)
     ranks_per_node: int = min(options.ranks_per_node or ranks, ranks)
     if ranks % ranks_per_node:
         raise UserError(f"--ranks_per_node {ranks_per_node}: must divide --ranks {ranks}")

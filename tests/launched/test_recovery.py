@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -262,24 +261,6 @@ def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, 
     with patch.object(app.ddp_loop, "evaluate", evaluate_late):
         app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
     assert (tmp_path / "run" / "metrics.json").is_file()
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-def test_a_second_signal_ends_a_rank_at_once_even_if_it_waits_for_another(shared, tmp_path):
-    with start("ddp_loop", tmp_path / "run", shared, *ENDLESS) as job:
-        job.wait_for(lambda: steps_in(tmp_path / "run") >= 5)
-        waiting, frozen = job.rank(0), job.rank(1)
-        frozen.suspend()
-        time.sleep(1)
-        waiting.terminate()
-        time.sleep(1.5)  # an earlier second signal would count as a repetition of the first
-        assert waiting.is_running()
-        waiting.terminate()
-        waiting.wait(5)
-        frozen.kill()
-        done = job.finish(60)
-    assert "exitcode  : 143" in done.err
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from app.common.errors import UserError
 from app.distributed import process_group
-from app.distributed.processes import default_nproc_per_node, resolve_nproc_per_node
+from app.distributed.launcher import resolve_nproc_per_node
 from app.settings import Settings
 
 
@@ -29,8 +29,8 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 1), (2, 2), (3, 2), (5, 4), (6, 4), (7, 4), (8, 8)])
 def test_auto_starts_a_process_per_gpu_as_far_as_the_batch_can_be_divided(machine, gpus, expected):
     machine(gpus)
-    assert default_nproc_per_node(Settings()) == resolve_nproc_per_node("auto", Settings()) == expected
-    assert default_nproc_per_node(Settings(use_cpu=True)) == 2
+    assert resolve_nproc_per_node("auto", Settings()) == expected
+    assert resolve_nproc_per_node("auto", Settings(use_cpu=True)) == 2
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_auto_starts_a_process_per_gpu_as_far_as_the_batch_can_be_divided(machin
 )
 def test_auto_follows_the_settings_that_divide_the_batch(machine, changes, nodes, expected):
     machine(6)
-    assert default_nproc_per_node(Settings(**changes), nodes) == expected
+    assert resolve_nproc_per_node("auto", Settings(**changes), str(nodes)) == expected
 
 
 def test_each_rank_needs_a_gpu_if_there_are_any(machine):
@@ -87,5 +87,3 @@ def test_a_device_that_cannot_be_used_ends_the_run_instead_of_using_the_cpu(mach
         assert problem is None
         return
     assert re.search(line, problem)
-    with pytest.raises(UserError, match=line):
-        default_nproc_per_node(Settings())
