@@ -51,7 +51,6 @@ PROGRAM = Program(__doc__, add_arguments, only=USED)
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported
 
-import io
 import os
 import sys
 import tempfile
@@ -66,6 +65,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from .common.errors import RunError, UserError, escape_control_characters
+from .common.files import write_text
 from .common.formats import labeled
 from .common.terminal import hides_progress
 from .data.loaders import Collator, build_eval_set, form_eval_batches
@@ -80,7 +80,7 @@ from .distributed.world import World
 from .metrics.score import load_metrics, score
 from .model.hub import resolve_commit
 from .model.load import load_trained
-from .record.predictions import write_lines, write_predictions
+from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
 from .settings import Settings
@@ -151,18 +151,17 @@ def predict(task: Task, world: World) -> None:
 
 def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.float64], has_labels: bool) -> None:
     """Write the predictions, or print those of texts, and print the metrics of the labeled rows."""
+    lines = predictions_as_csv(table, part, logits=logits, has_labels=has_labels)
     try:
         if task.output is None:
-            lines = io.StringIO()
-            write_lines(lines, table, part, logits=logits, has_labels=has_labels)
-            text = lines.getvalue()
+            text = "".join(lines)
             if sys.stdout.isatty():  # a file or a pipe gets the texts as they are
                 text = "\n".join(map(escape_control_characters, text.split("\n")))
             print(text, end="", flush=True)
             return
         if os.path.lexists(task.output):  # `define_task` has checked it at the start
             raise RunError(f"{task.output}: has been created meanwhile: remove it, and start again")
-        write_predictions(task.output, table, part, logits=logits, has_labels=has_labels)
+        write_text(task.output, lines)
     except OSError as problem:
         raise RunError(
             f"{task.output or 'standard output'} could not be written: {problem.strerror or problem}"

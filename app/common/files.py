@@ -6,19 +6,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8."""
+def write_text(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text, or the parts of one, atomically, in UTF-8."""
     # A lone surrogate, which represents a byte of a path that is not UTF-8, is written as its JSON escape.
     staging = path.with_name(f".{path.name}.tmp")
     with staging.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file:
-        file.write(text)
+        file.writelines([text] if isinstance(text, str) else text)
     commit(staging, path)
 
 

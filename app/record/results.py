@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,23 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import escape_control_characters
-from ..common.files import commit, write_json
+from ..common.files import commit, write_json, write_text
 from ..common.formats import render_template
 from ..common.paths import PACKAGE
+from ..data.reviews import Indices, ReviewTable
 from ..metrics.score import Scores
+from ..runs.csv_escape import escape
 from ..runs.hashes import DIGITS, hash_run
-from ..runs.schema import LATEST, METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, RUNS, STEPS
+from ..runs.schema import LATEST, METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, RUNS, STEPS, prediction_columns
 from ..setting_groups import BUILT_IN
 from ..strategies.base import Tensors
 from ..training.console import block
 from ..training.prepare import Preparation
-from .predictions import write_predictions
 from .run_folder import split_content
 
 MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
 TASK = "text-classification"
+CHUNK = 10_000  # rows of predictions.csv that are in memory at once
 
 
 def write_results(
@@ -51,7 +54,7 @@ def write_results(
     Raises:
         OSError: a file cannot be written, or the folder is gone.
     """
-    write_predictions(run.folder / PREDICTIONS, run.data.table, run.data.split.test, logits=logits)
+    write_text(run.folder / PREDICTIONS, predictions_as_csv(run.data.table, run.data.split.test, logits=logits))
     try:
         staging = stage_model(run.folder, run.model, state, tokenizer=run.data.tokenizer)
         metrics = metrics_content(run.folder, scores, peak_memory) | {"hash": hash_run(run.folder, staging)}
@@ -62,6 +65,29 @@ def write_results(
         raise
     write_json(run.folder / METRICS.name, metrics)
     return metrics
+
+
+def predictions_as_csv(
+    table: ReviewTable, part: Indices, *, logits: NDArray[np.floating[Any]], has_labels: bool = True
+) -> Iterator[str]:
+    """Yield the text of predictions.csv in parts: a header, and a line per row in this order.
+
+    Args:
+        part: positions in the table, int64 (n,).
+        logits: float (n, classes).
+        has_labels: whether there is a column of labels; a row without one has an empty cell.
+    """
+    header = list(map(escape, prediction_columns(table.class_names, has_labels)))
+    names = np.array([*map(escape, table.class_names), ""])  # the label of a row without one is -1
+    for start in range(0, len(part), CHUNK):
+        rows, its_logits = part[start : start + CHUNK], logits[start : start + CHUNK]
+        labels = [names[table.labels[rows]]] if has_labels else []
+        probabilities = torch.from_numpy(its_logits).double().softmax(dim=1).numpy()
+        texts = table.texts_of(rows).map(escape).to_numpy()
+        columns = [table.rows[rows], *labels, names[its_logits.argmax(axis=1)], *probabilities.T, texts]
+        yield pd.DataFrame(dict(enumerate(columns))).to_csv(
+            header=header if start == 0 else False, index=False, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n"
+        )
 
 
 def metrics_content(folder: Path, scores: Scores, peak_memory: Sequence[int]) -> dict[str, Any]:
@@ -103,7 +129,7 @@ def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokeniz
     """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 
     Args:
-        state: the complete state dict.
+        state: the complete state dict, in which tied parameters share a tensor.
 
     Raises:
         OSError: a file cannot be written, or the run's folder is gone.
@@ -112,50 +138,25 @@ def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokeniz
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()  # save_pretrained would also create a run folder that is gone
     try:
-        model.save_pretrained(staging, state_dict=share_tied_tensors(model, state))
+        model.save_pretrained(staging, state_dict=state)
         tokenizer.save_pretrained(staging)
     except (OSError, SafetensorError) as problem:
         raise OSError(f"{folder / MODEL_FOLDER} could not be written: {problem}") from None
     return staging
 
 
-def share_tied_tensors(model: torch.nn.Module, state: Tensors) -> Tensors:
-    """Let tied parameters share a tensor in the state dict too, as they do in `model.state_dict()`.
-
-    `save_pretrained` recognizes tied weights by their shared memory, and omits all but one of them. In a state dict
-    that was gathered from shards, each name may have a copy.
-    """
-    own = model.state_dict(keep_vars=True)  # the parameters themselves; this gathers nothing
-    first_names: dict[int, str] = {}
-    for name, parameter in own.items():
-        first_names.setdefault(id(parameter), name)
-    return {name: state[first_names[id(own[name])]] if name in own else tensor for name, tensor in state.items()}
-
-
 def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
     """Return the text of the model card: YAML front matter for the Hub, then Markdown (after SetFit's model card)."""
-    body = render_template(
-        "model_card.md.j2",
-        base=_base_model(run),
-        path_name=run.path_name,
-        settings=run.settings,
-        model_commit=run.identity["model_commit"],
-        split=split_content(run),
-        class_names=run.data.table.class_names,
-        metrics=metrics,
-    )
-    return f"---\n{_metadata(run, metrics).to_yaml()}\n---\n\n{body}\n"
-
-
-def _metadata(run: Preparation, metrics: Mapping[str, Any]) -> ModelCardData:
-    """Return the front matter, without unknown facts such as the language of a user's reviews."""
-    dataset, base = escape_control_characters(run.data.table.path.stem), _base_model(run)
+    model, is_folder = run.settings.model, Path(run.settings.model).is_dir()
+    # The name of the model that was fine-tuned, or of its folder; the names of files and folders are untrusted.
+    base = None if model in BUILT_IN else escape_control_characters(Path(model).resolve().name if is_folder else model)
+    dataset = escape_control_characters(run.data.table.path.stem)
     results = [
         EvalResult(TASK, "csv", dataset, metric_type=name, metric_value=metrics[name], dataset_split="test")
         for name in ("accuracy", "f1")
     ]
-    return ModelCardData(
-        base_model=None if Path(run.settings.model).is_dir() else base,
+    metadata = ModelCardData(  # without unknown facts such as the language of a user's reviews
+        base_model=None if is_folder else base,
         license="unknown",
         library_name="transformers",
         pipeline_tag=TASK,
@@ -163,11 +164,14 @@ def _metadata(run: Preparation, metrics: Mapping[str, Any]) -> ModelCardData:
         model_name=f"{base or 'Text classifier'} trained on {dataset}",
         eval_results=results,
     )
-
-
-def _base_model(run: Preparation) -> str | None:
-    """Return the name of the model that was fine-tuned, or of its folder; None for a built-in model."""
-    model = run.settings.model
-    if model in BUILT_IN:
-        return None
-    return escape_control_characters(Path(model).resolve().name if Path(model).is_dir() else model)
+    body = render_template(
+        "model_card.md.j2",
+        base=base,
+        path_name=run.path_name,
+        settings=run.settings,
+        model_commit=run.identity["model_commit"],
+        split=split_content(run),
+        class_names=run.data.table.class_names,
+        metrics=metrics,
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n{body}\n"

@@ -183,13 +183,13 @@ class FullyShardStrategy:
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
         state: Tensors = {}
-        for name, tensor in model.state_dict().items():
+        gathered: dict[int, torch.Tensor] = {}  # tied parameters share a tensor, as in the model's own state dict
+        for name, tensor in model.state_dict(keep_vars=True).items():
             # Offloaded parameters are gathered on the GPU, because NCCL cannot send from main memory.
-            complete = tensor.to(self.world.device)
-            if isinstance(complete, DTensor):
-                complete = complete.full_tensor()
+            complete = tensor.detach().to(self.world.device)
+            complete = complete.full_tensor() if isinstance(complete, DTensor) else complete
             if self.world.is_main_process:
-                state[name] = complete.cpu()
+                state[name] = gathered.setdefault(id(tensor), complete.cpu())
         return state
 
 

@@ -78,21 +78,3 @@ def correct_predictions(record: RunRecord) -> dict[str, Any]:
     labels = record.run.data.table.labels[record.run.data.split.test]
     logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
     return {"logits": logits, "scores": score(logits, labels)}
-
-
-class Copies:
-    """A strategy whose gathered state has a separate tensor under each name, as if it was gathered from shards."""
-
-    def __init__(self) -> None:
-        self.gathered = 0
-
-    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        self.gathered += 1
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-class References:
-    """A strategy whose gathered state is that of the model itself, as DDP's is."""
-
-    def gather_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return dict(model.state_dict())

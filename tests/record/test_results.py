@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.run_records import Copies, add_steps, begin, finish
+from helpers.run_records import add_steps, begin, finish
 from helpers.worlds import batch_plan
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -27,9 +27,8 @@ from transformers import (
 from app.common import files
 from app.model.built_in import learn_tokenizer
 from app.model.load import load_classifier, load_tokenizer
-from app.record import predictions, steps
-from app.record.predictions import write_predictions
-from app.record.results import stage_model
+from app.record import results, steps
+from app.record.results import predictions_as_csv, stage_model
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
 from app.runs.schema import (
@@ -80,15 +79,13 @@ def gpt2() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("build", [bert, bart, gpt2])
-@pytest.mark.parametrize("strategy_name", ["ddp", "copies", "zero3"])
+@pytest.mark.parametrize("strategy_name", ["ddp", "zero3"])
 def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
     model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9, 8_000)
     model.save_pretrained(tmp_path / "expected")
     state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    strategy = Copies()
-    if strategy_name != "copies":
-        strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
-        strategy.wrap(model)
+    strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
+    strategy.wrap(model)
     written = stage_model(tmp_path, model, strategy.gather_model_state(model), tokenizer=tokenizer)
     for file in (tmp_path / "expected").iterdir():
         assert (written / file.name).read_bytes() == file.read_bytes(), file.name
@@ -139,15 +136,15 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, capsys)
     assert run.metrics["hash"][:16] in capsys.readouterr().out
 
 
-def test_predictions_are_written_in_chunks(new_record, tmp_path, monkeypatch):
+def test_predictions_are_written_in_chunks(new_record, monkeypatch):
     data = new_record(max_length=16)[0].run.data
     logits = np.random.default_rng(0).normal(size=(len(data.split.test), 2))
-    write_predictions(tmp_path / "at_once.csv", data.table, data.split.test, logits=logits)
-    monkeypatch.setattr(predictions, "CHUNK", 5)
-    write_predictions(tmp_path / "in_chunks.csv", data.table, data.split.test, logits=logits)
-    content = (tmp_path / "in_chunks.csv").read_bytes()
-    assert content == (tmp_path / "at_once.csv").read_bytes()
-    assert content.count(b"\n") == 1 + len(data.split.test) > 6
+    at_once = list(predictions_as_csv(data.table, data.split.test, logits=logits))
+    monkeypatch.setattr(results, "CHUNK", 5)
+    in_chunks = list(predictions_as_csv(data.table, data.split.test, logits=logits))
+    assert len(in_chunks) > len(at_once) == 1
+    assert "".join(in_chunks) == at_once[0]
+    assert at_once[0].count("\n") == 1 + len(data.split.test) > 6
 
 
 def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, monkeypatch):
