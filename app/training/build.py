@@ -21,7 +21,7 @@ from ..data.reviews import Indices, ReviewTable, list_rows, read_reviews
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import files_of
 from ..data.split import Split, count_duplicates, split_reviews
-from ..data.tokenize import hash_tokens, lengths_of, occurring_tokens, tokenize
+from ..data.tokenize import lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -52,13 +52,7 @@ class ReviewData:
     embeddings: NDArray[np.float32] | None  # to start with, from `embeddings_of`
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
-    tokens: NDArray[np.int64]  # the ids that occur in any row, sorted
-    tokens_hash: str  # as returned by `hash_tokens`
-    pad_to_multiple_of: int  # to which the collator pads
-
-    @property
-    def collator(self) -> Collator:
-        return Collator(self.tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
+    collator: Collator
 
     @cached_property
     def duplicates(self) -> dict[str, int]:
@@ -170,19 +164,14 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         embeddings=embeddings,
         rows=rows,
         lengths=lengths_of(rows),
-        tokens=occurring_tokens(rows),
-        tokens_hash=hash_tokens(rows, tokenizer),
-        pad_to_multiple_of=settings.pad_to_multiple_of,
+        collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
     )
 
 
-def build_model(settings: Settings, data: ReviewData, world: World, *, trim: bool = True) -> Classifier:
-    """Load the classifier on the CPU, with the same weights on every rank. Collective.
+def build_model(settings: Settings, data: ReviewData, world: World) -> Classifier:
+    """Load the classifier on the CPU, with the embeddings that training needs and the same weights on every rank.
 
-    The strategy places it on this rank's device, because a sharded model need not fit there as a whole.
-
-    Args:
-        trim: whether it has only the embeddings that training needs.
+    Collective. The strategy places it on this rank's device, because a sharded model need not fit there as a whole.
 
     Raises:
         AgreedError: a user's mistake on any rank.
@@ -197,44 +186,32 @@ def build_model(settings: Settings, data: ReviewData, world: World, *, trim: boo
             embeddings=data.embeddings,
         )
         config = classifier.model.config
-        check_rows(settings, config, table=data.table, lengths=data.lengths, tokens=data.tokens)
-        if trim:
-            tokens = tokens_of_model(data.tokens, data.tokenizer, config)
-            trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
+        check_rows(settings.model, config, data.table, rows=data.rows)
+        tokens = tokens_of_model(occurring_tokens(data.rows), data.tokenizer, config)
+        trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     return classifier
 
 
-def check_rows(
-    settings: Settings,
-    config: PretrainedConfig,
-    *,
-    table: ReviewTable,
-    lengths: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-) -> None:
+def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows: Dataset) -> None:
     """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
-        lengths: int64 (n,), the number of tokens of each review, in the order of the table.
-        tokens: the ids that occur in any of them, sorted.
+        rows: as returned by `tokenize`.
 
     Raises:
-        UserError: names the rows that it cannot process, and the remedy.
+        UserError: names the rows or the token that it cannot process, and the remedy.
     """
-    model, size = f"--model {settings.model}", getattr(config.get_text_config(), "vocab_size", None)
-    problems = (
-        (lengths == 0, f"its tokenizer returns no token for %s: remove them in {table.path}"),
-        (lengths > settings.max_length, f"its tokenizer does not truncate %s to --max_length {settings.max_length}"),
-    )
-    for is_affected, problem in problems:
-        if is_affected.any():
-            raise UserError(f"{model}: {problem % list_rows(table.rows[is_affected])}")
-    if size is not None and tokens[-1] >= size:
+    is_empty, largest = lengths_of(rows) == 0, occurring_tokens(rows)[-1]
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if is_empty.any():
+        found = list_rows(table.rows[is_empty])
+        raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")
+    if size is not None and largest >= size:
         raise UserError(
-            f"{model}: its tokenizer returns token id {tokens[-1]}, but its config has vocab_size {size}: resize the "
-            "model's embeddings, or use the tokenizer that belongs to it"
+            f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size {size}: resize "
+            "the model's embeddings, or use the tokenizer that belongs to it"
         )
 
 

@@ -19,6 +19,7 @@ from ..common.machine import Arithmetic, device_name
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
 from ..data.split import describe_duplicates
+from ..data.tokenize import hash_tokens
 from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
@@ -114,7 +115,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         "model_commit": data.commit,
         "model_config": classifier.config,
         "model_code_sha256": hash_code(settings.model, settings.trust_remote_code),
-        "tokens_sha256": data.tokens_hash,
+        "tokens_sha256": hash_tokens(data.rows, data.tokenizer),
     }
     with raise_on_all_ranks(world):
         loss = build_loss(settings, data)

@@ -103,6 +103,6 @@ def test_the_name_of_a_size_is_an_untrained_bert_with_its_own_tokens(settings, w
     assert with_model_folder(replace(settings, model="4x312")) == named
     data = build_data(named, world)
     assert len(data.tokenizer) == VOCABULARY_SIZE
-    config = build_model(named, data, world, trim=False).model.config
+    config = build_model(named, data, world).model.config
     shape = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size
     assert shape == SIZES["4x312"]

@@ -50,15 +50,3 @@ def test_unknown_tokens_are_tokens(world, tmp_path):
     tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
     assert set(tokenizer("𓀀𓀁")["input_ids"]) == {tokenizer.unk_token_id}
     build_model(settings, build_data(settings, world), world)
-
-
-def test_a_tokenizer_that_does_not_truncate_is_a_mistake(world, tmp_path, monkeypatch):
-    settings = write_rows(tmp_path, "好" * 20)
-    settings.model = str(write_model(tmp_path / "model", "bert"))
-    call = PreTrainedTokenizerFast.__call__
-
-    def without_truncation(self, texts, **options):
-        return call(self, texts, **options | {"truncation": False, "max_length": None})
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", without_truncation)
-    check(settings, world, "its tokenizer does not truncate row 40 .* to --max_length 8$")
