@@ -7,7 +7,6 @@ complete. Its run_state.json has a hash of each file, computed by the rank that 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 from ..common.files import commit, flush, write_json
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
 from ..distributed.world import World
+from ..runs.hashes import hash_files
 from ..runs.schema import RUN_STATE, RUN_STATE_VERSION
 
 PREFIX = "checkpoint-"
@@ -40,7 +40,7 @@ def problem_of(folder: Path) -> str | None:
         if state.get("format_version") != RUN_STATE_VERSION:
             return "another version of this program wrote it: resume it with that version, or start again"
         for name, sha256 in state["files"].items():
-            if sha256_of(folder / name) != sha256:
+            if hash_files(folder / name) != sha256:
                 return f"{name} has changed since it was written"
     except FileNotFoundError as missing:
         return f"{Path(missing.filename).name} is missing"
@@ -98,7 +98,7 @@ class CheckpointManager:
         def write_and_hash() -> None:
             for file in write(staging):
                 flush(staging / file)
-                hashes[file] = sha256_of(staging / file)
+                hashes[file] = hash_files(staging / file)
 
         def finish() -> None:
             files = {file: sha256 for part in by_rank for file, sha256 in part.items()}
@@ -125,8 +125,3 @@ class CheckpointManager:
         if name.startswith(PREFIX):
             self.latest_valid = folder
         return True
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,35 +14,48 @@ from ..common.errors import UserError
 from .schema import LATEST, LOCK
 
 
-def create_folder(requested: str | None, parent: Path) -> Path:
+def create_folder(requested: str | None, parent: Path, *, latest: bool = True) -> Path:
     """Create a folder for results.
 
     Args:
-        requested: a folder that must be new or empty (`--output_dir`); None: create a new one under `parent`, and let
-            the link `latest` there point to it.
+        requested: a folder that must be new or empty (`--output_dir`); None: create a new one under `parent`.
+        latest: let the link `latest` next to a new folder under `parent` point to it.
 
     Raises:
         UserError: the folder is not empty, is a file, or cannot be written.
     """
-    folder = _create(requested, parent)
-    if requested is None:
+    folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    try:
+        if requested is not None:
+            reject_used(requested)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return folder
+        for number in itertools.count(2):  # another job may start in the same second
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
+            folder = folder.with_name(f"{folder.name[:19]}-{number}")
+    except OSError as problem:
+        raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
+    if latest:
         point_latest(folder)
     return folder
 
 
 def claim_folder(requested: str | None, parent: Path) -> tuple[Path, int]:
-    """Create a run's folder like `create_folder`, and keep other jobs out of it.
+    """Create a run's folder, and keep other jobs out of it. The record lets `latest` point to it later.
 
     Returns:
-        The folder, to which `latest` does not point yet, and the descriptor that `lock` returns.
+        The folder, and the descriptor that `lock` returns.
 
     Raises:
-        UserError: the folder is not empty or cannot be written, or another job uses it.
+        UserError: as `create_folder`, or another job uses the folder.
     """
-    folder = _create(requested, parent)
+    folder = create_folder(requested, parent, latest=False)
     descriptor = lock(folder)
-    if requested is not None:
-        reject_used(requested)  # another job may have run here and ended between the first check and the lock
+    reject_used(requested)  # another job may have run here and ended between the first check and the lock
     return folder, descriptor
 
 
@@ -56,9 +69,12 @@ def point_latest(folder: Path) -> None:
 
 def reject_used(requested: str | None) -> None:
     """Raise UserError if `create_folder` would reject a folder because it is a file or not empty."""
-    if requested is None or not Path(requested).exists():
+    folder = Path(requested or "")
+    if requested is None or not folder.exists():
         return
-    if not Path(requested).is_dir() or any(map(_is_content, Path(requested).iterdir())):
+    # A run that was killed at its start leaves its lock, and files that are not complete.
+    names = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else {""}
+    if not all(name.startswith(".") and name.endswith(".tmp") for name in names):
         raise UserError(f"--output_dir {requested}: exists and is not an empty folder: name a new one")
 
 
@@ -81,34 +97,3 @@ def lock(folder: Path) -> int:
     except OSError:
         pass  # the file system does not support locks
     return descriptor
-
-
-def remove_claimed(folder: Path) -> None:
-    """Remove a folder that is locked, and its lock, if nothing else is in it."""
-    (folder / LOCK).unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
-
-
-def _create(requested: str | None, parent: Path) -> Path:
-    folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    try:
-        if requested is not None:
-            reject_used(requested)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return folder
-        for number in itertools.count(2):  # another job may start in the same second
-            with suppress(FileExistsError):
-                folder.mkdir(parents=True)
-                break
-            folder = folder.with_name(f"{folder.name[:19]}-{number}")
-    except OSError as problem:
-        raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
-    return folder
-
-
-def _is_content(path: Path) -> bool:
-    """Return whether a file is more than what a run that was killed at startup leaves behind."""
-    return path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp"))

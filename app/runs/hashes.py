@@ -42,11 +42,20 @@ def hash_results(folder: Path, model_folder: Path | None = None) -> dict[str, st
     # `save_pretrained` divides large models into several files.
     weights = sorted(model_folder.glob("model-*-of-*.safetensors")) or [model_folder / MODEL]
     return {
-        f"{MODEL_FOLDER}/{MODEL}": _hash_files(weights),
-        PREDICTIONS: _hash_files([folder / PREDICTIONS]),
+        f"{MODEL_FOLDER}/{MODEL}": hash_files(*weights),
+        PREDICTIONS: hash_files(folder / PREDICTIONS),
         STEPS.name: hashlib.sha256(json.dumps(untimed).encode()).hexdigest(),
-        EVALUATIONS.name: _hash_files([evaluations] if evaluations.exists() else []),
+        EVALUATIONS.name: hash_files(*[evaluations] if evaluations.exists() else []),
     }
+
+
+def hash_files(*paths: Path) -> str:
+    """Return the SHA-256 of the contents of files in a row."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            hashlib.file_digest(file, lambda: digest)  # in chunks: the weights may be larger than the memory
+    return digest.hexdigest()
 
 
 def hash_weights(model: torch.nn.Module) -> str:
@@ -54,12 +63,3 @@ def hash_weights(model: torch.nn.Module) -> str:
     import safetensors.torch  # here, because it imports torch, and the hash of a file needs none of it
 
     return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()
-
-
-def _hash_files(paths: list[Path]) -> str:
-    """Return the hash of the files' contents in a row."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            hashlib.file_digest(file, lambda: digest)  # in chunks: the weights may be larger than the memory
-    return digest.hexdigest()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from ..common.errors import UserError
 from .csv_escape import escape
 from .schema import EVALUATIONS, METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS, prediction_columns, probability_column
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,9 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
     settings, split, metrics = (read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
-    evaluations = _read_lines(folder / EVALUATIONS) if (folder / EVALUATIONS).exists() else []
-    with one_line_errors(folder / PREDICTIONS):
-        predictions = _read_predictions(folder / PREDICTIONS, split["classes"])
-    return Run(folder, settings, split, _read_lines(folder / STEPS), evaluations, metrics, predictions)
-
-
-@contextmanager
-def one_line_errors(path: Path) -> Iterator[None]:
-    """Turn the errors of code that reads a file into one line that names it."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing: the run has not finished, or this is not a run folder") from None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        text = " ".join(f"{type(problem).__name__}: {problem}".split())
-        raise UserError(f"{path}: damaged or incomplete, or of another version: {text}") from None
+    evaluations = _read(folder / EVALUATIONS, _lines) if (folder / EVALUATIONS).exists() else []
+    predictions = _read(folder / PREDICTIONS, lambda path: _predictions(path, split["classes"]))
+    return Run(folder, settings, split, _read(folder / STEPS, _lines), evaluations, metrics, predictions)
 
 
 def read_object(folder: Path, file: Path) -> dict[str, Any]:
@@ -78,23 +66,30 @@ def read_object(folder: Path, file: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, or cannot be read.
     """
-    with one_line_errors(folder / file):
-        return dict(json.loads((folder / file).read_text(encoding="utf-8")))
+    return _read(folder / file, lambda path: dict(json.loads(path.read_text(encoding="utf-8"))))
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    with one_line_errors(path):
-        return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def _read(path: Path, parse: Callable[[Path], T]) -> T:
+    """Turn the errors of a function that reads a file into one line that names it."""
+    try:
+        return parse(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing: the run has not finished, or this is not a run folder") from None
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        text = " ".join(f"{type(problem).__name__}: {problem}".split())
+        raise UserError(f"{path}: damaged or incomplete, or of another version: {text}") from None
 
 
-def _read_predictions(path: Path, classes: list[str]) -> pd.DataFrame:
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _predictions(path: Path, classes: list[str]) -> pd.DataFrame:
     originals = {escape(name): name for name in classes}
     columns = {escape(name): name for name in prediction_columns(classes)}
-    dtypes = dict.fromkeys(columns, "str") | dict.fromkeys(map(escape, map(probability_column, classes)), "float64")
+    numbers = {"row": "int64"} | dict.fromkeys(map(escape, map(probability_column, classes)), "float64")
     # "round_trip" reads back exactly what `repr` has written.
-    predictions: pd.DataFrame = pd.read_csv(
-        path, dtype=dtypes | {"row": "int64"}, keep_default_na=False, float_precision="round_trip"
+    table: pd.DataFrame = pd.read_csv(
+        path, dtype=dict.fromkeys(columns, "str") | numbers, keep_default_na=False, float_precision="round_trip"
     ).rename(columns=columns)[list(columns.values())]
-    for name in ("label", "predicted"):
-        predictions[name] = [originals[cell] for cell in predictions[name]]
-    return predictions
+    return table.assign(**{name: [originals[cell] for cell in table[name]] for name in ("label", "predicted")})

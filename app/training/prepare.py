@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume
 from ..common.errors import AgreedError, UserError
+from ..common.files import remove
 from ..common.machine import Arithmetic, device_name
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
@@ -30,7 +31,7 @@ from ..distributed.collectives import (
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import hash_code
-from ..runs.folder import claim_folder, reject_used, remove_claimed
+from ..runs.folder import claim_folder, reject_used
 from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -164,7 +165,7 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
     visible = all_gather_object((path / LOCK).exists(), world)
     if needs_all and not all(visible):
         if world.is_main_process and resume.folder is None:
-            remove_claimed(path)
+            remove(path)
         ranks = ", ".join(str(rank) for rank, sees_it in enumerate(visible) if not sees_it)
         raise AgreedError(
             f"--output_dir {path}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes share, "

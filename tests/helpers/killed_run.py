@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from app.checkpoint.manager import sha256_of
 from app.common.machine import device_name
+from app.runs.hashes import hash_files
 from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SCHEDULE, SETTINGS, STEPS
 from app.settings import Settings
 
@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint whose schedule.json is its only other file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCHEDULE).write_text("{}")
-    state = {"format_version": RUN_STATE_VERSION, "files": {SCHEDULE: sha256_of(folder / SCHEDULE)}} | state
+    state = {"format_version": RUN_STATE_VERSION, "files": {SCHEDULE: hash_files(folder / SCHEDULE)}} | state
     (folder / RUN_STATE).write_text(json.dumps(state))
 
 
