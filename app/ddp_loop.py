@@ -65,7 +65,7 @@ def main(settings: Settings) -> None:
     #    call in the same order.
     with join(settings) as world:
         if settings.dry_run:
-            from .plan.dry_run import print_plan  # here, because other runs do not need it
+            from .plan.report import print_plan  # here, because other runs do not need it
 
             print_plan("ddp_loop", settings, world)
         else:

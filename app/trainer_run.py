@@ -48,7 +48,7 @@ from .training.prepare import Preparation, prepare
 def main(settings: Settings) -> None:
     with join(settings) as world:
         if settings.dry_run:
-            from .plan.dry_run import print_plan  # here, because other runs do not need it
+            from .plan.report import print_plan  # here, because other runs do not need it
 
             print_plan("trainer_run", settings, world)
         else:

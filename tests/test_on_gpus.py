@@ -17,7 +17,7 @@ from app.ddp_loop import train_step
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.model.inputs import to_device
-from app.plan.empty_model import count_activations
+from app.plan.empty_model import run_micro_batch
 from app.settings import STRATEGIES, Settings
 from app.strategies.optimization import LossScale, Optimization
 from app.training.build import select_strategy
@@ -151,7 +151,7 @@ def test_counted_activations_are_those_that_the_allocator_gives_out(gpu_world, p
     rows, length = 32, 64
     config = BertConfig(**SMALL)
     settings = Settings(max_length=length, precision=precision)
-    counted = count_activations(settings, copy.deepcopy(config), rows=rows, device=gpu_world.device)
+    counted = run_micro_batch(settings, copy.deepcopy(config), rows=rows, device=gpu_world.device)
     model, batch = new_model().to(gpu_world.device).train(), batch_of(rows, length)
     for _ in range(2):  # libraries allocate workspaces in the first pass
         before = torch.cuda.memory_allocated()

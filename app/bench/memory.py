@@ -33,7 +33,7 @@ from ..common.formats import MIB
 from ..model.dropout import RowDropout
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
-from ..plan.memory import gathered_after_forward
+from ..plan.memory import gathered_after_forward, plan_memory
 from ..plan.step import Plan
 from ..profiling.profiler import hide_profiler_messages
 from ..settings import Settings
@@ -50,7 +50,6 @@ def main(settings: Settings) -> None:
 
 def measure(bench: Bench, plan: Plan) -> pd.DataFrame:
     """Train a few steps, and return this rank's memory in MiB. Collective."""
-    strategy, world = bench.settings.strategy, bench.world
     optimization = bench.optimization(3)
     local = bench.strategy.local_optimizer(optimization.optimizer)
     gradients = 0
@@ -65,13 +64,12 @@ def measure(bench: Bench, plan: Plan) -> pd.DataFrame:
     bench.train_steps(batches, optimization, steps=2)
     activations = measure_forward(bench, next(batches))
     moments = (value for state in local.state.values() for key, value in state.items() if key != "step")
-    planned = plan.memory(strategy)[world.rank]
-    gathered = gathered_after_forward(plan.model, strategy, plan.options)
+    planned = plan_memory(plan)[bench.world.rank]
     figures = {
         "parameters": (planned.parameters, storage_bytes(bench.model.parameters())),
         "gradients": (planned.gradients, gradients),
         "optimizer state": (planned.optimizer, storage_bytes(moments)),
-        "activations": (plan.activations(strategy).saved + gathered, activations),
+        "activations": (plan.activations().saved + gathered_after_forward(plan), activations),
     }
     table = pd.DataFrame.from_dict(figures, orient="index", columns=[PREDICTED, MEASURED])
     return table.rename_axis("MiB") / MIB

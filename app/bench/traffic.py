@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from ..distributed.world import Topology
 from ..plan.memory import bytes_of
 from ..plan.step import Plan
-from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective
+from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective, plan_traffic
 from ..settings import Settings
 from .planned import MEASURED, PREDICTED, compare_with_plan
 from .steps import Bench
@@ -57,7 +57,7 @@ def main(settings: Settings) -> None:
 
 def measure(bench: Bench, plan: Plan) -> pd.DataFrame:
     """Train three steps, and return how often the last one calls each kind of collective. Collective."""
-    predicted, topology = plan.traffic(bench.settings.strategy), bench.world.topology
+    predicted, topology = plan_traffic(plan), bench.world.topology
     expected, counted = as_counts(predicted), count_third_step(bench)
     sent = f"A rank sends {sum(collective.sent(topology) for collective in predicted):,.0f} bytes per step"
     if topology.nodes > 1:

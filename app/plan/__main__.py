@@ -41,7 +41,7 @@ from ..jobs import run_job
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import Settings
-from .report import describe_plan
+from .report import describe_plans
 from .step import build_plan
 
 
@@ -62,7 +62,8 @@ def main() -> int:
         raise UserError(f"--ranks_per_node {ranks_per_node}: must divide --ranks {ranks}")
     if options.measure and ranks_per_node < ranks:
         raise UserError("--measure: trains on this machine, which is one node: leave out --ranks_per_node")
-    text = describe_plan(build_plan(settings, Topology(ranks, ranks_per_node)), budget=budget)
+    plan = build_plan(settings, Topology(ranks, ranks_per_node))
+    text = describe_plans(plan.with_each_strategy(), budget)
     folder = create_folder(settings.output_dir, RUNS / "plans")
     write_text(folder / "plan.md", text)
     print(f"{text}\nwritten to {folder}/plan.md", flush=True)

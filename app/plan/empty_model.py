@@ -21,13 +21,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..common.errors import UserError, raised_by_model
-from ..common.machine import DTYPES
 from ..model.dropout import RowDropout, checkpoint_activations
 from ..model.hub import first_line
 from ..model.load import build_from_config
 from ..model.precision import mixed_precision, training_dtype
 from ..model.vocabulary import trim_vocabulary
 from ..settings import Settings
+from ..strategies.base import add_gradients_per_block
 
 aten = torch.ops.aten
 
@@ -71,34 +71,59 @@ class SuppliedResults(TorchDispatchMode):
             return operation(args[0], [rows, rows], **(kwargs or {}))
         # Mixtures of experts multiply groups of tokens. Without data, PyTorch accepts bf16 only.
         if operation is aten._grouped_mm.default:
-            return _grouped_product(*args, **(kwargs or {}))
+            left, right, *more = args
+            return operation(left.bfloat16(), right.bfloat16(), *more, **(kwargs or {})).to(left.dtype)
         return operation(*args, **(kwargs or {}))
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Return the empty result of `_grouped_mm`, whose rows begin at multiples of 16 bytes."""
-    groups = () if left.dim() + right.dim() == 5 else (len(offs),)  # otherwise one product per group
-    rows, columns = left.shape[-2], right.shape[-1]
-    in_16_bytes = 16 // left.element_size()
-    stride = -(-columns // in_16_bytes) * in_16_bytes
-    return left.new_empty((*groups, rows, stride))[..., :columns]
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch after its forward and backward passes. Memory is in bytes, without parameters and gradients."""
+
+    model: PreTrainedModel  # has shapes, but no data
+    order: list[torch.Tensor]  # the parameters that get a gradient, in the order in which backward() computes them
+    saved: int  # memory that the forward pass leaves behind for the backward pass
+    peak: int  # the most that exists at one time in the forward and backward passes
 
 
-def empty_model(
-    settings: Settings, config: PretrainedConfig, n_tokens: int | None = None, *, param_dtype: str = "fp32"
-) -> PreTrainedModel:
-    """Return a classifier whose parameters have no data. Call and use it inside `without_data`.
+def run_micro_batch(
+    settings: Settings, config: PretrainedConfig, *, n_tokens: int | None = None, rows: int, device: torch.device
+) -> MicroBatch:
+    """Run a micro-batch through a new model, both without data. Its rows are padded to `--max_length`.
 
     Args:
         n_tokens: the number of tokens that the model may get; None: all of its vocabulary.
-        param_dtype: bf16 for the parameters that FSDP2 gathers with `--param_dtype bf16`.
+        device: decides which kernels attention uses.
 
     Raises:
-        UserError: the model cannot classify sequences, or does not support `--activation_checkpointing`.
+        UserError: the model does not support `--activation_checkpointing`, or its computation depends on data.
     """
+    order: list[torch.Tensor] = []
+
+    def take_gradient(parameter: torch.Tensor) -> None:
+        order.append(parameter)
+        parameter.grad = None  # the memory of gradients is counted elsewhere
+
+    with without_data(device):
+        model = empty_model(settings, config, n_tokens)
+        add_gradients_per_block(model)
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(take_gradient)
+        with LiveMemory(known=(*model.parameters(), *model.buffers())) as memory:
+            masks = RowDropout(settings.seed, 0, range(rows))
+            with mixed_precision(settings.precision, device), masks:
+                loss = model(**empty_batch(rows, settings.max_length)).loss
+            saved = memory.size
+            loss.backward()
+    return MicroBatch(model, order, saved, memory.peak)
+
+
+def empty_model(settings: Settings, config: PretrainedConfig, n_tokens: int | None) -> PreTrainedModel:
+    """Return a classifier whose parameters have no data. Call it inside `without_data`."""
     dtype = training_dtype(settings.precision)
     with no_init_weights():
-        model = build_from_config(settings, config, dtype=dtype if param_dtype == "fp32" else DTYPES[param_dtype])
+        # What FSDP2 gathers with --param_dtype bf16 is in bf16.
+        model = build_from_config(settings, config, dtype=dtype if settings.param_dtype == "fp32" else torch.bfloat16)
     model.tie_weights()  # the initialization would do it
     for module in model.modules():  # model.to(dtype) cannot replace tensors without data
         for name, buffer in module.named_buffers(recurse=False):
@@ -113,62 +138,9 @@ def empty_model(
 
 
 def empty_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch of rows padded to a length, without data. Call it inside `without_data`."""
+    """Return rows padded to a length."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": ids + 1, "labels": torch.zeros(rows, dtype=torch.int64)}
-
-
-def gradient_order(
-    model: PreTrainedModel, batch: dict[str, torch.Tensor], precision: str, *, device: torch.device
-) -> list[torch.nn.Parameter]:
-    """Return the parameters that take part in a training step, in the order in which backward() computes gradients.
-
-    Call it inside `without_data`, with a model from `empty_model` and a batch from `empty_batch`.
-    """
-    order: list[torch.nn.Parameter] = []
-    hooks = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters() if p.requires_grad]
-    with mixed_precision(precision, device):
-        loss = model(**batch).loss
-    loss.backward()
-    model.zero_grad()
-    for hook in hooks:
-        hook.remove()
-    return order
-
-
-# ---- activations -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The memory of one micro-batch, in bytes, without parameters and their gradients."""
-
-    saved: int  # what the forward pass leaves behind for the backward pass
-    peak: int  # the most that exists at one time in the forward and backward passes
-
-
-def count_activations(
-    settings: Settings, config: PretrainedConfig, *, n_tokens: int | None = None, rows: int, device: torch.device
-) -> Activations:
-    """Count the activations of a micro-batch from the model's own forward and backward passes.
-
-    The rows are padded to `--max_length`. The device decides which kernels attention uses.
-    """
-    with without_data(device):
-        model = empty_model(settings, config, n_tokens, param_dtype=settings.param_dtype)
-        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-            parameter.register_post_accumulate_grad_hook(_free_gradient)  # gradients are counted elsewhere
-        with LiveMemory(known=(*model.parameters(), *model.buffers())) as memory:
-            masks = RowDropout(settings.seed, 0, range(rows))
-            with mixed_precision(settings.precision, device), masks:
-                loss = model(**empty_batch(rows, settings.max_length)).loss
-            saved = memory.size
-            loss.backward()
-    return Activations(saved, memory.peak)
-
-
-def _free_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 class LiveMemory(TorchDispatchMode):

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
-from ..common.machine import DTYPES
-from ..distributed.world import Topology
-from ..settings import WRAPPED_IN_DDP
+from ..common.formats import MIB
+from ..settings import SHARDED, WRAPPED_IN_DDP
 from ..strategies.base import divide_rows, sharded_groups
 from ..strategies.compression import HOOK_DTYPES
 from ..strategies.optimization import MOMENTS
 from ..strategies.reduction import buckets_in_flight
+from .step import Plan
 
 N_MOMENTS = len(MOMENTS)  # AdamW's moving averages of the gradient and of its square
-BUCKET_CAP = 25 * 2**20  # DDP's default, in bytes
+BUCKET_CAP = 25 * MIB  # DDP's default
 
 
 @dataclass(frozen=True)
@@ -31,106 +30,92 @@ class RankMemory:
     exchange: int = 0  # complete gradients of a sharded block, gradients of other ranks, and compressed gradients
     accumulated: int = 0  # complete gradients of the logical rank in progress, beside those that are exchanged
     partial_sums: int = 0  # gradients of logical ranks that are done, complete or this rank's shard
+    cpu_offload: bool = False  # keeps shards in main memory
 
     @property
     def state(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
     @property
-    def total(self) -> int:
-        return self.state + self.gathered + self.exchange + self.accumulated + self.partial_sums
+    def in_main_memory(self) -> int:
+        """The bytes of shards, if they are offloaded."""
+        return self.state + self.partial_sums if self.cpu_offload else 0
 
-    def in_main_memory(self, cpu_offload: bool) -> int:
-        """Return the bytes of shards, which `--cpu_offload` keeps in main memory."""
-        return self.state + self.partial_sums if cpu_offload else 0
-
-    def on_device(self, cpu_offload: bool) -> int:
-        return self.total - self.in_main_memory(cpu_offload)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """Further inputs of the formulas for memory and traffic, besides the model, the strategy and the ranks."""
-
-    logical_ranks_per_rank: int = 1
-    accumulation_steps: int = 1
-    bucket_cap: int | None = None  # DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller
-    comm_hook: str = "no"  # for `ddp` and `zero1`
-    param_dtype: str = "fp32"  # for `zero2` and `zero3`, like the next one
-    reduce_dtype: str = "fp32"
-    find_unused_parameters: bool = False
-    on_gpus: bool = False  # whether NCCL connects the ranks, and not gloo
-
-    def sent_bytes(self, gradient: torch.Tensor) -> int:
-        """Return the bytes of an element of a gradient that is exchanged."""
-        dtype = HOOK_DTYPES.get(self.comm_hook, gradient.dtype)
-        return dtype.itemsize
-
-    def gathered(self, size: int) -> int:
-        """Return the bytes of gathered parameters of which the shards have a size."""
-        return size // 2 if self.param_dtype == "bf16" else size  # the shards are in fp32
-
-    def reduced(self, size: int, element: int) -> int:
-        """Return the bytes that are exchanged of gradients of a size, whose elements have some bytes each."""
-        return size // element * DTYPES["bf16"].itemsize if self.reduce_dtype == "bf16" else size
+    @property
+    def on_device(self) -> int:
+        everything = self.state + self.gathered + self.exchange + self.accumulated + self.partial_sums
+        return everything - self.in_main_memory
 
 
-def plan_memory(
-    model: PreTrainedModel,
-    strategy: str,
-    *,
-    topology: Topology,
-    options: StepOptions = StepOptions(),  # it is immutable
-) -> list[RankMemory]:
-    """Return the memory of each rank, from the shapes of a model, which may be on the meta device.
+def plan_memory(plan: Plan) -> list[RankMemory]:
+    """Return the memory of each rank, from the shapes of the model, which may be on the meta device.
 
     `ddp`: each rank holds everything. `zero1` (Rajbhandari et al. 2020, section 5.1): everything but the moments of the
     parameters that other ranks update; `ZeroRedundancyOptimizer` assigns complete parameters. `zero2` and `zero3`
     (sections 5.2 and 5.3): a shard of everything; FSDP2 divides the rows of each parameter. AdamW's step counters, 4
     bytes per parameter tensor, are left out.
     """
-    ranks = topology.ranks
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    settings, topology, batches, ranks = plan.settings, plan.topology, plan.batches, plan.topology.ranks
+    trainable = plan.trainable
+    frozen = [parameter for parameter in plan.model.parameters() if not parameter.requires_grad]
     complete = total_bytes(trainable)
-    n_partial_sums = (options.logical_ranks_per_rank - 1).bit_length()
-    in_progress = complete if options.accumulation_steps > 1 else 0
-    if strategy in WRAPPED_IN_DDP:
-        sent = complete // trainable[0].element_size() * options.sent_bytes(trainable[0])
-        buckets = buckets_in_flight(2 if topology.two_levels else 1, options.on_gpus) if ranks > 2 else 0
-        received = min(complete, buckets * max(options.bucket_cap or BUCKET_CAP, *map(bytes_of, trainable)))
+    n_sums = (batches.logical_ranks_per_rank - 1).bit_length()
+    in_progress = complete if batches.accumulation_steps > 1 else 0
+    if plan.strategy in WRAPPED_IN_DDP:
+        sent = complete // trainable[0].element_size() * sent_bytes(plan, trainable[0])
+        buckets = buckets_in_flight(2 if topology.two_levels else 1, plan.on_gpus) if ranks > 2 else 0
+        received = min(complete, buckets * max(plan.bucket_cap or BUCKET_CAP, *map(bytes_of, trainable)))
         exchange = received * sent // complete
-        if options.comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
+        if settings.ddp_comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
             exchange += sent
-        elif options.comm_hook == "power_sgd":  # the errors, and two copies of a bucket, which may be the only one
+        elif settings.ddp_comm_hook == "power_sgd":  # the errors, and two copies of a bucket, which may be the only one
             exchange = 3 * complete
-        updated = map(total_bytes, assign_to_ranks(trainable, ranks)) if strategy == "zero1" else [complete] * ranks
+        updated = [complete] * ranks
+        if plan.strategy == "zero1":
+            updated = list(map(total_bytes, assign_to_ranks(trainable, ranks)))
         # DDP copies gradients into its buckets in the backward pass of the last micro-batch.
-        sums = n_partial_sums * sent
+        sums = n_sums * sent
         replicated = complete + total_bytes(frozen)
         return [
             RankMemory(replicated, complete, N_MOMENTS * share, 0, exchange, in_progress, sums) for share in updated
         ]
-    *blocks, rest = map(total_bytes, sharded_groups(model))
+    *blocks, rest = map(total_bytes, sharded_groups(plan.model))
     # ZeRO-3 gathers the next block while it uses this one.
-    gathered = complete + total_bytes(frozen) if strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
+    gathered = complete + total_bytes(frozen) if plan.strategy == "zero2" else rest + sum(sorted(blocks)[-2:])
     # The gradients of a block, FSDP2's copy of them, their rounded copy if there is one, and what is received.
     block, element = max([rest, *blocks]), trainable[0].element_size()
-    received = options.reduced(block, element)
-    exchange = options.gathered(block) + block + received * (2 if received < block else 1)
-    plans = []
+    received = reduced_bytes(plan, block, element)
+    exchange = gathered_bytes(plan, block) + block + received * (2 if received < block else 1)
+    gathered, offload = gathered_bytes(plan, gathered), plan.cpu_offload
+    memory = []
     for rank in range(ranks):
         shard, frozen_shard = (sum(shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
-        sums, own, moments = n_partial_sums * options.reduced(shard, element), shard + frozen_shard, N_MOMENTS * shard
-        plans.append(RankMemory(own, shard, moments, options.gathered(gathered), exchange, in_progress, sums))
-    return plans
+        sums, own, moments = n_sums * reduced_bytes(plan, shard, element), shard + frozen_shard, N_MOMENTS * shard
+        memory.append(RankMemory(own, shard, moments, gathered, exchange, in_progress, sums, offload))
+    return memory
 
 
-def gathered_after_forward(model: PreTrainedModel, strategy: str, options: StepOptions) -> int:
+def gathered_after_forward(plan: Plan) -> int:
     """Return the bytes of complete parameters that remain for the backward pass, besides this rank's shards."""
-    if strategy == "zero3":
-        return options.gathered(total_bytes(sharded_groups(model)[-1]))
-    return options.gathered(total_bytes(model.parameters())) if strategy == "zero2" else 0
+    if plan.strategy not in SHARDED:
+        return 0
+    remaining = plan.model.parameters() if plan.strategy == "zero2" else sharded_groups(plan.model)[-1]
+    return gathered_bytes(plan, total_bytes(remaining))
+
+
+def sent_bytes(plan: Plan, gradient: torch.Tensor) -> int:
+    """Return the bytes of an element of a gradient that DDP exchanges."""
+    return HOOK_DTYPES.get(plan.settings.ddp_comm_hook, gradient.dtype).itemsize
+
+
+def gathered_bytes(plan: Plan, size: int) -> int:
+    """Return the bytes of gathered parameters of which the shards have a size."""
+    return size // 2 if plan.settings.param_dtype == "bf16" else size  # the shards are in fp32
+
+
+def reduced_bytes(plan: Plan, size: int, element: int) -> int:
+    """Return the bytes that FSDP2 exchanges of gradients of a size, whose elements have some bytes each."""
+    return size // element * 2 if plan.settings.reduce_dtype == "bf16" else size
 
 
 def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:

@@ -16,54 +16,59 @@ from ..distributed.world import Topology
 from ..model.hub import resolve_commit
 from ..model.load import classifier_config, load_tokenizer
 from ..model.vocabulary import tokens_of_model
-from ..settings import SHARDED, Settings
-from ..strategies.base import add_gradients_per_block
+from ..settings import SHARDED, STRATEGIES, Settings
 from ..training.build import read_and_split
-from .empty_model import Activations, count_activations, empty_batch, empty_model, gradient_order, without_data
-from .memory import RankMemory, StepOptions, plan_memory
-from .traffic import Collective, plan_traffic
+from .empty_model import MicroBatch, run_micro_batch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training step before it is computed."""
+    """A training step before it is computed. `memory.py` and `traffic.py` have the formulas."""
 
     settings: Settings
+    strategy: str  # that of the settings, or another one for comparison; so is the next one
+    cpu_offload: bool
     model: PreTrainedModel  # has shapes, but no data
-    order: list[torch.nn.Parameter]  # those that get a gradient, in the order in which backward() computes them
+    order: list[torch.Tensor]  # its parameters that get a gradient, in the order in which backward() computes them
     batches: BatchPlan
     device: torch.device  # where the ranks train
     topology: Topology
-    count: Callable[[int, str], Activations]  # of a number of rows of `--max_length` tokens, under a strategy
+    run: Callable[[int, str], MicroBatch]  # the passes of a number of rows, with a `--param_dtype`
 
-    def activations(self, strategy: str) -> Activations:
-        return self.count(self.batches.micro_size, strategy)
+    def with_each_strategy(self) -> list[Plan]:
+        variants = [*((strategy, False) for strategy in STRATEGIES), ("zero3", True)]
+        return [replace(self, strategy=strategy, cpu_offload=offload) for strategy, offload in variants]
 
     @property
-    def options(self) -> StepOptions:
-        settings, cap = self.settings, self.settings.ddp_bucket_cap_mb
+    def flags(self) -> str:
+        """The strategy, as it is written on a command line."""
+        return f"{self.strategy} --cpu_offload" if self.cpu_offload else self.strategy
+
+    @property
+    def trainable(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def find_unused_parameters(self) -> bool:
         # Without the flag, the run would end in its first step and ask for it.
-        unused = len(self.order) < sum(parameter.requires_grad for parameter in self.model.parameters())
-        return StepOptions(
-            logical_ranks_per_rank=self.batches.logical_ranks_per_rank,
-            accumulation_steps=self.batches.accumulation_steps,
-            bucket_cap=None if cap is None else cap * MIB,
-            comm_hook=settings.ddp_comm_hook,
-            param_dtype=settings.param_dtype,
-            reduce_dtype=settings.reduce_dtype,
-            find_unused_parameters=settings.ddp_find_unused_parameters or unused,
-            on_gpus=self.device.type == "cuda",
-        )
+        return self.settings.ddp_find_unused_parameters or len(self.order) < len(self.trainable)
 
-    def largest_memory(self, strategy: str) -> RankMemory:
-        """Return the memory of the rank that needs most."""
-        return max(self.memory(strategy), key=lambda memory: memory.total)
+    @property
+    def bucket_cap(self) -> int | None:
+        """DDP's bucket size in bytes; None: PyTorch's, whose first bucket is smaller."""
+        cap = self.settings.ddp_bucket_cap_mb
+        return None if cap is None else cap * MIB
 
-    def memory(self, strategy: str) -> list[RankMemory]:
-        return plan_memory(self.model, strategy, topology=self.topology, options=self.options)
+    @property
+    def on_gpus(self) -> bool:
+        """Whether NCCL connects the ranks, and not gloo."""
+        return self.device.type == "cuda"
 
-    def traffic(self, strategy: str) -> list[Collective]:
-        return plan_traffic(self.model, self.order, strategy=strategy, topology=self.topology, options=self.options)
+    def activations(self, rows: int | None = None) -> MicroBatch:
+        """Return the passes of a micro-batch of the plan, or of a number of rows."""
+        # Only what FSDP2 gathers is in --param_dtype.
+        param_dtype = self.settings.param_dtype if self.strategy in SHARDED else "fp32"
+        return self.run(rows or self.batches.micro_size, param_dtype)
 
 
 def build_plan(settings: Settings, topology: Topology) -> Plan:
@@ -75,15 +80,11 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
     table, split, batches = read_and_split(settings, topology.ranks)
     commit = resolve_commit(settings)
     tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
-    device = device_of(settings.use_cpu)
+    device = torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
     config = classifier_config(settings, table.class_names, tokenizer, device=device, commit=commit)
     tokens = occurring_tokens(tokenize(table, tokenizer, settings.max_length))
     n_tokens = len(tokens_of_model(tokens, tokenizer, config))
     return plan_step(settings, config, batches, n_tokens=n_tokens, device=device, topology=topology)
-
-
-def device_of(use_cpu: bool) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
 
 
 def plan_step(
@@ -98,24 +99,17 @@ def plan_step(
     """Plan a training step of a model.
 
     Args:
-        n_tokens: as for `empty_model`.
+        n_tokens: as for `run_micro_batch`.
 
     Raises:
         UserError: the model does not support `--activation_checkpointing`, or its computation depends on data.
     """
-    with without_data(device):
-        model = empty_model(settings, config, n_tokens)
-        add_gradients_per_block(model)
-        batch = empty_batch(batches.micro_size, settings.max_length)
-        order = gradient_order(model, batch, settings.precision, device=device)
 
-    # Only what FSDP2 gathers is in --param_dtype. Strategies that compute in the same dtype count alike.
     @cache
-    def count(rows: int, gathers_bf16: bool) -> Activations:
-        counted = settings if gathers_bf16 else replace(settings, param_dtype="fp32")
-        return count_activations(counted, config, n_tokens=n_tokens, rows=rows, device=device)
+    def run(rows: int, param_dtype: str) -> MicroBatch:
+        changed = replace(settings, param_dtype=param_dtype)  # type: ignore[arg-type]
+        return run_micro_batch(changed, config, n_tokens=n_tokens, rows=rows, device=device)
 
-    def count_with(rows: int, strategy: str) -> Activations:
-        return count(rows, settings.param_dtype == "bf16" and strategy in SHARDED)
-
-    return Plan(settings, model, order, batches, device, topology, count_with)
+    batch = run(batches.micro_size, "fp32")
+    offload = settings.cpu_offload
+    return Plan(settings, settings.strategy, offload, batch.model, batch.order, batches, device, topology, run)

@@ -10,14 +10,25 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 from transformers import PreTrainedModel
 
+from ..common.formats import MIB
 from ..distributed.collectives import saved_buffers
 from ..distributed.world import Topology
+from ..settings import SHARDED
 from ..strategies.base import sharded_groups
 from ..strategies.compression import MATRIX_RANK, MIN_COMPRESSION_RATE
-from .memory import BUCKET_CAP, StepOptions, assign_to_ranks, shard_bytes, total_bytes
+from .memory import (
+    BUCKET_CAP,
+    assign_to_ranks,
+    gathered_bytes,
+    reduced_bytes,
+    sent_bytes,
+    shard_bytes,
+    total_bytes,
+)
+from .step import Plan
 
-FIRST_BUCKET_CAP = 2**20  # DDP's default for the bucket whose gradients are computed first, in bytes
-BUFFERS_CAP = 250 * 2**20  # DDP broadcasts buffers in pieces of at most this size
+FIRST_BUCKET_CAP = MIB  # DDP's default for the bucket whose gradients are computed first
+BUFFERS_CAP = 250 * MIB  # DDP broadcasts buffers in pieces of at most this size
 NORM_BYTES = 8  # a sum of squares in fp64
 # The ranks that take part in a collective.
 ALL, INSIDE, BETWEEN = "all ranks", "the ranks of a node", "equal local ranks"
@@ -67,69 +78,51 @@ def ranks_of(among: str, topology: Topology) -> int:
     return {ALL: topology.ranks, INSIDE: topology.inside, BETWEEN: topology.nodes}[among]
 
 
-def plan_traffic(
-    model: PreTrainedModel,
-    order: Sequence[torch.Tensor],
-    *,
-    strategy: str,
-    topology: Topology,
-    options: StepOptions = StepOptions(),  # noqa: B008  # it is immutable
-) -> list[Collective]:
+def plan_traffic(plan: Plan) -> list[Collective]:
     """Return the collectives of a training step, except for the first one, in which DDP has a single bucket.
 
     PowerSGD is planned for the steps in which it compresses.
-
-    Args:
-        model: only its shapes are used: the parameters may be on the meta device.
-        order: the parameters that get a gradient, in the order in which backward() computes them.
     """
-    if strategy in ("zero2", "zero3"):
-        return _sharded(model, order, strategy=strategy, topology=topology, options=options)
-    collectives = _buffers(model)
-    buckets = gradient_buckets(
-        model, order, bucket_cap=options.bucket_cap, find_unused_parameters=options.find_unused_parameters
-    )
+    if plan.strategy in SHARDED:
+        return _sharded(plan)
+    collectives = _buffers(plan.model)
+    buckets = gradient_buckets(plan)
     for number, bucket in enumerate(buckets, start=1):
-        if options.comm_hook == "power_sgd":
+        if plan.settings.ddp_comm_hook == "power_sgd":
             collectives += _low_rank(f"bucket {number}", bucket)
             continue
-        element = options.sent_bytes(bucket[0])
-        elements = sum(parameter.numel() for parameter in bucket)
-        collectives += _average(f"bucket {number}", elements, element, topology=topology, on_gpus=options.on_gpus)
-    if options.find_unused_parameters:
+        collectives += _average(plan, f"bucket {number}", bucket)
+    if plan.find_unused_parameters:
         n_parameters = sum(map(len, buckets))
         collectives.append(Collective("gradients", "which parameters have one", "all-reduce", 4 * n_parameters))
-    if strategy == "zero1":
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for rank, share in enumerate(assign_to_ranks(trainable, topology.ranks)):
+    if plan.strategy == "zero1":
+        for rank, share in enumerate(assign_to_ranks(plan.trainable, plan.topology.ranks)):
             # ZeroRedundancyOptimizer broadcasts one fp32 number for a rank without parameters.
             size = total_bytes(share) or 4
             collectives.append(Collective("parameters", f"those of rank {rank}", "broadcast", size))
     return collectives
 
 
-def gradient_buckets(
-    model: PreTrainedModel, order: Sequence[torch.Tensor], *, bucket_cap: int | None, find_unused_parameters: bool
-) -> list[list[torch.Tensor]]:
+def gradient_buckets(plan: Plan) -> list[list[torch.Tensor]]:
     """Return the parameters of DDP's buckets, in the order in which they are averaged.
 
     DDP fills a bucket until it reaches the limit, in the order in which the first backward pass computed the gradients.
     If it searches for unused parameters, it keeps its first buckets, which are in the reverse order of the model.
     (`Reducer::rebuild_buckets` and `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.)
     """
-    caps = [bucket_cap or FIRST_BUCKET_CAP, bucket_cap or BUCKET_CAP]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ordered: list[torch.Tensor] = list(trainable if find_unused_parameters else order)
+    caps = [plan.bucket_cap or FIRST_BUCKET_CAP, plan.bucket_cap or BUCKET_CAP]
+    ordered = plan.trainable if plan.find_unused_parameters else plan.order
     indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
         ordered, caps, [False] * len(ordered), list(range(len(ordered)))
     )
     buckets = [[ordered[i] for i in bucket] for bucket in indices]
-    return buckets[::-1] if find_unused_parameters else buckets
+    return buckets[::-1] if plan.find_unused_parameters else buckets
 
 
-def _average(what: str, elements: int, element: int, *, topology: Topology, on_gpus: bool) -> list[Collective]:
-    """Return the collectives that average a bucket of elements of some bytes (`FixedOrderAllReduce`, or DDP's own)."""
-    ranks = topology.ranks
+def _average(plan: Plan, what: str, bucket: Sequence[torch.Tensor]) -> list[Collective]:
+    """Return the collectives that average the gradients of a bucket (`FixedOrderAllReduce`, or DDP's own)."""
+    elements, element = sum(parameter.numel() for parameter in bucket), sent_bytes(plan, bucket[0])
+    topology, ranks = plan.topology, plan.topology.ranks
     if ranks <= 2:
         return [Collective("gradients", what, "all-reduce", elements * element)]
     rest = elements % ranks * element
@@ -138,7 +131,7 @@ def _average(what: str, elements: int, element: int, *, topology: Topology, on_g
     rests = [Collective("gradients", f"{what}, rest", "all-gather", ranks * rest)] if rest else []
     averages = []
     for level in reversed(sums):
-        if on_gpus:
+        if plan.on_gpus:
             averages.append(replace(level, operation="all-gather"))
         else:
             n = ranks_of(level.among, topology)
@@ -182,28 +175,25 @@ def _buffers(model: PreTrainedModel) -> list[Collective]:
     return [Collective("buffers", str(number), "broadcast", size) for number, size in enumerate(sizes, start=1)]
 
 
-def _sharded(
-    model: PreTrainedModel, order: Sequence[torch.Tensor], *, strategy: str, topology: Topology, options: StepOptions
-) -> list[Collective]:
+def _sharded(plan: Plan) -> list[Collective]:
     """Return FSDP2's collectives, with the rows that it adds to make shards equal, and the one for the gradient norm.
 
     A group of parameters is gathered once in each forward pass, under ZeRO-3 each block also in each backward pass. Its
     gradients are exchanged once per logical rank.
     """
-    ranks, with_gradient = topology.ranks, set(order)
-    micro_batches = options.logical_ranks_per_rank * options.accumulation_steps
+    ranks, with_gradient, batches = plan.topology.ranks, set(plan.order), plan.batches
     gathered: list[Collective] = []
     exchanged: list[Collective] = []
-    *blocks, rest = sharded_groups(model)
+    *blocks, rest = sharded_groups(plan.model)
     named = [(f"block {number}", block) for number, block in enumerate(reversed(blocks), start=1)]
     for what, group in [*named, ("the rest", rest)] if ranks > 1 else []:
         padded = {parameter: ranks * shard_bytes(parameter, 0, ranks) for parameter in group}
         size = sum(padded.values())
         gradients = sum(padded[parameter] for parameter in group if parameter in with_gradient)
         if size:
-            gradients = options.reduced(gradients, group[0].element_size())
-            twice = strategy == "zero3" and group is not rest
-            times = micro_batches * (1 + twice)
-            gathered.append(Collective("parameters", what, "all-gather", options.gathered(size), times))
-        exchanged += _summed(what, gradients, topology, times=options.logical_ranks_per_rank)
+            gradients = reduced_bytes(plan, gradients, group[0].element_size())
+            twice = plan.strategy == "zero3" and group is not rest
+            times = batches.micro_batches_per_step * (1 + twice)
+            gathered.append(Collective("parameters", what, "all-gather", gathered_bytes(plan, size), times))
+        exchanged += _summed(what, gradients, plan.topology, times=batches.logical_ranks_per_rank)
     return [*gathered, *exchanged, Collective("norm", "of the gradients", "all-reduce", NORM_BYTES)]

@@ -13,7 +13,6 @@ from app.bench.models import SIZES, VOCABULARY_SIZE, with_model_folder
 from app.bench.planned import with_each_strategy
 from app.bench.steps import build_bench
 from app.common.errors import RunError
-from app.plan.step import Plan
 from app.plan.traffic import Collective
 from app.settings import STRATEGIES, Settings
 from app.training.build import build_data, build_model
@@ -79,7 +78,7 @@ def test_counted_collectives_are_printed_next_to_the_predicted_ones(settings, ca
 
 
 def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, monkeypatch, capsys):
-    monkeypatch.setattr(Plan, "traffic", lambda *_: [Collective("gradients", "bucket 1", "all-reduce", 1)])
+    monkeypatch.setattr(traffic, "plan_traffic", lambda _: [Collective("gradients", "bucket 1", "all-reduce", 1)])
     monkeypatch.setattr(planned, "with_each_strategy", lambda settings: [settings])
     with pytest.raises(RunError, match=r"plan: ddp, rank 0: all-reduce of 1 bytes; ddp, rank 0: all-reduce of "):
         traffic.main(settings)

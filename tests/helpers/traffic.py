@@ -24,6 +24,7 @@ from app.distributed.world import Topology, World
 from app.model.dropout import checkpoint_activations
 from app.model.precision import training_dtype
 from app.plan.step import plan_step
+from app.plan.traffic import plan_traffic
 from app.settings import Settings
 from app.training.build import select_strategy
 from helpers.architectures import CONFIGS, SMALL
@@ -84,7 +85,7 @@ class Step:
         plan = batch_plan(self.ranks, self.logical_ranks, self.accumulation)
         topology = Topology(self.ranks, self.inside)
         step = plan_step(self.settings, self.config, plan, device=torch.device("cpu"), topology=topology)
-        return as_counts(step.traffic(self.strategy))
+        return as_counts(plan_traffic(step))
 
     def count(self, world: World) -> Counts:
         """The collectives that this rank calls."""

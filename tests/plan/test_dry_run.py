@@ -12,8 +12,8 @@ from app import compare, ddp_loop, trainer_run
 from app.checkpoint.resume import Resume
 from app.common.errors import AgreedError
 from app.experiments import same_bits
-from app.plan import dry_run
-from app.plan.dry_run import print_plan
+from app.plan import report
+from app.plan.report import print_plan
 from app.program import run_program
 from app.settings import Settings
 from app.training import prepare
@@ -59,7 +59,7 @@ def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(settings, world, 
     def resolve(path_name, given, world):
         return Settings(**(given.as_dict() | {"logical_ranks": 4})), Resume()
 
-    monkeypatch.setattr(dry_run, "resolve_settings", resolve)
+    monkeypatch.setattr(report, "resolve_settings", resolve)
     print_plan("ddp_loop", settings, world)
     assert "4 logical ranks (on 1 rank(s)) x 2 rows" in capsys.readouterr().out
 

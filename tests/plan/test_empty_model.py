@@ -17,7 +17,7 @@ from transformers import (
 
 from app.common.errors import UserError
 from app.model.dropout import RowDropout, checkpoint_activations
-from app.plan.empty_model import count_activations, without_data
+from app.plan.empty_model import run_micro_batch, without_data
 from app.settings import Settings
 
 SMALL = {
@@ -63,7 +63,7 @@ def measure(config: PreTrainedConfig, rows: int, length: int, precision: str, ch
 def test_counted_activations_are_those_that_the_allocator_gives_out(precision, checkpointing):
     config = BertConfig(**SMALL)
     settings = Settings(max_length=64, precision=precision, activation_checkpointing=checkpointing)
-    counted = count_activations(settings, config, rows=32, device=CPU)
+    counted = run_micro_batch(settings, config, rows=32, device=CPU)
     saved, peak = measure(config, 32, 64, precision, checkpointing)
     assert counted.saved == pytest.approx(saved, rel=0.02)
     assert counted.peak == pytest.approx(peak, rel=0.02)
@@ -73,7 +73,7 @@ def test_counted_activations_are_those_that_the_allocator_gives_out(precision, c
 def test_a_mixture_of_experts_is_counted_without_computing_it(precision):
     """PyTorch's own product of groups accepts only bf16 without data."""
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
-    counted = count_activations(Settings(max_length=64, precision=precision), config, rows=32, device=CPU)
+    counted = run_micro_batch(Settings(max_length=64, precision=precision), config, rows=32, device=CPU)
     saved, peak = measure(config, 32, 64, precision, checkpointing=False)
     assert counted.saved == pytest.approx(saved, rel=0.05)
     assert counted.peak == pytest.approx(peak, rel=0.05)
@@ -81,7 +81,7 @@ def test_a_mixture_of_experts_is_counted_without_computing_it(precision):
 
 def test_parameters_that_are_not_trained_need_no_gradient():
     assert (
-        count_activations(Settings(max_length=16), RoFormerConfig(**SMALL, embedding_size=32), rows=2, device=CPU).saved
+        run_micro_batch(Settings(max_length=16), RoFormerConfig(**SMALL, embedding_size=32), rows=2, device=CPU).saved
         > 0
     )
 
@@ -97,7 +97,7 @@ def test_parameters_that_are_not_trained_need_no_gradient():
 )
 def test_an_error_in_the_code_of_a_model_is_one_line(config, problem, capfd):
     with pytest.raises(UserError, match=problem):
-        count_activations(Settings(max_length=16), config, rows=2, device=CPU)
+        run_micro_batch(Settings(max_length=16), config, rows=2, device=CPU)
     assert "Traceback" not in capfd.readouterr().err, "PyTorch would log one of its own"
 
 
@@ -108,16 +108,16 @@ def test_an_internal_error_keeps_its_traceback():
 
 def test_checkpointing_keeps_less_and_more_rows_keep_more():
     config = BertConfig(**SMALL)
-    few, many = (count_activations(Settings(max_length=16), config, rows=rows, device=CPU) for rows in (2, 4))
+    few, many = (run_micro_batch(Settings(max_length=16), config, rows=rows, device=CPU) for rows in (2, 4))
     assert 1.8 * few.saved < many.saved < 2.1 * few.saved
     checkpointed = Settings(max_length=16, activation_checkpointing=True)
-    assert count_activations(checkpointed, config, rows=4, device=CPU).saved < many.saved / 4
+    assert run_micro_batch(checkpointed, config, rows=4, device=CPU).saved < many.saved / 4
     assert many.saved <= many.peak
 
 
 def test_weights_of_any_size_need_no_memory():
     large = BertConfig(hidden_size=8192, num_hidden_layers=2, num_attention_heads=64, intermediate_size=32768)
-    assert count_activations(Settings(max_length=8), large, rows=1, device=CPU).saved > 0
+    assert run_micro_batch(Settings(max_length=8), large, rows=1, device=CPU).saved > 0
 
 
 def test_a_computation_that_depends_on_data_is_refused():

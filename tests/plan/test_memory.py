@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from helpers.plans import Shapes, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from app.distributed.world import Topology
-from app.plan.memory import RankMemory, StepOptions, gathered_after_forward, plan_memory
-
-
-class Shapes(nn.Module):
-    """A model of which only the shapes of the parameters count. The first ones are two blocks."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, blocks: int = 0) -> None:
-        super().__init__()
-        self._no_split_modules = ["ParameterList"] if blocks else None
-        self.config = SimpleNamespace(num_hidden_layers=blocks)
-        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
-        self.blocks = nn.ModuleList(nn.ParameterList([parameter]) for parameter in parameters[:blocks])
-        self.rest = nn.Module()
-        for i, parameter in enumerate(parameters[blocks:]):
-            self.rest.register_parameter(f"p{i}", parameter)
-
+from app.plan.memory import RankMemory, gathered_after_forward, plan_memory
 
 MODEL = Shapes([(10, 4), (6, 4), (2, 4), (4,), (2,)])
 ELEMENTS = 40 + 24 + 8 + 4 + 2
-TWO_OF_TWO = StepOptions(logical_ranks_per_rank=2, accumulation_steps=2)
+TWO_OF_TWO = {"per_rank": 2, "accumulation": 2}
+
+
+def memory_of(model: nn.Module, strategy: str, topology: Topology, **more: Any) -> list[RankMemory]:
+    return plan_memory(plan_of(model, strategy, topology, **more))
 
 
 def states(model: nn.Module, strategy: str, ranks: int) -> list[int]:
-    return [memory.state for memory in plan_memory(model, strategy, topology=Topology(ranks))]
+    return [memory.state for memory in memory_of(model, strategy, Topology(ranks))]
 
 
 def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
@@ -67,77 +58,72 @@ def test_other_dtypes_have_other_sizes():
 
 def test_frozen_parameters_have_neither_gradients_nor_moments():
     model = Shapes([(4, 4), (2, 4)])
-    model.rest.p0.requires_grad_(False)
-    assert plan_memory(model, "ddp", topology=Topology(1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
-    (first, second) = plan_memory(model, "zero3", topology=Topology(2))
+    model.weights[0].requires_grad_(False)
+    assert memory_of(model, "ddp", Topology(1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
+    (first, second) = memory_of(model, "zero3", Topology(2))
     assert (first.parameters, first.gradients, first.optimizer) == (4 * 12, 4 * 4, 8 * 4)
     assert first.state == second.state
 
 
 def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
-    strategies, in_bf16 = ("ddp", "zero1", "zero2", "zero3"), StepOptions(param_dtype="bf16")
-    assert [gathered_after_forward(model, name, StepOptions()) for name in strategies] == [0, 0, 308, 4 * 11]
-    assert [gathered_after_forward(model, name, in_bf16) for name in strategies] == [0, 0, 154, 2 * 11]
-    assert plan_memory(model, "zero2", topology=Topology(2))[0].gathered == 4 * 77
-    assert plan_memory(model, "zero3", topology=Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
+    for strategy, size in {"ddp": 0, "zero1": 0, "zero2": 308, "zero3": 4 * 11}.items():
+        assert gathered_after_forward(plan_of(model, strategy, Topology(2))) == size
+    for strategy, size in {"zero2": 154, "zero3": 2 * 11}.items():
+        in_bf16 = plan_of(model, strategy, Topology(2), precision="bf16", param_dtype="bf16")
+        assert gathered_after_forward(in_bf16) == size
+    assert memory_of(model, "zero2", Topology(2))[0].gathered == 4 * 77
+    assert memory_of(model, "zero3", Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
         "the two largest blocks, and the rest"
     )
-    assert plan_memory(model, "zero3", topology=Topology(2))[0].exchange == 3 * 4 * 32
+    assert memory_of(model, "zero3", Topology(2))[0].exchange == 3 * 4 * 32
 
 
 @pytest.mark.parametrize(("logical_ranks_per_rank", "partial_sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
 def test_partial_sums_over_logical_ranks_need_memory(logical_ranks_per_rank, partial_sums):
     for strategy, size in (
         ("ddp", 4 * ELEMENTS),
-        ("zero2", plan_memory(MODEL, "zero2", topology=Topology(2))[0].gradients),
+        ("zero2", memory_of(MODEL, "zero2", Topology(2))[0].gradients),
     ):
-        plan = plan_memory(
-            MODEL, strategy, topology=Topology(2), options=StepOptions(logical_ranks_per_rank=logical_ranks_per_rank)
-        )
+        plan = memory_of(MODEL, strategy, Topology(2), per_rank=logical_ranks_per_rank)
         assert (plan[0].partial_sums, plan[0].accumulated) == (partial_sums * size, 0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(strategy):
-    memory = plan_memory(MODEL, strategy, topology=Topology(2), options=TWO_OF_TWO)[0]
+    memory = memory_of(MODEL, strategy, Topology(2), **TWO_OF_TWO)[0]
     assert memory.accumulated == 4 * ELEMENTS
-    assert memory.total == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
+    assert (
+        memory.on_device == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
+    )
 
 
 def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
-    memory = plan_memory(MODEL, "zero3", topology=Topology(4), options=TWO_OF_TWO)[0]
-    assert memory.in_main_memory(cpu_offload=True) == memory.state + memory.partial_sums
-    assert memory.on_device(cpu_offload=True) == memory.gathered + memory.exchange + memory.accumulated
-    assert (memory.in_main_memory(cpu_offload=False), memory.on_device(cpu_offload=False)) == (0, memory.total)
+    memory, offloaded = (
+        memory_of(MODEL, "zero3", Topology(4), cpu_offload=offload, **TWO_OF_TWO)[0] for offload in (False, True)
+    )
+    assert offloaded.in_main_memory == memory.state + memory.partial_sums
+    assert offloaded.on_device == memory.gathered + memory.exchange + memory.accumulated
+    assert (memory.in_main_memory, memory.on_device) == (0, offloaded.in_main_memory + offloaded.on_device)
 
 
 def test_three_ranks_receive_buckets_of_the_others():
-    assert plan_memory(MODEL, "ddp", topology=Topology(2))[0].exchange == 0
-    assert plan_memory(MODEL, "ddp", topology=Topology(3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
-    assert (
-        plan_memory(MODEL, "zero1", topology=Topology(4), options=StepOptions(bucket_cap=16))[0].exchange
-        == 4 * ELEMENTS
-    )
-    for topology, on_gpus, buckets in ((Topology(4), False, 3), (Topology(4, 2), False, 5), (Topology(4, 2), True, 1)):
-        (memory, *_) = plan_memory(
-            Shapes([(9, 9)] * 9), "ddp", topology=topology, options=StepOptions(bucket_cap=1, on_gpus=on_gpus)
-        )
-        assert memory.exchange == buckets * 4 * 81
+    assert memory_of(MODEL, "ddp", Topology(2))[0].exchange == 0
+    assert memory_of(MODEL, "ddp", Topology(3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
+    two_mib = Shapes([(512, 1024)] * 9)
+    cases = ((Topology(4), "cpu", 3), (Topology(4, 2), "cpu", 5), (Topology(4, 2), "cuda", 1))
+    for (topology, name, buckets), strategy in product(cases, ("ddp", "zero1")):
+        (memory, *_) = memory_of(two_mib, strategy, topology, device=torch.device(name), ddp_bucket_cap_mb=1)
+        assert memory.exchange == buckets * 2 * 2**20
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_compressed_gradients_need_memory(strategy):
     model = Shapes([(10, 4), (6, 4)])  # 64 elements
     for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 12 * 64}.items():
-        assert {
-            memory.exchange
-            for memory in plan_memory(model, strategy, topology=Topology(2), options=StepOptions(comm_hook=hook))
-        } == {size}
+        assert {memory.exchange for memory in memory_of(model, strategy, Topology(2), ddp_comm_hook=hook)} == {size}
     for hook, element in {"no": 4, "bf16": 2}.items():
-        (memory, *_) = plan_memory(
-            model, strategy, topology=Topology(4), options=StepOptions(logical_ranks_per_rank=2, comm_hook=hook)
-        )
+        (memory, *_) = memory_of(model, strategy, Topology(4), per_rank=2, ddp_comm_hook=hook)
         copy = 2 * 64 if hook == "bf16" else 0
         assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)
 
@@ -156,9 +142,9 @@ def test_parameters_and_gradients_in_bf16_need_half_the_memory_for_a_time(
     param_dtype, reduce_dtype, gathered, exchange, sums
 ):
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
-    options = StepOptions(logical_ranks_per_rank=2, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    dtypes = {"precision": "bf16", "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     plain, narrow = (
-        plan_memory(model, "zero2", topology=Topology(2), options=chosen)[0] for chosen in (StepOptions(), options)
+        memory_of(model, "zero2", Topology(2), **changes)[0] for changes in ({}, {"per_rank": 2, **dtypes})
     )
     assert (narrow.gathered, narrow.exchange) == (gathered * 77, exchange * 32)
     assert narrow.partial_sums == sums * narrow.gradients // 4

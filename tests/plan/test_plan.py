@@ -16,15 +16,9 @@ from app.cli import parse_settings
 from app.distributed.world import Topology
 from app.plan import __main__ as module
 from app.plan.memory import bytes_of
-from app.plan.report import (
-    VARIANTS,
-    describe_plan,
-    label,
-    memory_of_device,
-    needed,
-    verdict,
-)
+from app.plan.report import describe_plans, largest_memory, needed, verdict
 from app.plan.step import Plan, build_plan
+from app.plan.traffic import plan_traffic
 from app.program import run_program
 from app.settings import STRATEGIES, Settings
 from app.strategies.base import sharded_groups
@@ -67,7 +61,7 @@ def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_
 
 
 def test_the_memory_tables_agree(planned):
-    text = describe_plan(planned)
+    text = describe_plans(planned.with_each_strategy())
     parts = {row[0]: numbers(row[1:]) for row in table(text, "## Memory of the rank that needs")}
     assert list(parts) == [*STRATEGIES, "zero3 --cpu_offload"]
     for *kinds, on_device, in_main_memory in parts.values():
@@ -82,42 +76,42 @@ def test_sharding_one_block_at_a_time_needs_less_than_a_step(planned, strategy, 
     """At the start, the complete model is in main memory; docs/strategies.md says what that needs."""
     complete = [sum(map(bytes_of, group)) for group in sharded_groups(planned.model)]
     for ranks in (1, 2, 16, 1024):
-        memory = replace(planned, topology=Topology(ranks)).largest_memory(strategy)
-        assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device(offload)
+        memory = largest_memory(replace(planned, topology=Topology(ranks), strategy=strategy, cpu_offload=offload))
+        assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device
 
 
 def test_a_plan_for_gpus_that_was_made_without_one_says_so(planned):
     line = "Activations are those of CPU kernels"
-    assert line not in describe_plan(planned)
-    assert line in describe_plan(replace(planned, settings=replace(planned.settings, use_cpu=False)))
+    assert line not in describe_plans([planned])
+    assert line in describe_plans([replace(planned, settings=replace(planned.settings, use_cpu=False))])
 
 
 def test_the_verdict_names_exactly_what_fits(planned):
-    sizes = {variant: needed(planned, variant) for variant in VARIANTS}
+    plans = planned.with_each_strategy()
+    sizes = {plan.flags: needed(plan) for plan in plans}
     assert len(set(sizes.values())) > 2
     for budget in sizes.values():
-        text = describe_plan(planned, budget=budget)
+        text = describe_plans(plans, budget)
         names = text.partition("## Verdict")[2].partition("fits: ")[2]
-        fitting = [variant for variant in VARIANTS if sizes[variant] <= budget]
-        assert re.findall("`(.*?)`", names) == list(map(label, fitting))
+        fitting = [flags for flags, size in sizes.items() if size <= budget]
+        assert re.findall("`(.*?)`", names) == fitting
         rows = {row[0]: int(row[-1]) for row in table(text, "## Memory of the rank")}
-        for variant in VARIANTS:
-            fits = rows[label(variant)]
-            assert (fits >= planned.batches.micro_size) == (variant in fitting), "2 rows, a power of two"
-            free = budget - planned.largest_memory(variant[0]).on_device(variant[1])
-            assert fits == 0 or planned.count(fits, variant[0]).peak <= free
-            assert planned.count(max(1, 2 * fits), variant[0]).peak > free
+        for plan in plans:
+            fits = rows[plan.flags]
+            assert (fits >= plan.batches.micro_size) == (plan.flags in fitting), "2 rows, a power of two"
+            free = budget - largest_memory(plan).on_device
+            assert fits == 0 or plan.activations(fits).peak <= free
+            assert plan.activations(max(1, 2 * fits)).peak > free
 
 
 def test_without_a_gpu_the_memory_of_the_device_is_unknown(planned, monkeypatch):
-    for text in (describe_plan(planned), describe_plan(planned, [("zero3", False)])):
-        assert "The memory of the device is unknown" in text.partition("## Verdict")[2]
+    assert "The memory of the device is unknown" in describe_plans([planned]).partition("## Verdict")[2]
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**20))
-    assert memory_of_device(replace(planned, device=torch.device("cuda"))) == 16 * 2**20
+    assert "into 16.0 MiB fits: " in describe_plans([replace(planned, device=torch.device("cuda"))])
 
 
 def test_a_model_that_is_too_large_for_the_device_needs_another_batch(planned):
-    text = verdict(planned, VARIANTS, 1)
+    text = verdict(planned.with_each_strategy(), 1)
     assert "into 0.0 MiB fits: none" in text
     for flag in ("--gradient_accumulation_steps", "--activation_checkpointing", "--precision bf16"):
         assert flag in text
@@ -127,21 +121,28 @@ def test_a_model_that_is_too_large_for_the_device_needs_another_batch(planned):
     "flags", [["--gradient_accumulation_steps=4"], ["--activation_checkpointing"], ["--precision=bf16"]]
 )
 def test_the_flags_that_the_verdict_names_need_less(planned, flags):
-    fixed = ["--csv", planned.settings.csv, "--use_cpu", "--model=tiny-bert", "--train_batch_size=32"]
+    fixed = [
+        "--csv",
+        planned.settings.csv,
+        "--use_cpu",
+        "--model=tiny-bert",
+        "--train_batch_size=32",
+        "--strategy=zero3",
+    ]
     plain, changed = (build_plan(parse_settings(arguments=[*fixed, *more]), Topology(2)) for more in ([], flags))
-    assert needed(changed, ("zero3", False)) < needed(plain, ("zero3", False))
+    assert needed(changed) < needed(plain)
 
 
 @pytest.mark.parametrize("topology", [Topology(2), Topology(8, 4)])
 def test_the_traffic_table_adds_up_the_collectives(planned, topology):
-    plan = replace(planned, topology=topology)
-    text = describe_plan(plan)
+    plans = {plan.strategy: plan for plan in replace(planned, topology=topology).with_each_strategy()}
+    text = describe_plans(list(plans.values()))
     totals = {row[0]: numbers(row[1:]) for row in table(text, "## Traffic: what a rank sends")}
     assert list(totals) == list(STRATEGIES)
     assert ("| leaves a node |" in text) == (topology.nodes > 1)
     for strategy, (gradients, parameters, other, together, *leaving) in totals.items():
         assert gradients + parameters + other == pytest.approx(together, abs=0.2)
-        collectives = plan.traffic(strategy)
+        collectives = plan_traffic(plans[strategy])
         assert sum(one.sent(topology) for one in collectives) / 2**20 == pytest.approx(together, abs=0.1)
         if leaving:
             assert sum(one.leaving(topology) for one in collectives) / 2**20 == pytest.approx(leaving[0], abs=0.1)
@@ -155,14 +156,15 @@ def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     plain, shared = plan(), plan(logical_ranks=8, ddp_bucket_cap_mb=1)
     assert (plain.batches.micro_size, shared.batches.micro_size) == (8, 2)
-    assert plain.largest_memory("ddp").partial_sums == 0
-    assert shared.largest_memory("ddp").partial_sums == 2 * shared.largest_memory("ddp").gradients
-    gathers = [sum(c.times for c in one.traffic("zero3") if c.purpose == "parameters") for one in (plain, shared)]
+    assert largest_memory(plain).partial_sums == 0
+    assert largest_memory(shared).partial_sums == 2 * largest_memory(shared).gradients
+    sharded = [replace(plan, strategy="zero3") for plan in (plain, shared)]
+    gathers = [sum(c.times for c in plan_traffic(one) if c.purpose == "parameters") for one in sharded]
     assert gathers[1] == 4 * gathers[0]
 
 
 def test_measuring_starts_the_benchmarks_with_the_same_settings(monkeypatch, tmp_path, review_csv, capsys):
-    monkeypatch.setattr(module, "describe_plan", lambda *_, **__: "the plan")
+    monkeypatch.setattr(module, "describe_plans", lambda *_, **__: "the plan")
     started = []
     monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or 0)
     assert run(monkeypatch, tmp_path, review_csv, "--measure", "--threads=1") == 0

@@ -6,11 +6,12 @@ real ranks.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.marks import slow_after
+from helpers.plans import Shapes, plan_of
 from helpers.traffic import MODELS, Step
 from helpers.worlds import process_group_of
 from hypothesis import given
@@ -19,7 +20,6 @@ from torch import nn
 
 from app.bench.traffic import Counts
 from app.distributed.world import Topology
-from app.plan.memory import StepOptions
 from app.plan.traffic import BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
 from app.settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP
 
@@ -121,30 +121,12 @@ def test_buffers_have_the_dtype_of_training(name):
     check(Step(name, "ddp", ranks=3, changes={"precision": "fp64"}))
 
 
-class Block(nn.ParameterList):
-    pass
-
-
-class Shapes(nn.Module):
-    """A model of which only the shapes of the parameters count. The first ones are blocks of one parameter each."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], blocks: int = 0) -> None:
-        super().__init__()
-        self._no_split_modules = ["Block"]
-        self.config = SimpleNamespace(num_hidden_layers=blocks)
-        weights = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-        self.blocks = nn.ModuleList(Block([weight]) for weight in weights[:blocks])
-        self.weights = nn.ParameterList(weights[blocks:])
-
-
-def planned(model: nn.Module, strategy: str, topology: Topology, **more: int) -> list[Collective]:
-    collectives = plan_traffic(
-        model, list(model.parameters()), strategy=strategy, topology=topology, options=StepOptions(**more)
-    )
+def planned(model: nn.Module, strategy: str, topology: Topology, **more: Any) -> list[Collective]:
+    collectives = plan_traffic(plan_of(model, strategy, topology, **more))
     return [collective for collective in collectives if collective.purpose != "norm"]
 
 
-def sent(model: nn.Module, strategy: str, ranks: int, **more: int) -> float:
+def sent(model: nn.Module, strategy: str, ranks: int, **more: Any) -> float:
     topology = Topology(ranks)
     return sum(collective.sent(topology) for collective in planned(model, strategy, topology, **more))
 
@@ -167,7 +149,7 @@ def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
     with_block = Shapes([(10, 4), (6, 4)], blocks=1)  # 192 bytes are gathered twice, and 128 bytes once
     assert sent(with_block, "zero2", 4) == pytest.approx(2 * 3 / 4 * 320)
     assert sent(with_block, "zero3", 4) == pytest.approx(3 / 4 * (320 + 2 * 192 + 128))
-    assert sent(with_block, "zero3", 4, logical_ranks_per_rank=2, accumulation_steps=3) == pytest.approx(
+    assert sent(with_block, "zero3", 4, per_rank=2, accumulation=3) == pytest.approx(
         3 / 4 * (2 * 320 + 2 * 3 * (2 * 192 + 128))
     )
 
@@ -185,7 +167,11 @@ def test_averaging_in_a_fixed_order_sends_as_much_as_a_ring(shapes, ranks):
 def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, find_unused):
     model = Shapes([(size,) for size in sizes])
     order = list(model.parameters())[::-1]
-    buckets = gradient_buckets(model, order, bucket_cap=cap and cap * 2**20, find_unused_parameters=find_unused)
+    buckets = gradient_buckets(
+        plan_of(
+            *(model, "ddp", Topology(2)), order=order, ddp_bucket_cap_mb=cap, ddp_find_unused_parameters=find_unused
+        )
+    )
     together = [parameter for bucket in buckets for parameter in bucket]
     assert {id(p) for p in together} == {id(p) for p in order}
     assert len(together) == len(order)
@@ -200,11 +186,7 @@ def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, 
 
 def test_gpus_gather_averages_in_one_collective():
     model = Shapes([(10, 4)])
-    parameters = list(model.parameters())
-    on_cpus, on_gpus = (
-        plan_traffic(model, parameters, strategy="ddp", topology=Topology(4), options=StepOptions(on_gpus=on_gpus))
-        for on_gpus in (False, True)
-    )
+    on_cpus, on_gpus = (planned(model, "ddp", Topology(4), device=torch.device(name)) for name in ("cpu", "cuda"))
     assert on_cpus[-1] == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
     assert on_gpus[-1] == Collective("gradients", "bucket 1", "all-gather", 160)
     assert on_cpus[-1].sent(Topology(4)) == on_gpus[-1].sent(Topology(4))
