@@ -9,8 +9,7 @@ test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop'
 if __name__ == "__main__":
     from .program import Program
 
-    program = Program(__doc__, only=("csv", "max_steps", "train_batch_size"))
-    program.check_command_line()
+    Program(__doc__, only=("csv", "max_steps", "train_batch_size")).check_command_line()
 
 import gc
 import json
@@ -118,4 +117,4 @@ def average_in_fixed_order(_: None, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 if __name__ == "__main__":
-    program.launch(main)
+    Program(__doc__, only=("csv", "max_steps", "train_batch_size")).launch(main)

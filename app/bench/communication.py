@@ -9,7 +9,7 @@ docs/communication.md explains how to read them.
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, count, positive
+from ..cli import OneLineParser, count, positive, program_name
 from ..program import Program, run_program
 from .models import measure_tiny_bert
 from .two_nodes import Link, link
@@ -40,7 +40,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ..cli import program_name
 from ..common.errors import UserError, escape_control_characters
 from ..distributed.collectives import local_main_process_first, raise_on_all_ranks
 from ..distributed.environment import default_threads, started_by_torchrun

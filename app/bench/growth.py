@@ -11,7 +11,7 @@ into `--output_dir`.
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, count
+from ..cli import OneLineParser, command_line, count
 from ..program import Program, run_program
 
 SETTINGS = ("csv", "output_dir")
@@ -39,7 +39,6 @@ import pandas as pd
 import psutil
 import torch
 
-from ..cli import command_line
 from ..common.errors import RunError
 from ..common.formats import MIB
 from ..common.machine import describe_machine

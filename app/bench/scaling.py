@@ -12,7 +12,7 @@ scaling.json into `--output_dir`. docs/scaling.md explains what is measured, and
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, count, positive
+from ..cli import OneLineParser, command_line, count, positive
 from ..program import Program, run_program
 from ..settings import STRATEGIES, Settings
 from .two_nodes import Link, link
@@ -52,7 +52,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from ..cli import command_line
 from ..common.cores import usable_cores
 from ..common.errors import UserError
 from ..common.machine import describe_machine

@@ -9,7 +9,7 @@ folder in runs/speed/). docs/speed.md describes the recipes and how they are mea
 
 from __future__ import annotations
 
-from ..cli import OneLineParser, count
+from ..cli import OneLineParser, command_line, count, program_name
 from ..program import Program, run_program, select_precision
 from .models import measure_tiny_bert
 
@@ -44,7 +44,6 @@ import torch
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ..cli import command_line, program_name
 from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.environment import default_threads, started_by_torchrun
