@@ -8,13 +8,12 @@ complete. Its run_state.json has a hash of each file, computed by the rank that 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.files import commit, flush, write_json
+from ..common.files import commit, flush, remove, write_json
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
 from ..distributed.world import World
 from ..runs.hashes import hash_files
@@ -47,20 +46,6 @@ def problem_of(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return f"cannot be read: {problem}"
     return None
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, which loses its name first: if this is interrupted, the rest is not a checkpoint.
-
-    Of a link, remove only the link: the checkpoint that it links to belongs to another folder, such as an archive.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        trash = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(trash, ignore_errors=True)
-        os.rename(folder, trash)
-        shutil.rmtree(trash, ignore_errors=True)
 
 
 class CheckpointManager:
@@ -106,8 +91,7 @@ class CheckpointManager:
                 raise OSError(f"{', '.join(missing)} was not written: do all nodes share the folder?")
             content = {"format_version": RUN_STATE_VERSION, **(run_state or {}), "files": files}
             write_json(staging / RUN_STATE, content)
-            remove(folder)  # one of the same step, which is damaged
-            commit(staging, folder)
+            commit(staging, folder)  # it may replace one of the same step, which is damaged
             if name.startswith(PREFIX):  # damaged ones of later steps, which are repeated, do not count
                 for old in [c for c in latest_first(self.folder) if step_of(c) <= step_of(folder)][self.limit :]:
                     remove(old)

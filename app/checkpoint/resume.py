@@ -26,20 +26,41 @@ import torch
 import transformers
 
 from ..common.errors import AlreadyFinished, UserError
-from ..common.machine import Arithmetic, changes_of_arithmetic
+from ..common.machine import Arithmetic
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.environment import launcher_id
 from ..distributed.world import World
-from ..metrics.early_stopping import EarlyStopping
 from ..model.identity import changed_keys
 from ..runs.folder import lock
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
-from ..runs.setting_effects import BEST_WEIGHTS, CHOICES, ROUNDING, WITHOUT_EFFECT
 from ..settings import TYPES, Settings
 from .manager import PREFIX, latest_first, problem_of
 
-# A checkpoint is rejected if one of these settings has another value. With --load_best_model_at_end or
-# --early_stopping_patience, those in BEST_WEIGHTS must be equal, too. `changes_since` announces those in ROUNDING.
+# They do not describe the training at all: names of folders, and settings of output and measurements.
+OUTPUT = (
+    *("output_dir", "cache_dir", "resume_from_checkpoint", "logging_steps", "disable_tqdm"),
+    *("dry_run", "profile", "report_to", "project", "run_name"),
+)
+# How the ranks share the work, and when checkpoints are saved. Or another recorded value states their effect: the
+# split's fingerprint, the model's commit or content, the global batch size, the devices.
+WITHOUT_EFFECT = (
+    *OUTPUT,
+    *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
+    *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "on_duplicates_between_parts"),
+    *("csv", "validation_file", "test_file", "dataset_name"),
+    *("revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu"),
+)
+# Another value changes rounding or dropout masks from the step on at which a run is resumed with it, and is announced.
+ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "eval_batch_size")
+# They decide how rows are evaluated, and which weights are the best. That matters only if a run finishes with those, or
+# stops early. The batch size affects the rounding of the scores, and with it the choice between nearly equal ones.
+BEST_WEIGHTS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
+# They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
+CHOICES = (
+    *("text_column", "label_column", "label_names", "test_size", "validation_size"),
+    *("model", "num_train_epochs", "max_steps"),
+)
+# A checkpoint is rejected if one of these settings has another value: a setting is safe until it is listed above.
 MUST_BE_EQUAL = [name for name in TYPES if name not in {*WITHOUT_EFFECT, *CHOICES, *ROUNDING, *BEST_WEIGHTS}]
 CONTENT = {
     "model_code_sha256": "the model's Python code has changed",
@@ -77,15 +98,14 @@ class Resume:
             return []
         path = self.checkpoint.parent.parent / log
         try:
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a kill may cut the last
-            steps = [json.loads(line)["step"] for line in lines]
-            kept = [(step, line) for step, line in zip(steps, lines, strict=True) if step <= self.step]
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            complete = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
+            kept = [line for line in complete if json.loads(line)["step"] <= self.step]
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise UserError(f"{path}: damaged, so the run cannot be resumed: {problem}") from None
-        if log == STEPS.name and [step for step, _ in kept] != list(range(1, self.step + 1)):
+        if log == STEPS.name and len(kept) != self.step:
             raise UserError(f"{path}: lacks steps before {self.checkpoint}, so the run cannot be resumed from it")
-        return [line for _, line in kept]
+        return kept
 
 
 # ---- find the checkpoint --------------------------------------------------------------------------------------------
@@ -104,8 +124,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     found = Resume()
     with raise_on_all_ranks(world):  # rank 0 looks for all: another node may see an older state of a network folder
         if world.is_main_process:
-            own = folder_of_this_job(path_name, settings, launchers)
-            found = find_checkpoint(path_name, settings, own=own, warn=world.print_main)
+            found = find_checkpoint(path_name, settings, launchers, warn=world.print_main)
     lock_fd, is_finished = found.lock, bool(found.folder and (found.folder / METRICS.name).is_file())
     found, is_finished = broadcast_object((replace(found, lock=None), is_finished), world)
     if is_finished:
@@ -116,111 +135,52 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
     return replace(found, lock=lock_fd, launchers=launchers, changes=changes)
 
 
-def folder_of_this_job(path_name: str, settings: Settings, launchers: Collection[str]) -> Path | None:
-    """Return the run folder that earlier processes of this job wrote to; None if there is none. Call it on rank 0.
-
-    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
-    """
-    places = [Path(settings.output_dir)] if settings.output_dir else sorted((RUNS / path_name).glob("*"), reverse=True)
-    if settings.resume_from_checkpoint not in (None, "auto"):
-        places.insert(0, Path(str(settings.resume_from_checkpoint)))
-    for folder in places:
-        if set(launchers) & set(read_settings(folder).get("launchers") or []):
-            return folder.resolve()
-    return None
-
-
-def find_checkpoint(path_name: str, settings: Settings, *, own: Path | None, warn: Callable[[str], None]) -> Resume:
+def find_checkpoint(
+    path_name: str, settings: Settings, launchers: Collection[str], *, warn: Callable[[str], None]
+) -> Resume:
     """Do the work of `find_resume` on rank 0.
 
     Args:
-        own: the result of `folder_of_this_job`.
+        launchers: the torchrun processes of this job.
         warn: prints a line about each damaged checkpoint that is skipped.
     """
-    requested, output_dir = settings.resume_from_checkpoint, settings.output_dir
-    if own is not None:
-        is_other = requested not in (None, "auto") and Path(str(requested)).resolve() != own
-        return _continue_run(own, path_name, warn, until_then=Path(str(requested)) if is_other else None)
-    if requested is None:
-        return Resume()
-    if requested == "auto":
-        run = Path(output_dir) if output_dir else RUNS / path_name / LATEST
-        if not read_settings(run) or (output_dir is None and (run / METRICS.name).is_file()):
+    requested = settings.resume_from_checkpoint
+    source = Path(requested) if requested and requested != "auto" else None
+    run = find_run(path_name, settings, launchers, source=source)
+    if run is None and source is not None:
+        return _resume_from(_requested_checkpoint(source, warn))
+    if run is None:
+        if requested is not None:  # `reject_used` rejects an --output_dir that holds anything else
             warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
-            return Resume()  # `reject_used` rejects an --output_dir that holds anything else
-    else:
-        run = Path(requested)
-        if output_dir is not None or not read_settings(run):
-            return _read_state(None, _requested_checkpoint(run, warn), path_name)
-    return _continue_run(run.resolve(), path_name, warn)
-
-
-def _continue_run(run: Path, path_name: str, warn: Callable[[str], None], *, until_then: Path | None = None) -> Resume:
-    """Lock a run, and find its latest checkpoint, or the one to start from until it has written its first."""
+        return Resume()
     lock_fd = lock(run)
-    recorded = read_settings(run)
-    _check_path(run, recorded, path_name)
+    found = Resume(run, recorded=read_settings(run), lock=lock_fd)
     if (run / METRICS.name).is_file():  # it has finished
-        return Resume(run, recorded=recorded, lock=lock_fd)
+        return found
     checkpoint = _latest(run, warn)
-    if checkpoint is None and until_then is not None:
-        checkpoint = _requested_checkpoint(until_then, warn)
-    if checkpoint is not None:
-        return replace(_read_state(run, checkpoint, path_name), lock=lock_fd)
-    warn(f"{run} has no complete checkpoint, so training starts from the beginning")
-    return Resume(run, recorded=recorded, lock=lock_fd)
-
-
-def _latest(run: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the latest checkpoint of a run that can be used; None if it has not written any.
-
-    Raises:
-        UserError: there are only others. To start again would repeat the work, although the cause may be temporary.
-    """
-    folder = run / CHECKPOINTS
-    skipped: list[str] = []
-    if folder.is_symlink() and not folder.exists():  # for example to a disk that is not mounted
-        raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
-    for checkpoint in latest_first(folder):
-        problem = problem_of(checkpoint)
-        if problem is None:
-            for line in skipped:
-                warn(line)
-            return checkpoint
-        skipped.append(f"{checkpoint} is skipped: {problem}")
-    if skipped:
-        raise UserError(f"{run}: none of its checkpoints can be used: {skipped[0]}")
-    return None
-
-
-def _requested_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
-    """Return a checkpoint that is named, or the latest one of a run that is named."""
-    checkpoint = path if (path / RUN_STATE).is_file() else _latest(path, warn)
+    if checkpoint is None and source is not None and source.resolve() != run:
+        checkpoint = _requested_checkpoint(source, warn)  # of another run, until this one has written its first
     if checkpoint is None:
-        reason = "has no complete checkpoint" if path.is_dir() else "no such folder"
-        raise UserError(f"--resume_from_checkpoint {path}: {reason}")
-    if (problem := problem_of(checkpoint)) is not None:
-        raise UserError(f"--resume_from_checkpoint {checkpoint}: {problem}")
-    return checkpoint.absolute()
+        warn(f"{run} has no complete checkpoint, so training starts from the beginning")
+        return found
+    return replace(_resume_from(checkpoint), folder=run, lock=lock_fd)
 
 
-def _read_state(folder: Path | None, checkpoint: Path, path_name: str) -> Resume:
-    """Read what a checkpoint records, which `problem_of` has found to be complete and of this version."""
-    try:
-        state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
-        recorded = state["settings"] | {"threads": state["threads"]}
-        _check_path(checkpoint, state, path_name)
-        # Names decide which checkpoint is the latest, and which ones are rotated.
-        if checkpoint.name != (name := f"{PREFIX}{state['step']}"):
-            raise UserError(f"{checkpoint}: holds step {state['step']}, so it was renamed or copied: name it {name}")
-    except (OSError, KeyError, TypeError) as problem:
-        raise UserError(f"{checkpoint / RUN_STATE}: damaged: {problem!r}") from None
-    return Resume(folder, checkpoint, state, recorded)
+def find_run(path_name: str, settings: Settings, launchers: Collection[str], *, source: Path | None) -> Path | None:
+    """Return the folder of the run that this job continues; None if it starts a new one.
 
-
-def _check_path(place: Path, recorded: Mapping[str, Any], path_name: str) -> None:
-    if recorded.get("path", path_name) != path_name:
-        raise UserError(f"{place}: only {recorded['path']}, which wrote it, can resume it")
+    A folder belongs to this job only if one of the torchrun processes recorded in its settings.json still takes part.
+    """
+    output_dir, parent = settings.output_dir, RUNS / path_name
+    runs = [Path(output_dir)] if output_dir else sorted(parent.glob("*"), reverse=True)
+    for run in [source, *runs] if source else runs:
+        if set(launchers) & set(read_settings(run).get("launchers") or []):
+            return run.resolve()
+    may_continue = output_dir is None
+    if settings.resume_from_checkpoint == "auto":
+        source = Path(output_dir or parent / LATEST)
+        may_continue = output_dir is not None or not (source / METRICS.name).is_file()
+    return source.resolve() if source and may_continue and read_settings(source) else None
 
 
 def read_settings(run: Path) -> dict[str, Any]:
@@ -232,6 +192,44 @@ def read_settings(run: Path) -> dict[str, Any]:
         return {}
 
 
+def _latest(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the latest checkpoint of a run that can be used; None if it has not written any.
+
+    Raises:
+        UserError: there are only others. To start again would repeat the work, although the cause may be temporary.
+    """
+    folder, problem = run / CHECKPOINTS, None
+    if folder.is_symlink() and not folder.exists():  # for example to a disk that is not mounted
+        raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
+    for checkpoint in latest_first(folder):
+        if (problem := problem_of(checkpoint)) is None:
+            return checkpoint
+        warn(f"{checkpoint} is skipped: {problem}")
+    if problem is not None:
+        raise UserError(f"{run}: none of its checkpoints can be used: {checkpoint.name}: {problem}")
+    return None
+
+
+def _requested_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
+    """Return a checkpoint that is named, or the latest one of a run that is named."""
+    is_checkpoint = (path / RUN_STATE).is_file()
+    checkpoint = path if is_checkpoint else _latest(path, warn)
+    problem = problem_of(path) if is_checkpoint else None
+    if checkpoint is None:
+        problem = "has no complete checkpoint" if path.is_dir() else "no such folder"
+    if checkpoint is None or problem is not None:
+        raise UserError(f"--resume_from_checkpoint {path}: {problem}")
+    return checkpoint.absolute()
+
+
+def _resume_from(checkpoint: Path) -> Resume:
+    """Read what a checkpoint records, which `problem_of` has found to be complete and of this version."""
+    state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
+    if checkpoint.name != f"{PREFIX}{state.get('step')}":  # names decide which one is the latest
+        raise UserError(f"{checkpoint}: only {PREFIX}<step>, under the name that it was written with, can be resumed")
+    return Resume(None, checkpoint, state, state["settings"] | {"threads": state["threads"]})
+
+
 # ---- compare it with this run ---------------------------------------------------------------------------------------
 
 
@@ -241,19 +239,22 @@ def changes_since(
     """List the reasons why a resumed run differs from an uninterrupted one, by rounding or by other dropout masks."""
     if not state:
         return ()
-    recorded = state["settings"]
-    # On a CPU, the optimizer is always there.
-    offloaded_before = recorded["cpu_offload"] if world.device.type == "cuda" else None
+    now = settings.as_dict() | {"threads": settings.threads or state["threads"]}
+    before = state["settings"] | {"threads": state["threads"]}
+    if world.device.type != "cuda":
+        before["cpu_offload"] = now["cpu_offload"]  # on a CPU, the optimizer is always there
+    # An unset variable is recorded as such. A fact is missing only if it was not recorded at all: the version that
+    # wrote the checkpoint did not know it, or another kind of device does not have it. The device itself is a fact.
+    known = [
+        (name, state["arithmetic"][name], facts) for name, facts in arithmetic.items() if name in state["arithmetic"]
+    ]
     pairs = [
-        *changes_of_arithmetic(state["arithmetic"], arithmetic),
+        *((name, ", ".join(old), ", ".join(facts)) for name, old, facts in known),
         ("torch", state["torch"], torch.__version__),
         ("transformers", state["transformers"], transformers.__version__),
-        ("optimizer on the CPU", offloaded_before, settings.cpu_offload),
-        ("evaluation batch size", recorded["eval_batch_size"], settings.eval_batch_size),
-        ("accumulation steps", recorded["gradient_accumulation_steps"], settings.gradient_accumulation_steps),
-        ("threads per rank", state["threads"], settings.threads or state["threads"]),
+        *((name, before[name], now[name]) for name in ROUNDING),
     ]
-    return tuple(f"{name}: {now}, was {before}" for name, before, now in pairs if before not in (None, now))
+    return tuple(f"{name}: {value}, was {old}" for name, old, value in pairs if old != value)
 
 
 def check_compatible(
@@ -286,12 +287,5 @@ def check_compatible(
         differences.append(f"the model's config has changed: {', '.join(changed)}")
     if differences:
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
-    resume.lines_of(STEPS.name)  # raises if it is damaged
-    stopping, evaluations = EarlyStopping(settings), resume.lines_of(EVALUATIONS.name)
-    patience = settings.early_stopping_patience
-    stopping.add_all(line for line in evaluations if json.loads(line)["step"] < resume.step)
-    if stopping.stops:
-        raise UserError(
-            f"cannot resume from {resume.checkpoint}: with --early_stopping_patience {patience} the run stops before "
-            "it: raise the patience, or resume from an earlier checkpoint"
-        )
+    for log in (STEPS, EVALUATIONS):
+        resume.lines_of(log.name)  # raises if it is damaged

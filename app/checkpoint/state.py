@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from ..common.errors import UserError
-from ..distributed.collectives import raise_on_all_ranks
+from ..distributed.collectives import raise_on_all_ranks, saved_buffers
 from ..distributed.world import World
 from ..model.vocabulary import trimmed_vocabulary
 from ..runs.schema import SCHEDULE, SHARDS
@@ -120,8 +120,8 @@ class TrainingState:
 
     def _weights(self) -> Tensors:
         """Return parameters, each once, the buffers of the model's state, and the rows that are not trained."""
-        saved, vocabulary = self.model.state_dict(keep_vars=True).keys(), trimmed_vocabulary(self.model)
-        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in saved]
+        # The buffers first: they are found by the model's state dict, for which FSDP reshards the parameters.
+        buffers, vocabulary = saved_buffers(self.model).items(), trimmed_vocabulary(self.model)
         tensors = {f"{WEIGHT}{name}": tensor for name, tensor in (*self.model.named_parameters(), *buffers)}
         if vocabulary is not None and vocabulary.rows is not None:
             tensors[UNUSED_ROWS + vocabulary.names[0]] = vocabulary.rows

@@ -42,11 +42,17 @@ def commit(staging: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder if there is one. Of a link, remove only the link, not its target."""
+    """Remove a folder if there is one. It loses its name first: if this is interrupted, what is left has another name.
+
+    Of a link, remove only the link: its target belongs to another folder, such as an archive.
+    """
     if path.is_symlink():
         path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        trash = path.with_name(f".{path.name}.old")
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(path, trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -111,13 +111,6 @@ def describe_mixed(facts: Arithmetic) -> str | None:
     return f"the ranks differ in {', '.join(mixed)}: results depend on which rank computes which rows"
 
 
-def changes_of_arithmetic(before: Arithmetic, now: Arithmetic) -> list[tuple[str, str, str]]:
-    """Return (name, value before, value now) of each fact that both jobs recorded."""
-    # An unset variable is recorded as such. A fact is missing only if it was not recorded at all: the version that
-    # wrote the checkpoint did not know it, or another kind of device does not have it. The device itself is a fact.
-    return [(name, ", ".join(before[name]), ", ".join(values)) for name, values in now.items() if name in before]
-
-
 def cpu_name() -> str:
     """Return the CPU's name as Linux reports it; elsewhere, or if there is none, the machine's architecture."""
     with suppress(OSError):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, remove, step_of
+from ..checkpoint.manager import CheckpointManager, latest_first, problem_of, step_of
 from ..checkpoint.state import TrainingState
 from ..common.errors import RunError, UserError
-from ..common.files import commit
+from ..common.files import commit, remove
 from ..common.formats import labeled
 from ..distributed.collectives import first_failure
 from ..runs.schema import BEST_PREFIX

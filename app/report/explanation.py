@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from ..checkpoint.resume import BEST_WEIGHTS, OUTPUT, WITHOUT_EFFECT
 from ..common.errors import shorten
 from ..model import identity
 from ..runs.reader import Run
-from ..runs.setting_effects import BEST_WEIGHTS, OUTPUT, WITHOUT_EFFECT
 
 # The keys of settings.json that do not describe the training, and a setting of earlier versions: `bf16` is true if
 # `precision`, beside it, is "bf16".

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from app.checkpoint import manager
-from app.checkpoint.manager import CheckpointManager, latest_first, problem_of, remove
+from app.checkpoint.manager import CheckpointManager, latest_first, problem_of
 from app.common.errors import RunError
+from app.common.files import remove
 from app.distributed.world import World
 
 FILES = {"state-0-of-1.safetensors": b"weights", "schedule.json": b"{}"}

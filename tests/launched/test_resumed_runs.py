@@ -75,7 +75,7 @@ class Cell:
     after: tuple[int, str]
     interruption: str
     variant: str = "best"
-    more: tuple[str, ...] = ()  # flags of the resumed run
+    resumed_by: str = ""  # the path that resumes the run, if it is the other one
 
     @property
     def source(self) -> str:
@@ -99,8 +99,8 @@ def name_of(variant: str, path: str, ranks: int, strategy: str) -> str:
 
 PLAIN = (2, "ddp")
 FAST_CELLS = [
-    Cell("ddp_loop", (1, "ddp"), (2, "zero3"), "step 8"),
-    Cell("trainer_run", (1, "zero3"), (2, "zero1"), "step 8", "tiny"),
+    Cell("ddp_loop", (1, "ddp"), (2, "zero3"), "step 8", resumed_by="trainer_run"),
+    Cell("trainer_run", (1, "zero3"), (2, "zero1"), "step 8", "tiny", resumed_by="ddp_loop"),
     Cell("trainer_run", PLAIN, PLAIN, "step 12"),
     Cell("ddp_loop", PLAIN, PLAIN, DAMAGED),
     # The first thing that the resumed run does is the evaluation after which it stops.
@@ -146,15 +146,15 @@ def resumed_step(cell: Cell) -> int | None:
 
 def resumed(cell: Cell) -> TrainingRun:
     """The run after an interruption that needs no job of its own."""
-    flags = [*flags_of(cell, cell.after[1]), *cell.more]
+    flags, path = flags_of(cell, cell.after[1]), cell.resumed_by or cell.path
     if cell.interruption.startswith("step "):
         checkpoint = f"{cell.source}/checkpoints/checkpoint-{resumed_step(cell)}"
-        return TrainingRun(cell.path, [*flags, f"--resume_from_checkpoint={checkpoint}"])
+        return TrainingRun(path, [*flags, f"--resume_from_checkpoint={checkpoint}"])
     checkpoints = f"{cell.name}/checkpoints/checkpoint"
     damages = [("flip_bit", f"{checkpoints}-16/state-1-of-2.safetensors")]
     damages += [("cut", f"{checkpoints}-12/state-0-of-2.safetensors")]
     return TrainingRun(
-        cell.path,
+        path,
         [*flags, f"--output_dir={cell.name}", "--resume_from_checkpoint=auto"],
         copies=[(cell.source, cell.name)],
         moves=[(f"{cell.name}/{name}", f"{cell.name}-{name}") for name in ("metrics.json", "predictions.csv")],
