@@ -97,7 +97,7 @@ def check(monkeypatch):
     monkeypatch.setattr(program_module.signal, "signal", lambda *_: None)
 
     def check(*arguments: str, **environment: str) -> int | None:
-        for name in (*SINGLE_PROCESS, "MASTER_ADDR", "MASTER_PORT"):
+        for name in SINGLE_PROCESS:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

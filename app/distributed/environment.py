@@ -10,7 +10,7 @@ from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
 
 SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # of a single process: any free port
+SINGLE_PROCESS |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
 
 
 def started_by_torchrun() -> bool:
@@ -20,7 +20,7 @@ def started_by_torchrun() -> bool:
 
 def become_single_process() -> None:
     """Set the variables of a job of one process, which torch and accelerate read."""
-    os.environ.update(SINGLE_PROCESS | ADDRESS)
+    os.environ.update(SINGLE_PROCESS)
 
 
 def rank_and_sizes() -> tuple[int, int, int, int]:
@@ -31,7 +31,7 @@ def rank_and_sizes() -> tuple[int, int, int, int]:
     """
     if not started_by_torchrun() and os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 1, 0, 1
-    values = {name: os.environ.get(name, "") for name in SINGLE_PROCESS | ADDRESS}
+    values = {name: os.environ.get(name, "") for name in SINGLE_PROCESS}
     with suppress(ValueError):
         rank, size, local_rank, local_size, port = (int(text) for name, text in values.items() if name != "MASTER_ADDR")
         if 0 <= rank < size and 0 <= local_rank < local_size and port >= 0 and values["MASTER_ADDR"]:

@@ -12,9 +12,9 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -36,8 +36,7 @@ OUTCOMES: dict[type[Exception], tuple[str, int]] = {
     **{AgreedError: ("error: ", 2), RunError: ("error: ", 1)},
     **{Preempted: ("stopped: ", 75), AlreadyFinished: ("", 0)},
 }
-ANSWER_SECONDS = 3.0  # after which a rank that has not reported that it lost contact, too, counts as missing
-POLL_SECONDS = 0.05
+ANSWER_SECONDS = 3.0  # after which a rank that has not reported that it fails, too, counts as missing
 OUT_OF_MEMORY = "try more --gradient_accumulation_steps, --activation_checkpointing or a smaller --eval_batch_size"
 # torch has no class for gloo's errors: they are RuntimeErrors that begin with the place in gloo's sources, or with one
 # of these texts. Anchored, so that a path in another message cannot match.
@@ -60,7 +59,8 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
     Only the first rank that knows a cause prints it; those of other ranks are in torchrun's error files. If no rank
     knows one, as after a SIGKILL, the lowest surviving rank prints which ranks are missing.
     """
-    cause, note, lost_contact = _prepare_report(problem), _note(problem) or "before training", is_lost_contact(problem)
+    cause, lost_contact = _prepare_report(problem), is_lost_contact(problem)
+    note = _note(problem) or "outside of training"
     answered, is_reported = _ask_other_ranks(world, lost_contact)
     if lost_contact and not is_reported and min(answered) == world.rank:
         missing = ", ".join(str(rank) for rank in range(world.size) if rank not in answered)
@@ -116,21 +116,21 @@ def _ask_other_ranks(world: World, lost_contact: bool) -> tuple[set[int], bool]:
     """Tell the other ranks that this one fails, because it has lost contact or for a cause that it will report.
 
     Returns:
-        The ranks that have lost contact, too, with this one, and whether another rank reports a cause.
+        The ranks that fail, too, with this one, and whether another rank reports a cause.
     """
     answered, reports = {world.rank}, [False]
+    keys = [f"failed/{rank}" for rank in range(world.size)]
 
     def ask() -> None:  # the store, because collectives no longer work
         with suppress(RuntimeError):
             if not lost_contact:
                 reports.append(world.store.add("cause", 1) > 1)
-                return
-            world.store.set(f"lost contact/{world.rank}", "")
-            deadline = time.monotonic() + ANSWER_SECONDS
-            while len(answered) < world.size and not reports[-1] and time.monotonic() < deadline:
-                answered.update(rank for rank in range(world.size) if world.store.check([f"lost contact/{rank}"]))
+            world.store.set(keys[world.rank], "")
+            if lost_contact:
+                with suppress(dist.DistStoreError):  # some are missing
+                    world.store.wait(keys, timedelta(seconds=ANSWER_SECONDS))
+                answered.update(rank for rank, key in enumerate(keys) if world.store.check([key]))
                 reports.append(world.store.check(["cause"]))
-                time.sleep(POLL_SECONDS)
 
     thread = threading.Thread(target=ask, daemon=True)  # the store's rank or node may be gone, too: then it waits
     thread.start()

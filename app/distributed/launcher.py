@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -121,6 +121,10 @@ class TorchrunJob:
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
         self.environment = inherited | dict(environment or {})
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
     def start(self) -> None:
         """Start the job. Call it through the `with` statement."""
         with ExitStack() as files:
@@ -169,20 +173,15 @@ class TorchrunJob:
 
     def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
         """Return the process of a rank, after so many restarts if that is given, or None if there is none."""
+        wanted = {"RANK": str(rank)}
+        if restart_count is not None:
+            wanted["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
         for process in self.processes():
             with suppress(psutil.Error):  # it has just ended
-                variables = process.environ()
-                is_rank = variables.get("RANK") == str(rank)
-                if restart_count is not None:
-                    is_rank = is_rank and variables.get("TORCHELASTIC_RESTART_COUNT") == str(restart_count)
                 # Only torchrun's own children: a data loader's workers inherit the rank's environment.
-                if is_rank and process.ppid() == self.torchrun.pid:
+                if process.ppid() == self.torchrun.pid and wanted.items() <= process.environ().items():
                     return process
         return None
-
-    def __enter__(self) -> TorchrunJob:
-        self.start()
-        return self
 
     def __exit__(self, *failure: object) -> None:
         # A second Ctrl-C must not interrupt this.

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import psutil
 
-ELSEWHERE = "192.0.2.1"  # a documentation address (RFC 5737), which only a default route can lead to
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 ANY_PORT = 9
 
 
@@ -32,17 +32,16 @@ def use_reachable_interface() -> None:
 def find_route(master_addr: str) -> tuple[str, str] | None:
     """Return the address and interface with which this node reaches node 0, or None if node 0 is unreachable.
 
-    On node 0, its name may be a loopback address. Then the default route counts, otherwise the first interface that
-    is up, and loopback only if there is no other.
+    On node 0, its name may be a loopback address. Then the first interface that is up counts, and loopback only if
+    there is no other.
     """
     if (own := _own_address(master_addr)) is None:
         return None
-    families = (socket.AF_INET, socket.AF_INET6)
-    places = [(a.address, name) for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.family in families]
+    by_name = psutil.net_if_addrs().items()
+    interfaces = {a.address: name for name, addresses in by_name for a in addresses if a.family in FAMILIES}
     # An interface that has just been switched on may still be reported as down, although a route leads through it.
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    interfaces = dict(places)
-    candidates = [own, _own_address(ELSEWHERE), *(address for address, name in places if name in up)]
+    candidates = [own, *(address for address, name in interfaces.items() if name in up)]
     usable = [address for address in candidates if address in interfaces]
     address = min(usable, key=lambda address: ipaddress.ip_address(address).is_loopback, default=None)
     return None if address is None else (address, interfaces[address])
@@ -50,12 +49,10 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
 
 def _own_address(host: str) -> str | None:
     """Return the address from which this machine sends to a host; None if it cannot send to it."""
-    with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, destination in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
-            # An error occurs, for example, with an IPv6 address on a machine without IPv6.
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(destination)  # UDP: selects a route and sends nothing
-                return str(probe.getsockname()[0])
+    for family in FAMILIES:
+        with suppress(OSError, UnicodeError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, ANY_PORT))  # UDP: selects a route and sends nothing
+            return str(probe.getsockname()[0])
     return None
 
 

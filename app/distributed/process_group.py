@@ -26,6 +26,7 @@ from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
 from .failure import OUTCOMES, exit_line, exit_now, report_failure, report_failure_to_connect
+from .network import use_reachable_interface
 from .world import Topology, World, create_node_groups
 
 NCCL_GRACE = timedelta(seconds=60)
@@ -48,11 +49,7 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
     try:
         raise_if_any_failed(problem, world)
         yield world
-        try:
-            barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
-        except Exception as failure:
-            failure.add_note("after its own work was done")  # for the error line, which would say "before training"
-            raise
+        barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
     except tuple(OUTCOMES) as outcome:
         _exit_in_order(outcome, world)
     except Exception as failure:
@@ -69,17 +66,15 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     torch.set_num_threads(threads)
 
     if size > local_size:
-        from .network import use_reachable_interface  # here, because jobs on one node do not need it
-
         use_reachable_interface()
     timeout = timedelta(seconds=settings.ddp_timeout)
-    store = _open_store(timeout)
+    store = _open_store(timeout, one_node=size == local_size)
     device_type, unusable = find_device(settings, local_rank, local_size)
     problem = problem or unusable or problem_of_restarts(size == local_size)
     own = Place(socket.gethostname(), local_size, device_type, problem)
     # Through the store, because the backend depends on the devices of all ranks.
-    pickled = synchronize(store, pickle.dumps(tuple(own)), rank, size, "place/", timeout.total_seconds())
-    places = [Place(*pickle.loads(place)) for place in pickled]
+    pickled = synchronize(store, pickle.dumps(own), rank, size, "place/", timeout.total_seconds())
+    places: list[Place] = [pickle.loads(place) for place in pickled]
     device_type, problem = common_device_type(places, rank)
     equal = size % local_size == 0 and all(place.local_size == local_size for place in places)
     topology = Topology(size, local_size if equal else None)  # torchrun numbers the ranks of a node consecutively
@@ -95,42 +90,41 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         torch.cuda.set_device(device)  # before NCCL starts; otherwise every rank opens a context on GPU 0
         if settings.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True  # here, in both training paths: Trainer leaves it as it is
-        limit = nccl_timeout(timeout)
+        # NCCL's watchdog aborts the process from C++, so no exception reaches Python and our error line is not printed.
+        # Therefore Python has to time out first. Each wait of the host goes either through gloo or through
+        # `wait_for_device`, and both raise after `--ddp_timeout`. The watchdog counts from when a collective was
+        # enqueued; such a wait may begin later, by at most a step, an evaluation or a checkpoint, and reporting the
+        # failure takes a few seconds. Doubling covers both. The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1
+        # blocks the host in every backward pass, and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets it continue on the
+        # undefined results of an aborted collective.
+        limit = timeout + max(timeout, NCCL_GRACE)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
         groups = create_node_groups(rank, topology, limit)
     return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
 
 
-def _open_store(timeout: timedelta) -> Store:
+def _open_store(timeout: timedelta, *, one_node: bool) -> Store:
     """Return the store in which the ranks of this attempt find each other.
 
     `torchrun --max-restarts` starts new processes over its own store, whose keys outlive the old ones: the new ranks
     would read the addresses that dead ranks left there and fail to connect (pytorch#135712, #167288). So each attempt
-    has its own prefix. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and c10d, torchrun has a new store for each attempt.
+    has its own prefix on one node. The agents of several nodes may count different numbers of restarts
+    (pytorch#108158): they need a new store for each attempt, see `problem_of_restarts`.
     """
     if not started_by_torchrun():
         become_single_process()
         return HashStore()
     _prctl_pr_set_pdeathsig(signal.SIGTERM)  # Linux sends it if torchrun dies: after a SIGKILL it cannot end its ranks
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    if not shares_agent_store():
-        return store
-    return PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def shares_agent_store() -> bool:
-    """Whether torchrun's own store connects the ranks, in every attempt."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt/{attempt}", store) if one_node else store
 
 
 def problem_of_restarts(one_node: bool) -> str | None:
-    """Return why torchrun could not restart the ranks, or None.
-
-    The agents of several nodes may count different numbers of restarts (pytorch#108158), and so could not agree on a
-    prefix.
-    """
-    if one_node or not shares_agent_store() or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    """Return why torchrun could not restart the ranks, or None."""
+    has_new_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if one_node or has_new_stores or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     return (
         "--max-restarts on several nodes needs --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
@@ -182,20 +176,6 @@ def common_device_type(places: Sequence[Place], rank: int) -> tuple[str, str | N
         f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
         f"or add --use_cpu on every node"
     )
-
-
-def nccl_timeout(timeout: timedelta) -> timedelta:
-    """Return how long NCCL's watchdog waits before it aborts the process.
-
-    It does so from C++, so no exception reaches Python and our error line is not printed. Therefore Python has to time
-    out first. Each wait of the host goes either through gloo or through `wait_for_device`, and both raise after
-    `--ddp_timeout`. The watchdog counts from when a collective was enqueued; such a wait may begin later, by at most a
-    step, an evaluation or a checkpoint, and reporting the failure takes a few seconds. Doubling covers both.
-
-    The alternatives are worse: TORCH_NCCL_BLOCKING_WAIT=1 raises in Python but blocks the host in every backward pass,
-    and TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the host continue on the undefined results of an aborted collective.
-    """
-    return timeout + max(timeout, NCCL_GRACE)
 
 
 def _exit_in_order(outcome: Exception, world: World) -> NoReturn:

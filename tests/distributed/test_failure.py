@@ -130,7 +130,7 @@ def test_a_limit_of_the_model_is_one_line_of_one_rank(monkeypatch, capfd):
             model(input_ids=torch.ones(1, length, dtype=torch.int64))
         problems.append(caught.value)
     (line,) = lines_of(problems, monkeypatch, capfd)
-    assert line.startswith("error: rank 0 failed before training: mat1 and mat2 shapes")
+    assert line.startswith("error: rank 0 failed outside of training: mat1 and mat2 shapes")
 
 
 def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(monkeypatch, capfd):
@@ -143,7 +143,7 @@ def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(monkeypatch,
         assert raised_by_model(caught.value)
         problems.append(caught.value)
     (line,) = lines_of(problems, monkeypatch, capfd)
-    assert line.startswith("error: rank 0 failed before training: try more --gradient_accumulation_steps, ")
+    assert line.startswith("error: rank 0 failed outside of training: try more --gradient_accumulation_steps, ")
     assert line.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -158,7 +158,7 @@ def test_a_defect_of_this_program_inside_a_model_keeps_its_traceback(monkeypatch
     assert not raised_by_model(caught.value)
     lines = lines_of([caught.value], monkeypatch, capfd)
     assert lines[0].startswith("Traceback ")
-    assert lines[-1].startswith("error: rank 0 failed before training: 'NoneType' object has no attribute")
+    assert lines[-1].startswith("error: rank 0 failed outside of training: 'NoneType' object has no attribute")
 
 
 def test_a_model_fails_by_itself_even_if_its_operations_are_intercepted():
@@ -171,11 +171,11 @@ def test_only_the_first_rank_that_knows_a_cause_prints_it(monkeypatch, capfd):
     lost = RuntimeError("Application timeout caused pair closure")
     problems = [ValueError("one"), ValueError("two"), lost]
     errors = [line for line in lines_of(problems, monkeypatch, capfd) if line.startswith("error: ")]
-    assert errors == ["error: rank 0 failed before training: one"]
+    assert errors == ["error: rank 0 failed outside of training: one"]
 
 
 def test_without_a_cause_the_lowest_surviving_rank_names_those_that_do_not_answer(monkeypatch, capfd):
     monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.2)
     lost = RuntimeError("Application timeout caused pair closure")
     lines = lines_of([lost, lost, None], monkeypatch, capfd)  # None: the rank was killed
-    assert lines == ["error: rank 0 lost contact with rank(s) 1, 2, before training"]
+    assert lines == ["error: rank 0 lost contact with rank(s) 1, 2, outside of training"]

@@ -28,7 +28,7 @@ SILENT_RANK = """
 import signal
 from dataclasses import replace
 from datetime import timedelta
-from app.program import launch
+from app.program import Program
 from app.distributed.process_group import join
 from app.distributed.preemption import StopRequest
 def main(settings):
@@ -37,7 +37,7 @@ def main(settings):
             signal.pause()
         stop.requested()
         stop.requested()
-launch(main, None)
+Program(None).launch(main)
 """
 
 
