@@ -116,7 +116,7 @@ def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
 
 def test_texts_get_the_names_that_a_flag_gives_the_classes(run, predict):
     assert "probability_good" in predict("run", "好", "--label_names=gut=good")
-    with pytest.raises(UserError, match="'2' is not a class of the model, which has 'gut', 'schlecht'"):
+    with pytest.raises(UserError, match="different names to classes of the model, which has 'gut', 'schlecht'"):
         predict("run", "好", "--label_names=2=good")
 
 

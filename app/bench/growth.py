@@ -43,7 +43,8 @@ from ..common.errors import RunError
 from ..common.formats import MIB
 from ..common.machine import describe_machine
 from ..common.paths import PACKAGE
-from ..data.reviews import ReviewTable, read_reviews
+from ..data.reviews import ReviewTable, clean
+from ..data.sources import open_file
 from ..distributed.environment import default_threads
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..runs.folder import create_folder
@@ -64,7 +65,7 @@ NOTE = (
 
 def main() -> int:
     settings, own_flags = PROGRAM.parse(sys.argv[1:])
-    table, ranks = read_reviews(settings.csv_path), own_flags["ranks"]
+    table, ranks = clean({"train": open_file(settings.csv_path)}), own_flags["ranks"]
     folder = create_folder(settings.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}
     page = Page("Growth", facts | {"command": command_line()}, folder)

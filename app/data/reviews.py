@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..settings import split_label_names
-from .sources import Files, Source, hash_json, one_line_errors, open_sources
+from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -33,8 +33,6 @@ CLEANING_RULES = (
 MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
 CHUNK = 10_000  # rows that are hashed at once
 
-MAX_CLASSES = 1000
-ALWAYS_ALLOWED = 20  # above this, a column with a distinct value in most rows is not taken for labels
 # At most 18 digits, so that the value fits into int64. 007 is treated as a code, not as a number.
 INTEGER = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))(?:\.0*)?")
 
@@ -74,22 +72,9 @@ class ReviewTable:
         return self.texts_of(sample_rows(rows))
 
 
-def read_reviews(
-    files: Path | Files,
-    text_column: str = "review",
-    label_column: str = "label",
-    *,
-    label_names: str | None = None,
-    cache_dir: Path | None = None,
-) -> ReviewTable:
-    """Read and clean reviews. Arguments and errors are those of `open_sources` and `clean`."""
-    files = {"train": files} if isinstance(files, Path) else files
-    return clean(open_sources(files, cache_dir), (text_column, label_column), label_names=label_names)
-
-
 def clean(
     sources: Mapping[str, Source],
-    columns: tuple[str, str | None],
+    columns: tuple[str, str | None] = ("review", "label"),
     *,
     class_names: Sequence[str] | None = None,
     label_names: str | None = None,
@@ -106,11 +91,9 @@ def clean(
         label_names: Other names for the classes, such as `0=negative,1=positive`. The files have the original ones.
 
     Raises:
-        UserError: There is no usable row, or the labels have a single value or too many values to be classes.
+        UserError: There is no column, no usable row or only one class.
     """
     path = sources["train"].path
-    if columns[0] == columns[1]:
-        raise UserError(f"{path}: --text_column and --label_column both name {columns[0]!r}; they must differ")
     frames = {part: _read_columns(source, columns) for part, source in sources.items()}
     hashes = {part: source.sha256 or _hash_rows(frames[part]) for part, source in sources.items()}
     frame = pd.concat(frames)
@@ -132,8 +115,7 @@ def clean(
     labels, parts, rows = labels[kept], parts[kept], rows[kept]
     names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        of_train = labels[parts == "train"]
-        class_names = form_classes(path, str(columns[1]), of_train.unique().tolist(), n_rows=len(of_train))
+        class_names = form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
         class_names = rename_classes(class_names, names, origin=origin)
     elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = rename_classes(class_names, names, origin=origin)
@@ -224,13 +206,8 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
 # --- classes ----------------------------------------------------------------------------------------------------------
 
 
-def form_classes(path: Path, label_column: str, labels: list[str], *, n_rows: int) -> list[str]:
+def form_classes(path: Path, label_column: str, labels: list[str]) -> list[str]:
     """Return the sorted class names of some distinct labels."""
-    if len(labels) > MAX_CLASSES or (len(labels) > ALWAYS_ALLOWED and 2 * len(labels) > n_rows):
-        raise UserError(
-            f"{path}: column {label_column!r} has {len(labels):,} distinct values in {n_rows:,} rows "
-            f"({list_names(labels[:3])}, …): too many to be classes; choose another column with --label_column"
-        )
     names = sorted({_class_name(label) for label in labels})
     if len(names) == 1:
         raise UserError(
@@ -251,11 +228,9 @@ def rename_classes(classes: Sequence[str], names: Mapping[str, str], *, origin: 
     Args:
         origin: what has the classes, for messages.
     """
-    if unknown := [label for label in names if label not in classes]:
-        raise UserError(
-            f"--label_names: {list_names(unknown[:1])} is not a class of {origin}, which has {list_names(classes)}"
-        )
     renamed = tuple(names.get(label, label) for label in classes)
-    if len(set(renamed)) < len(renamed):
-        raise UserError(f"--label_names: two classes have the name {max(renamed, key=renamed.count)!r}")
+    if not {*names} <= {*classes} or len({*renamed}) < len(renamed):
+        raise UserError(
+            f"--label_names: must give different names to classes of {origin}, which has {list_names(classes)}"
+        )
     return renamed

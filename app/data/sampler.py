@@ -199,8 +199,3 @@ class FullBatchSampler(DistributedSampler[Any]):
         pools = rows.split(self.POOL * size)
         by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools]).view(-1, size)
         return by_length[torch.randperm(len(by_length), generator=generator)]
-
-    def rows_of_step(self, step: int) -> list[int]:
-        """Return this process's rows of a step of the epoch, counted from 0."""
-        rows: list[int] = self.epoch_rows()[step].tolist()
-        return rows

@@ -31,10 +31,6 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # everyth
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = ("utf-8-sig", "gb18030")
 
-# The files of published parts, by part: "train", with "validation", "test" or both; or the name of a data set: of a
-# folder, or `OWNER/NAME` on the Hugging Face Hub, with `/CONFIG` if it has several.
-Files = Mapping[str, Path] | str
-
 
 @dataclass(frozen=True)
 class Source:
@@ -45,31 +41,27 @@ class Source:
     sha256: str | None = None  # of the bytes of a CSV file; None for anything else
 
 
-def files_of(settings: Settings) -> Files:
-    """Return the files that settings name."""
-    if settings.dataset_name is not None:
-        return settings.dataset_name
-    parts = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
-    return {part: Path(path) for part, path in parts.items() if path is not None}
-
-
-def open_sources(files: Files, cache_dir: Path | None = None) -> dict[str, Source]:
+def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str, Source]:
     """Load the rows of all parts, in the order training, validation and test rows.
 
     Args:
+        settings: They name files, or a data set: a folder, or `OWNER/NAME` on the Hugging Face Hub, with `/CONFIG` if
+            it has several.
         cache_dir: keeps what `datasets` has read. By default, it is in memory.
 
     Raises:
         UserError: There is no such file or data set, it cannot be read, or it has no rows or no training rows.
     """
-    if not isinstance(files, str):
-        return {part: open_file(path, cache_dir) for part, path in files.items()}
-    with one_line_errors(f"--dataset_name {files}"):
-        splits = _load_data_set(files, cache_dir)
+    name = settings.dataset_name
+    if name is None:
+        files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
+        return {part: open_file(Path(path), cache_dir) for part, path in files.items() if path is not None}
+    with one_line_errors(f"--dataset_name {name}"):
+        splits = _load_data_set(name, cache_dir)
     if "train" not in splits:
-        raise UserError(f"--dataset_name {files}: has no split train, but {list_names(list(splits))}")
+        raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
     return {
-        part: Source(Path(files if part == "train" else f"{files} ({part})"), splits[part])
+        part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part])
         for part in ("train", "validation", "test")
         if part in splits
     }
@@ -144,15 +136,13 @@ def one_line_errors(name: str) -> Iterator[None]:
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
         lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()]
         text = shorten(lines[0] if lines else type(error).__name__, 200)
-        raise UserError(f"{name}: {'has no rows' if 'corresponds to no data' in text else text}") from error
+        has_no_rows = "corresponds to no data" in text or text == StopIteration.__name__
+        raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:
         logging.disable(logging.NOTSET)
 
 
 def _hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file, which must not be empty."""
-    if not path.stat().st_size:
-        raise UserError(f"{path}: is empty; it needs rows")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
-from ..data.reviews import Indices, ReviewTable, list_rows, read_reviews
+from ..data.reviews import Indices, ReviewTable, clean, list_rows
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
-from ..data.sources import files_of
+from ..data.sources import open_sources
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import (
@@ -78,7 +78,7 @@ class ReviewData:
         sampler = self.train_sampler(logical_ranks, settings)
         epoch, step_of_epoch = divmod(step - 1, self.plan.steps_per_epoch)
         sampler.set_epoch(epoch)
-        return [int(row) for row in self.table.rows[self.split.train[sampler.rows_of_step(step_of_epoch)]]]
+        return [int(row) for row in self.table.rows[self.split.train[sampler.epoch_rows()[step_of_epoch].numpy()]]]
 
     def loader_options(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments that all loaders share: how rows become batches."""
@@ -108,24 +108,19 @@ def read_and_split(
     """Read the reviews, split them, and divide the training rows into batches.
 
     Args:
-        cache_dir: as for `read_reviews`.
+        cache_dir: as for `open_sources`.
 
     Raises:
         UserError: the file, the split or the batch size is invalid.
     """
-    table = read_reviews(
-        files_of(settings),
-        settings.text_column,
-        settings.label_column,
-        label_names=settings.label_names,
-        cache_dir=cache_dir,
-    )
+    columns = (settings.text_column, settings.label_column)
+    table = clean(open_sources(settings, cache_dir), columns, label_names=settings.label_names)
     split = split_reviews(
         table,
         test_size=settings.test_size,
         validation_size=settings.validation_size,
         seed=settings.seed,
-        columns=(settings.text_column, settings.label_column),
+        columns=columns,
     )
     return table, split, plan_batches(settings, len(split.train), world_size)
 

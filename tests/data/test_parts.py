@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from app.common.errors import UserError
-from app.data.reviews import ReviewTable, read_reviews
-from app.data.sources import files_of
+from app.data.reviews import ReviewTable, clean
+from app.data.sources import open_sources
 from app.data.split import Split, count_duplicates, split_reviews
 from app.settings import Settings
 from app.training.build import ReviewData
@@ -36,7 +36,7 @@ def write(folder: Path, suffix: str = ".csv", **changed: pd.DataFrame) -> dict[s
 
 
 def read(settings: dict[str, str], cache_dir: Path | None = None) -> ReviewTable:
-    return read_reviews(files_of(Settings(**settings)), cache_dir=cache_dir)
+    return clean(open_sources(Settings(**settings), cache_dir))
 
 
 def sizes_of(table: ReviewTable) -> dict[str, int]:

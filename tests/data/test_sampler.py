@@ -129,7 +129,7 @@ def test_the_rows_of_a_single_step_are_those_that_the_loader_gets(strategy, leng
     rows, per_step = list(rank_sampler), 24 // plan.ranks
     assert len(rank_sampler) == len(rows) == plan.steps_per_epoch * per_step
     for step in range(plan.steps_per_epoch):
-        assert rank_sampler.rows_of_step(step) == rows[step * per_step : (step + 1) * per_step]
+        assert rank_sampler.epoch_rows()[step].tolist() == rows[step * per_step : (step + 1) * per_step]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -265,7 +265,7 @@ def test_rows_of_a_micro_batch_are_their_positions_in_the_global_batch():
     plan, lengths = new_plan(48, 24, 2, logical_ranks=4, accumulation=3), np.arange(48)
     for rank in range(2):
         own = sampler("random", lengths, plan, plan.logical_ranks_of(rank))
-        (batch, *_), rows = own.batches().tolist(), own.rows_of_step(0)
+        (batch, *_), rows = own.batches().tolist(), own.epoch_rows()[0].tolist()
         places = [place for rank in own.logical_ranks for m in range(3) for place in plan.rows_of(rank, m)]
         assert [batch[place] for place in places] == rows
 

@@ -11,10 +11,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from helpers.reviews import read_reviews
 
 from app.common.errors import UserError
-from app.data.reviews import ReviewTable, read_reviews
+from app.data.reviews import ReviewTable
+from app.data.sources import open_sources
 from app.data.split import split_reviews
+from app.settings import Settings
 
 ROWS = pd.DataFrame(
     {
@@ -127,7 +130,7 @@ def test_a_data_set_on_the_hub_may_be_followed_by_a_config(monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=f"--dataset_name {name}: no network"):
-        read_reviews(name)
+        open_sources(Settings(dataset_name=name))
     assert tried == calls
 
 
@@ -151,7 +154,7 @@ def test_labels_may_be_texts_numbers_or_missing(tmp_path):
         ("a.jsonl", GOOD.encode() + b'{"review": "\xff", "label": 0}\n', "column 'review': "),
         ("a.jsonl", GOOD + '{"review": "\\ud800", "label": 0}\n', "JSON parse error: "),
         ("a.json", "[" + GOOD, "Unexpected character found when decoding array value"),
-        ("a.jsonl", "", "is empty; it needs rows"),
+        ("a.jsonl", "", "has no rows"),
         ("a.jsonl", "\n\n", "has no rows"),
         ("a.jsonl", "{}\n{}\n", "has no rows"),
         ("a.json", "[]\n", "has no rows"),

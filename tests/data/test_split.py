@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from helpers.reviews import read_reviews
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
 from app.data import split as split_module
-from app.data.reviews import ReviewTable, read_reviews
+from app.data.reviews import ReviewTable
 from app.data.split import Split, count_duplicates, describe_duplicates, split_reviews
 
 

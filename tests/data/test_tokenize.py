@@ -6,9 +6,9 @@ import subprocess
 
 import numpy as np
 import pytest
+from helpers.reviews import read_reviews
 
 from app.common.errors import UserError
-from app.data.reviews import read_reviews
 from app.data.tokenize import hash_tokens, lengths_of, occurring_tokens, tokenize
 from app.model.built_in import learn_tokenizer
 

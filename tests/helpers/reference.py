@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.model.built_in import embeddings_of
 from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
+from helpers.reviews import read_reviews
 
 
 def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:

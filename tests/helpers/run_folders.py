@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.runs.csv_escape import escape
 from app.runs.schema import (
@@ -24,6 +23,7 @@ from app.runs.schema import (
     STEPS,
     prediction_columns,
 )
+from helpers.reviews import read_reviews
 
 
 def write_run(

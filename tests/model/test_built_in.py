@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from helpers.reviews import read_reviews
 from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from app.common.errors import UserError
-from app.data.reviews import read_reviews
 from app.data.split import split_reviews
 from app.model import built_in
 from app.model.built_in import (

@@ -52,7 +52,7 @@ def test_the_mean_over_micro_batches_is_the_loss_of_one_large_batch(plan, weight
     for step in (*range(2 * plan.steps_per_epoch), 0):  # a resumed run starts anywhere
         epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
         batches.set_epoch(epoch)
-        rows = torch.tensor(batches.rows_of_step(step_of_epoch))
+        rows = batches.epoch_rows()[step_of_epoch]
         micro_losses = [
             loss(SimpleNamespace(logits=logits[micro]), labels[micro], step) for micro in rows.split(plan.micro_size)
         ]
