@@ -26,7 +26,7 @@ from ..distributed.world import World
 from ..model.inputs import to_device
 from ..model.precision import mixed_precision
 from ..profiling.breakdown import EXPOSED, divide_steps
-from ..profiling.profiler import FIRST, events_of, start_profiler
+from ..profiling.profiler import FIRST, start_profiler
 from ..report.statistics import paired
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
@@ -56,7 +56,7 @@ def breakdown(lab: Lab) -> None:
             profiler.step()
         bench.train_steps(batches, optimization, steps=1)
     profiler.stop()
-    of_ranks = all_gather_object(divide_steps(events_of(profiler)).mean(), lab.world)
+    of_ranks = all_gather_object(divide_steps(profiler.events()).mean(), lab.world)
     parts = pd.concat(of_ranks, axis=1).mean(axis=1)
     parts["of which hidden"] = parts["communication"] - parts[EXPOSED]
     share = (parts / parts["step"]).map("{:.1%}".format)

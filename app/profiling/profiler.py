@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
@@ -21,7 +20,7 @@ from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_
 from ..distributed.world import World
 from ..runs.schema import PROFILE, PROFILE_SUMMARY, PROFILE_TEXT, TRACE
 from ..settings import Settings
-from .breakdown import Event, divide_steps
+from .breakdown import divide_steps
 
 # The first steps are not typical: DDP and FSDP2 arrange their buffers, and AdamW creates its state.
 SKIPPED, WARM_UP = 3, 1  # steps; torch.profiler starts in the warm-up and keeps nothing of it
@@ -81,9 +80,12 @@ class StepProfiler:
         Raises:
             RunError: they cannot be written, and `--on_save_failure` is `stop`.
         """
-        trace = self.folder / TRACE.format(rank=self.world.rank)
         on_gpus = self.world.device.type == "cuda"
-        ranks = [] if on_gpus else all_gather_object(divide_steps(events_of(finished)), self.world)
+        ranks = [] if on_gpus else all_gather_object(divide_steps(finished.events()), self.world)
+
+        def write_trace() -> None:
+            self.folder.mkdir(exist_ok=True)
+            finished.export_chrome_trace(str(self.folder / TRACE.format(rank=self.world.rank)))
 
         def write_summary() -> None:
             if ranks:
@@ -95,8 +97,7 @@ class StepProfiler:
             tqdm.write(f"{'traces':>21}  {self.folder}/")
 
         try:
-            write_on_ranks(lambda: self.folder.mkdir(exist_ok=True), self.world, main_only=True)
-            write_on_ranks(lambda: finished.export_chrome_trace(str(trace)), self.world)
+            write_on_ranks(write_trace, self.world)
             write_on_ranks(write_summary, self.world, main_only=True)
         except OSError as problem:
             stop_or_warn(self.folder, problem, self.on_failure, warn=self.world.print_main)
@@ -118,18 +119,6 @@ def start_profiler(steps: int, device: torch.device) -> profile:
     )
     profiler.start()
     return profiler
-
-
-def events_of(finished: profile) -> list[Event]:
-    """Return what the profiler has recorded on the host."""
-    assert finished.profiler is not None
-    assert finished.profiler.kineto_results is not None
-    recorded = finished.profiler.kineto_results.events()
-    return [
-        Event(e.name(), e.start_ns(), e.end_ns(), e.start_thread_id(), e.is_user_annotation())
-        for e in recorded
-        if e.device_type() == DeviceType.CPU
-    ]
 
 
 def describe(ranks: Sequence[pd.DataFrame], steps: Sequence[int]) -> str:

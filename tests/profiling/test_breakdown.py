@@ -5,26 +5,27 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd.profiler_util import FunctionEvent
 
-from app.profiling.breakdown import CATEGORIES, EXPOSED, Event, divide_steps, union
+from app.profiling.breakdown import CATEGORIES, EXPOSED, divide_steps, union
 from app.strategies.base import CLIP, FORWARD, MICRO_BATCH, START_CLOCK
 
 GLOO_THREAD = 2
 
 
-def event(name: str, start: float, end: float, thread: int = 1, is_annotation: bool = False) -> Event:
-    return Event(name, round(1000 * start), round(1000 * end), thread, is_annotation)
+def event(name: str, start: float, end: float, thread: int = 1, is_annotation: bool = False) -> FunctionEvent:
+    return FunctionEvent(0, name, thread, start, end, is_user_annotation=is_annotation)
 
 
-def annotation(name: str, start: float, end: float) -> Event:
+def annotation(name: str, start: float, end: float) -> FunctionEvent:
     return event(name, start, end, is_annotation=True)
 
 
-def operator(start: float, end: float, name: str = "aten::mm") -> Event:
+def operator(start: float, end: float, name: str = "aten::mm") -> FunctionEvent:
     return event(name, start, end)
 
 
-def collective(start: float, end: float, begins: float | None = None, kind: str = "all_reduce") -> list[Event]:
+def collective(start: float, end: float, begins: float | None = None, kind: str = "all_reduce") -> list[FunctionEvent]:
     """A collective that is called at `start`, and that gloo's thread works on from `begins` on."""
     call = {"all_reduce": "c10d::allreduce_", "all_gather": "c10d::_allgather_base_", "broadcast": "c10d::broadcast_"}
     run = event(f"gloo:{kind}", start if begins is None else begins, end, GLOO_THREAD, is_annotation=True)
@@ -44,7 +45,7 @@ BUSY = [operator(2100, 4000), operator(4000, 7000), operator(8000, 8500), operat
 PARTS = {"data wait": 0.9, "forward": 2.0, "backward": 4.0, EXPOSED: 0.0, "optimizer": 1.6, "other": 1.5}
 
 
-def divide(*events: Event) -> dict[str, float]:
+def divide(*events: FunctionEvent) -> dict[str, float]:
     """The times of a single step."""
     (times,) = divide_steps(events).to_dict("records")
     return times
@@ -123,7 +124,10 @@ def test_each_micro_batch_has_a_forward_and_a_backward_pass():
 
 
 def test_each_step_is_divided_on_its_own():
-    second = [Event(e.name, e.start + 10**7, e.end + 10**7, e.thread, e.is_annotation) for e in [*STEP, *BUSY]]
+    second = [
+        event(e.name, e.time_range.start + 10_000, e.time_range.end + 10_000, e.thread, e.is_user_annotation)
+        for e in [*STEP, *BUSY]
+    ]
     steps = divide_steps([*second, *STEP, *BUSY, *collective(5000, 7600)])
     assert steps[EXPOSED].tolist() == [pytest.approx(0.6), 0]
     assert steps["backward"].tolist() == [pytest.approx(3.4), pytest.approx(4.0)]
@@ -161,7 +165,6 @@ def test_a_union_has_the_moments_of_all_intervals_and_of_short_pauses_between_th
         for point in range(40 - pause):
             if {point, point + pause + 1} <= covered and not covered & set(range(point + 1, point + pause + 1)):
                 covered |= set(range(point + 1, point + pause + 1))
-    in_nanoseconds = [(1000 * start, 1000 * end) for start, end in intervals]
-    assert set(union(in_nanoseconds, (0, 40_000), 1000 * gap).nonzero()[0]) == covered
+    assert set(union(intervals, (0, 40), gap).nonzero()[0]) == covered
     inside = {point - 5 for point in covered if 5 <= point < 20}
-    assert set(union(in_nanoseconds, (5000, 20_000), 1000 * gap).nonzero()[0]) == inside
+    assert set(union(intervals, (5, 20), gap).nonzero()[0]) == inside
