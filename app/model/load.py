@@ -139,7 +139,7 @@ def load_classifier(
     content = describe_config(config)
     set_seed(settings.seed)
     if is_pretrained(settings.model):
-        origin = settings.model
+        origin = f"{settings.model} at {commit[:12]}" if commit else settings.model
         with _without_warnings():  # a line of the startup message replaces the one about the new head
             options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
             model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)

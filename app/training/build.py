@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ class ReviewData:
 
     table: ReviewTable
     split: Split
+    duplicates: dict[str, int]  # the reviews that occur in several parts, as returned by `count_duplicates`
     plan: BatchPlan
     commit: str | None  # the Hub commit of the model, None for any other model
     tokenizer: PreTrainedTokenizerBase
@@ -53,11 +53,6 @@ class ReviewData:
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
     collator: Collator
-
-    @cached_property
-    def duplicates(self) -> dict[str, int]:
-        """The reviews that occur in several parts of the split, as returned by `count_duplicates`."""
-        return count_duplicates(self.table, self.split)
 
     @property
     def train_rows(self) -> Dataset:
@@ -139,12 +134,12 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     with raise_on_all_ranks(world):
         commit = resolve_commit(settings) if world.is_main_process else None
     commit = broadcast_object(commit, world)
+    texts = table.sample_texts(split.train)
     with local_main_process_first(world):
-        tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit, cache_dir=cache_dir)
+        tokenizer = load_tokenizer(settings, texts, commit, cache_dir=cache_dir)
     embeddings = None
     with raise_on_all_ranks(world):
         if world.is_main_process:
-            texts = table.sample_texts(split.train)
             embeddings = embeddings_of(settings.model, tokenizer, texts, cache_dir=cache_dir)
     # If every node learned them, nodes with different CPUs could get different last bits.
     embeddings = broadcast_object(embeddings, world)
@@ -153,6 +148,7 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     return ReviewData(
         table=table,
         split=split,
+        duplicates=count_duplicates(table, split),
         plan=plan,
         commit=commit,
         tokenizer=tokenizer,

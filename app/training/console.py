@@ -14,7 +14,7 @@ import transformers
 
 from ..checkpoint.resume import Resume
 from ..common.formats import labeled
-from ..common.machine import Arithmetic, describe_mixed
+from ..common.machine import describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..common.terminal import hides_progress
 from ..data.reviews import describe_dropped, sample_rows
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 def quiet_libraries(world: World) -> None:
     """Turn off the libraries' progress bars, and their warnings on all ranks except 0."""
+    # transformers imports an installed DeepSpeed, which otherwise looks for GPUs and reports what it finds.
+    os.environ["DS_ACCELERATOR"] = world.device.type
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     if hides_progress():
@@ -46,7 +48,7 @@ def block(facts: Mapping[str, object]) -> str:
 
 
 def describe_run(prepared: Preparation, origin: str) -> str:
-    """Return the block that a run prints before the first step. `origin` is that of the weights."""
+    """Return the block that a run prints before the first step. Collective. `origin` is that of the weights."""
     settings, world, data = prepared.settings, prepared.world, prepared.data
     table, split, plan = data.table, data.split, data.plan
     is_sample = table.path.resolve() == SAMPLE_CSV
@@ -58,15 +60,12 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     n_cut = int((data.lengths == settings.max_length).sum())
     vocabulary = trimmed_vocabulary(prepared.model)
     n_parameters = prepared.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
-    commit = f" at {data.commit[:12]}" if data.commit else ""
+    ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
     machine = [
         f"{world.size} x {prepared.devices[0]}",
         f"{torch.get_num_threads()} thread(s) per rank",
         settings.precision,
         settings.strategy,
-        *([f"gradients compressed with {settings.ddp_comm_hook}"] if settings.ddp_comm_hook != "no" else []),
-        *(["parameters gathered in bf16"] if settings.param_dtype == "bf16" else []),
-        *(["gradients reduced in bf16"] if settings.reduce_dtype == "bf16" else []),
         f"{settings.attn_implementation or 'default'} attention",
     ]
     facts = {
@@ -77,7 +76,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
-        "model": f"{origin}{commit}; {n_parameters / 1e6:.1f} M parameters",
+        "model": f"{origin}; {n_parameters / 1e6:.1f} M parameters",
         "tokenizer": sampled if settings.model in BUILT_IN else None,
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",
@@ -87,6 +86,8 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",
         **resume_facts(prepared.resume),
+        **{f"rank {rank}": text for rank, text in enumerate(ranks)},
+        "warning": describe_mixed(prepared.arithmetic),
     }
     return block(facts)
 
@@ -98,10 +99,3 @@ def resume_facts(resume: Resume) -> dict[str, str | None]:
     changes = f"{'; '.join(resume.changes)}: not bitwise identical to an uninterrupted run from this step on"
     where = f"{resume.checkpoint} (step {resume.step})"
     return {"resumed from": where, "changed": changes if resume.changes else None}
-
-
-def describe_ranks(world: World, arithmetic: Arithmetic) -> str:
-    """Return one line per rank: its host, device and process id; and one if they round differently. Collective."""
-    ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
-    facts: dict[str, object] = {f"rank {rank}": text for rank, text in enumerate(ranks)}
-    return "\n" + block(facts | {"warning": describe_mixed(arithmetic)})

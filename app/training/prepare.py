@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,11 +36,11 @@ from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import Loss
 from .build import ReviewData, build_data, build_model, check_equal, select_strategy
-from .console import describe_ranks, describe_run, quiet_libraries
+from .console import describe_run, quiet_libraries
 from .loss import build_loss
 from .step import default_learning_rate
 
-# Settings that may differ between ranks, because they name paths on a machine or do not affect results.
+# Settings that may differ between ranks, because they name paths on a machine.
 MAY_DIFFER_BETWEEN_RANKS = {
     "csv",
     "validation_file",
@@ -50,7 +49,6 @@ MAY_DIFFER_BETWEEN_RANKS = {
     "cache_dir",
     "output_dir",
     "resume_from_checkpoint",
-    "disable_tqdm",
 }
 
 
@@ -89,7 +87,7 @@ class Preparation:
         return self.data.plan
 
 
-def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
+def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
     """Build the data, the model and the run folder, check that all ranks have the same, and print what will happen.
 
     Collective.
@@ -97,10 +95,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
     Raises:
         AgreedError: a user's mistake on any rank. In that case only the cache may have been written.
     """
-    requested = settings
-    settings, resume = resolve_settings(path_name, settings, world)
-    # transformers imports an installed DeepSpeed, which otherwise looks for GPUs and reports what it finds.
-    os.environ["DS_ACCELERATOR"] = world.device.type
+    settings, resume = resolve_settings(path_name, requested, world)
     data = build_data(settings, world)
     with raise_on_all_ranks(world):
         check_parts(settings, data)
@@ -145,7 +140,7 @@ def prepare(path_name: str, settings: Settings, world: World) -> Preparation:
         devices=all_gather_object(device_name(world.device), world),  # ranks may differ
         arithmetic=gather_arithmetic(world),
     )
-    world.print_main(describe_run(prepared, classifier.origin) + describe_ranks(world, prepared.arithmetic))
+    world.print_main(describe_run(prepared, classifier.origin))
     return prepared
 
 

@@ -47,7 +47,6 @@ def test_both_paths_compress_gradients_to_the_same_bits(trained_by, shared_folde
     outcomes, number = trained_by(f"{ranks}_ranks"), {"two": 2, "four": 4}[ranks]
     names = [f"power_sgd-{path}-{number}" for path in PATHS]
     require_success({name: outcomes[name] for name in names})
-    assert "gradients compressed with" in outcomes[names[0]].out
     a, b = (hash_run(shared_folder / name) for name in names)
     assert a == b
 
