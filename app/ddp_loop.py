@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .checkpoint.state import TrainingState
-from .data.loaders import EvalSet
+from .data.loaders import EvalSet, loader_options
 from .distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
 from .distributed.preemption import StopRequest
 from .distributed.process_group import join
@@ -172,7 +172,8 @@ def train(prepared: Preparation, record: RunRecord, stop: StopRequest) -> None:
     # 6. THE DATA. The sampler is a DistributedSampler: every rank computes the same permutation of the rows, and
     #    selects a different share of it. The loader turns this share into micro-batches.
     sampler = data.train_sampler(strategy.logical_ranks, settings)
-    loader = DataLoader(data.train_rows, plan.micro_size, sampler=sampler, **data.loader_options(world.device))
+    options = loader_options(data.collator, world.device)
+    loader = DataLoader(data.train_rows, plan.micro_size, sampler=sampler, **options)
     for epoch in range(step // plan.steps_per_epoch, plan.epochs):
         if record.early_stopping.stops:
             break

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
+from ..data.loaders import loader_options
 from ..data.sampler import BatchPlan, plan_batches
 from ..ddp_loop import evaluate, train_step
 from ..distributed.launcher import CPU_PROCESSES, resolve_nproc_per_node
@@ -184,7 +185,8 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     data = replace(data, plan=plan)
     model = build_model(settings, data, world).model
     rows = rows_of_steps(settings, variant, data)
-    loader = DataLoader(data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **data.loader_options(world.device))
+    options = loader_options(data.collator, world.device)
+    loader = DataLoader(data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **options)
     # From here on, the seed is used for dropout only.
     settings = replace(settings, seed=settings.seed + variant.dropout_seed)
     plan = replace(plan, total_steps=len(rows))

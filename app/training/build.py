@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
@@ -75,14 +74,11 @@ class ReviewData:
         sampler.set_epoch(epoch)
         return [int(row) for row in self.table.rows[self.split.train[sampler.epoch_rows()[step_of_epoch].numpy()]]]
 
-    def loader_options(self, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that all loaders share: how rows become batches."""
-        return loader_options(self.collator, device)
-
     def train_loader(self, logical_ranks: Sequence[int], settings: Settings, world: World) -> DataLoader[Any]:
         """Build the loader of this rank's training micro-batches, as app/ddp_loop.py does."""
         sampler = self.train_sampler(logical_ranks, settings)
-        return DataLoader(self.train_rows, self.plan.micro_size, sampler=sampler, **self.loader_options(world.device))
+        options = loader_options(self.collator, world.device)
+        return DataLoader(self.train_rows, self.plan.micro_size, sampler=sampler, **options)
 
     def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
         """Build an eval set: `validation` or `test`."""

@@ -186,7 +186,7 @@ def check_parts(settings: Settings, data: ReviewData) -> None:
                 f"--{name}: {data.table.path} has no validation rows to choose on: add --validation_size 0.1"
             )
     if settings.on_duplicates_between_parts == "stop" and (found := describe_duplicates(data.duplicates)):
-        raise UserError(f"--on_duplicates_between_parts stop: {found.partition(': scores')[0]}")
+        raise UserError(f"--on_duplicates_between_parts stop: {found}")
 
 
 def resolve_settings(path_name: str, settings: Settings, world: World) -> tuple[Settings, Resume]:
@@ -215,7 +215,7 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
 
     The results depend on them: the number of logical ranks and of threads per rank, which otherwise follow from the
     number of processes; the global batch size, which `--per_device_train_batch_size` would multiply by it; and the
-    attention implementation, whose default depends on the device. `ddp_find_unused_parameters` follows from the model.
+    attention implementation, whose default depends on the device.
 
     Returns:
         Settings with `logical_ranks`. The number of threads is set for this process.
@@ -227,10 +227,8 @@ def restore_settings(settings: Settings, resume: Resume, world: World) -> Settin
     per_device = settings.per_device_train_batch_size
     if per_device is not None and per_device == recorded.get("per_device_train_batch_size"):
         settings = replace(settings, per_device_train_batch_size=None, train_batch_size=recorded["train_batch_size"])
-    takes_over = settings.ddp_comm_hook != "power_sgd" and recorded.get("ddp_find_unused_parameters", False)
     return replace(
         settings,
         logical_ranks=settings.logical_ranks or recorded.get("logical_ranks") or world.size,
         attn_implementation=settings.attn_implementation or recorded.get("attn_implementation"),
-        ddp_find_unused_parameters=settings.ddp_find_unused_parameters or takes_over,
     )

@@ -179,7 +179,7 @@ def test_texts_in_two_parts_are_counted_and_can_stop_the_run(tmp_path):
     assert counts == {"test_in_train": 3, "test_in_validation": 0, "validation_in_train": 0}
     data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates=counts))
     check_parts(Settings(**settings), data)
-    with pytest.raises(UserError, match=r"stop: 3 test reviews also occur in train rows$"):
+    with pytest.raises(UserError, match=r"stop: 3 test reviews also occur in train rows: scores"):
         check_parts(Settings(**settings, on_duplicates_between_parts="stop"), data)
 
 

@@ -54,15 +54,6 @@ def test_a_resumed_run_keeps_its_logical_ranks_and_threads(all_with_two_threads,
     assert torch.get_num_threads() == 3
 
 
-def test_a_resumed_run_keeps_searching_for_unused_parameters(all_with_two_threads):
-    """They follow from the model."""
-    before = recorded(ddp_find_unused_parameters=True)
-    assert restore_settings(Settings(), before, fake_world()).ddp_find_unused_parameters
-    assert not restore_settings(Settings(), recorded(), fake_world()).ddp_find_unused_parameters
-    compressed = Settings(ddp_comm_hook="power_sgd")  # refused later, because the run so far was not compressed
-    assert not restore_settings(compressed, before, fake_world()).ddp_find_unused_parameters
-
-
 def test_a_run_on_3_ranks_can_be_resumed_on_3_ranks(all_with_two_threads):
     settings = Settings(train_batch_size=48)
     adopted = restore_settings(settings, recorded(logical_ranks=3), fake_world(0, 3))
