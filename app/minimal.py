@@ -25,8 +25,8 @@ from transformers import DataCollatorWithPadding
 
 from .model.built_in import embeddings_of
 from .model.dropout import RowDropout
+from .model.identity import hash_weights
 from .model.load import load_classifier, load_tokenizer
-from .runs.hashes import hash_weights
 from .settings import Settings
 from .strategies.base import sum_of_squares
 from .strategies.optimization import VectorTails

@@ -17,9 +17,13 @@ from ..common.files import commit, flush, remove, write_json
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
 from ..distributed.world import World
 from ..runs.hashes import hash_files
-from ..runs.schema import RUN_STATE, RUN_STATE_VERSION
+from ..runs.schema import RUN_STATE
 
 PREFIX = "checkpoint-"
+# Increase the version if a program of the version before must not resume from run_state.json.
+# Version 2: dropout masks belong to the rows of the global batch. Version 3: shards that
+# torch.distributed.checkpoint reads, and hashes of all files.
+RUN_STATE_VERSION = 3
 
 
 def step_of(folder: Path) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,12 @@ from ..distributed.world import World
 from ..model.identity import changed_keys
 from ..runs.folder import lock
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
+from ..setting_groups import OutputSettings
 from ..settings import TYPES, Settings
 from .manager import PREFIX, latest_first, problem_of
 
 # They do not describe the training at all: names of folders, and settings of output and measurements.
-OUTPUT = (
-    *("output_dir", "cache_dir", "resume_from_checkpoint", "logging_steps", "disable_tqdm"),
-    *("dry_run", "profile", "report_to", "project", "run_name"),
-)
+OUTPUT = (*(setting.name for setting in fields(OutputSettings)), "cache_dir", "resume_from_checkpoint")
 # How the ranks share the work, and when checkpoints are saved. Or another recorded value states their effect: the
 # split's fingerprint, the model's commit or content, the global batch size, the devices.
 WITHOUT_EFFECT = (
@@ -146,24 +144,29 @@ def find_checkpoint(
     """
     requested = settings.resume_from_checkpoint
     source = Path(requested) if requested and requested != "auto" else None
-    run = find_run(path_name, settings, launchers, source=source)
-    if run is None and source is not None:
-        return _resume_from(_requested_checkpoint(source, warn))
-    if run is None:
-        if requested is not None:  # `reject_used` rejects an --output_dir that holds anything else
-            warn("--resume_from_checkpoint auto: there is no run to resume, so training starts from the beginning")
-        return Resume()
-    lock_fd = lock(run)
-    found = Resume(run, recorded=read_settings(run), lock=lock_fd)
-    if (run / METRICS.name).is_file():  # it has finished
-        return found
-    checkpoint = _latest(run, warn)
-    if checkpoint is None and source is not None and source.resolve() != run:
-        checkpoint = _requested_checkpoint(source, warn)  # of another run, until this one has written its first
-    if checkpoint is None:
-        warn(f"{run} has no complete checkpoint, so training starts from the beginning")
-        return found
-    return replace(_resume_from(checkpoint), folder=run, lock=lock_fd)
+    run, found, checkpoint = find_run(path_name, settings, launchers, source=source), Resume(), None
+    if run is not None:
+        found = Resume(run, lock=lock(run), recorded=read_settings(run))  # locked before anything is read
+        if (run / METRICS.name).is_file():  # it has finished
+            return found
+        checkpoint = _latest(run, warn)
+    if checkpoint is None and source is not None and source.resolve() != run:  # start from another run
+        checkpoint = _latest(source, warn)
+        if checkpoint is None:
+            reason = "has no complete checkpoint" if source.is_dir() else "no such folder"
+            raise UserError(f"--resume_from_checkpoint {source}: {reason}")
+    if checkpoint is not None:
+        state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
+        if checkpoint.name != f"{PREFIX}{state.get('step')}":  # names decide which one is the latest
+            raise UserError(
+                f"{checkpoint}: only {PREFIX}<step>, under the name that it was written with, can be resumed"
+            )
+        recorded = state["settings"] | {"threads": state["threads"]}
+        return replace(found, checkpoint=checkpoint.absolute(), state=state, recorded=recorded)
+    if requested is not None or run is not None:  # `reject_used` rejects an --output_dir that holds anything else
+        place = run or f"--resume_from_checkpoint {requested}"
+        warn(f"{place}: there is no complete checkpoint to resume from, so training starts from the beginning")
+    return found
 
 
 def find_run(path_name: str, settings: Settings, launchers: Collection[str], *, source: Path | None) -> Path | None:
@@ -192,42 +195,22 @@ def read_settings(run: Path) -> dict[str, Any]:
         return {}
 
 
-def _latest(run: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the latest checkpoint of a run that can be used; None if it has not written any.
+def _latest(place: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return a checkpoint, or the latest one of a run, that can be used; None if there is none at all.
 
     Raises:
         UserError: there are only others. To start again would repeat the work, although the cause may be temporary.
     """
-    folder, problem = run / CHECKPOINTS, None
+    folder, problem = place / CHECKPOINTS, None
     if folder.is_symlink() and not folder.exists():  # for example to a disk that is not mounted
         raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")
-    for checkpoint in latest_first(folder):
+    for checkpoint in [place] if (place / RUN_STATE).is_file() else latest_first(folder):
         if (problem := problem_of(checkpoint)) is None:
             return checkpoint
         warn(f"{checkpoint} is skipped: {problem}")
     if problem is not None:
-        raise UserError(f"{run}: none of its checkpoints can be used: {checkpoint.name}: {problem}")
+        raise UserError(f"{place}: none of its checkpoints can be used: {checkpoint.name}: {problem}")
     return None
-
-
-def _requested_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
-    """Return a checkpoint that is named, or the latest one of a run that is named."""
-    is_checkpoint = (path / RUN_STATE).is_file()
-    checkpoint = path if is_checkpoint else _latest(path, warn)
-    problem = problem_of(path) if is_checkpoint else None
-    if checkpoint is None:
-        problem = "has no complete checkpoint" if path.is_dir() else "no such folder"
-    if checkpoint is None or problem is not None:
-        raise UserError(f"--resume_from_checkpoint {path}: {problem}")
-    return checkpoint.absolute()
-
-
-def _resume_from(checkpoint: Path) -> Resume:
-    """Read what a checkpoint records, which `problem_of` has found to be complete and of this version."""
-    state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
-    if checkpoint.name != f"{PREFIX}{state.get('step')}":  # names decide which one is the latest
-        raise UserError(f"{checkpoint}: only {PREFIX}<step>, under the name that it was written with, can be resumed")
-    return Resume(None, checkpoint, state, state["settings"] | {"threads": state["threads"]})
 
 
 # ---- compare it with this run ---------------------------------------------------------------------------------------

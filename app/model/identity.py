@@ -1,4 +1,4 @@
-"""The content of a model besides its weights, by which a resumed run detects a change."""
+"""The content of a model: its weights, and what else it consists of, by which a resumed run detects a change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
 from transformers import PretrainedConfig
 
 # These keys of a config name a place, the version that has written it, and a class that is not used.
@@ -38,3 +40,8 @@ def hash_code(model: str, trust_remote_code: bool) -> str | None:
         digest.update(json.dumps([str(path.relative_to(model)), path.stat().st_size]).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of model.safetensors, as `save_pretrained` would write it, without writing it."""
+    return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()

@@ -19,7 +19,7 @@ def create_folder(requested: str | None, parent: Path, *, latest: bool = True) -
 
     Args:
         requested: a folder that must be new or empty (`--output_dir`); None: create a new one under `parent`.
-        latest: let the link `latest` next to a new folder under `parent` point to it.
+        latest: let the link `latest` next to a new folder under `parent` point to it. A run does so later.
 
     Raises:
         UserError: the folder is not empty, is a file, or cannot be written.
@@ -42,21 +42,6 @@ def create_folder(requested: str | None, parent: Path, *, latest: bool = True) -
     if latest:
         point_latest(folder)
     return folder
-
-
-def claim_folder(requested: str | None, parent: Path) -> tuple[Path, int]:
-    """Create a run's folder, and keep other jobs out of it. The record lets `latest` point to it later.
-
-    Returns:
-        The folder, and the descriptor that `lock` returns.
-
-    Raises:
-        UserError: as `create_folder`, or another job uses the folder.
-    """
-    folder = create_folder(requested, parent, latest=False)
-    descriptor = lock(folder)
-    reject_used(requested)  # another job may have run here and ended between the first check and the lock
-    return folder, descriptor
 
 
 def point_latest(folder: Path) -> None:

@@ -10,12 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .schema import EVALUATIONS, MODEL, MODEL_FOLDER, PREDICTIONS, STEPS
-
-if TYPE_CHECKING:
-    import torch
 
 DIGITS = 16  # hexadecimal digits of a hash where a person reads it
 
@@ -56,10 +52,3 @@ def hash_files(*paths: Path) -> str:
         with path.open("rb", buffering=0) as file:
             hashlib.file_digest(file, lambda: digest)  # in chunks: the weights may be larger than the memory
     return digest.hexdigest()
-
-
-def hash_weights(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of model.safetensors, as `save_pretrained` would write it, without writing it."""
-    import safetensors.torch  # here, because it imports torch, and the hash of a file needs none of it
-
-    return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()

@@ -50,10 +50,8 @@ def read_run(folder: Path) -> Run:
     """Read the run in a folder.
 
     Raises:
-        UserError: there is no such folder, or a file is missing or damaged.
+        UserError: a file is missing or damaged.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder")
     settings, split, metrics = (read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
     evaluations = _read(folder / EVALUATIONS, _lines) if (folder / EVALUATIONS).exists() else []
     predictions = _read(folder / PREDICTIONS, lambda path: _predictions(path, split["classes"]))
@@ -85,11 +83,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _predictions(path: Path, classes: list[str]) -> pd.DataFrame:
-    originals = {escape(name): name for name in classes}
-    columns = {escape(name): name for name in prediction_columns(classes)}
-    numbers = {"row": "int64"} | dict.fromkeys(map(escape, map(probability_column, classes)), "float64")
-    # "round_trip" reads back exactly what `repr` has written.
-    table: pd.DataFrame = pd.read_csv(
-        path, dtype=dict.fromkeys(columns, "str") | numbers, keep_default_na=False, float_precision="round_trip"
-    ).rename(columns=columns)[list(columns.values())]
-    return table.assign(**{name: [originals[cell] for cell in table[name]] for name in ("label", "predicted")})
+    columns = prediction_columns(classes)
+    originals = {escape(name): name for name in [*columns, *classes]}
+    cells = pd.read_csv(path, dtype="str", keep_default_na=False).rename(columns=originals)[columns]
+    for name in ("label", "predicted"):
+        cells[name] = [originals[cell] for cell in cells[name]]
+    return cells.astype({"row": "int64"} | dict.fromkeys(map(probability_column, classes), "float64"))

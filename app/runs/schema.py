@@ -34,24 +34,14 @@ PROFILE = "profile"  # a folder
 TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev
 PROFILE_SUMMARY, PROFILE_TEXT = "summary.json", "summary.md"
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
 CHECKPOINTS = "checkpoints"
 BEST_PREFIX = "best-"
 MODEL = "model.safetensors"  # the weights in model/
 SHARDS = "state-{rank}-of-{size}.safetensors"  # what only that rank holds of weights and optimizer state
 SCHEDULE, RUN_STATE = "schedule.json", "run_state.json"
-# Increase the version if a program of the version before must not resume from run_state.json.
-# Version 2: dropout masks belong to the rows of the global batch. Version 3: shards that
-# torch.distributed.checkpoint reads, and hashes of all files.
-RUN_STATE_VERSION = 3
-
-# ---- JSON files -----------------------------------------------------------------------------------------------------
 
 SETTINGS, SPLIT, METRICS = Path("settings.json"), Path("split.json"), Path("metrics.json")
 STEPS, EVALUATIONS = Path("steps.jsonl"), Path("evaluations.jsonl")
-
-# ---- predictions.csv ------------------------------------------------------------------------------------------------
 
 
 def probability_column(class_name: str) -> str:

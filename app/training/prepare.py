@@ -30,7 +30,7 @@ from ..distributed.collectives import (
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import hash_code
-from ..runs.folder import claim_folder, reject_used
+from ..runs.folder import create_folder, lock, reject_used
 from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -124,7 +124,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
         )
     with local_main_process_first(world):
         load_metrics()  # now, so that a failure to load them does not appear only after hours of training
-    folder, lock = open_folder(path_name, settings, resume, world=world)
+    folder, lock_fd = open_folder(path_name, settings, resume, world=world)
     prepared = Preparation(
         path_name=path_name,
         settings=settings,
@@ -136,7 +136,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
         loss=loss,
         resume=resume,
         folder=folder,
-        lock=lock,
+        lock=lock_fd,
         devices=all_gather_object(device_name(world.device), world),  # ranks may differ
         arithmetic=gather_arithmetic(world),
     )
@@ -150,10 +150,11 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
     Raises:
         AgreedError: the folder cannot be written, another job uses it, or not all ranks see it.
     """
-    path, lock = resume.folder, resume.lock
+    path, lock_fd = resume.folder, resume.lock
     with raise_on_all_ranks(world):
         if world.is_main_process and path is None:
-            path, lock = claim_folder(settings.output_dir, RUNS / path_name)
+            path = create_folder(settings.output_dir, RUNS / path_name, latest=False)
+            lock_fd = lock(path)
     path = broadcast_object(path, world)
     assert path is not None
     needs_all = settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile
@@ -166,7 +167,7 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
             f"--output_dir {path}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes share, "
             "or turn checkpoints off with --save_strategy no, and do not use --profile"
         )
-    return path, lock
+    return path, lock_fd
 
 
 def check_parts(settings: Settings, data: ReviewData) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
+from app.checkpoint.manager import RUN_STATE_VERSION
 from app.common.machine import device_name
 from app.runs.hashes import hash_files
-from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, RUN_STATE_VERSION, SCHEDULE, SETTINGS, STEPS
+from app.runs.schema import CHECKPOINTS, EVALUATIONS, RUN_STATE, SCHEDULE, SETTINGS, STEPS
 from app.settings import Settings
 
 CPU = device_name(torch.device("cpu"))

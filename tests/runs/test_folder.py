@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from app.common.errors import UserError
-from app.runs import folder as run_folder
-from app.runs.folder import claim_folder
-from app.runs.schema import LATEST, METRICS
+from app.runs.folder import create_folder, lock, reject_used
+from app.runs.schema import LATEST, LOCK, METRICS
 
 
-def test_a_folder_that_another_job_used_before_the_lock_was_taken_is_rejected(tmp_path, monkeypatch):
-    """Between the first check and the lock, another job may have started, finished and released its lock."""
-    lock = run_folder.lock
-
-    def lock_late(folder: Path) -> int:
-        (folder / METRICS.name).touch()
-        return lock(folder)
-
-    monkeypatch.setattr(run_folder, "lock", lock_late)
-    with pytest.raises(UserError, match="exists and is not an empty folder"):
-        claim_folder(str(tmp_path / "run"), tmp_path)
+def test_only_a_folder_without_results_is_accepted(tmp_path):
+    """What a run leaves that was killed at its start is no result."""
+    for name in (LOCK, ".settings.json.tmp"):
+        (tmp_path / name).touch()
+        assert create_folder(str(tmp_path), tmp_path) == tmp_path
+    (tmp_path / METRICS.name).touch()
+    for used in (tmp_path, tmp_path / METRICS.name):
+        with pytest.raises(UserError, match="exists and is not an empty folder"):
+            reject_used(str(used))
 
 
-def test_claiming_a_folder_locks_it_and_leaves_latest_alone(tmp_path):
-    folder, descriptor = claim_folder(None, tmp_path)
+def test_folders_of_the_same_second_are_different_and_latest_points_to_the_last_one(tmp_path):
+    folders = [create_folder(None, tmp_path / "new") for _ in range(3)]
+    assert len({folder.resolve() for folder in folders}) == 3
+    assert (tmp_path / "new" / LATEST).resolve() == folders[-1].resolve()
+    assert create_folder(None, tmp_path / "new", latest=False).resolve() not in folders
+    assert (tmp_path / "new" / LATEST).resolve() == folders[-1].resolve()
+
+
+def test_a_locked_folder_is_in_use_until_it_is_unlocked(tmp_path):
+    descriptor = lock(tmp_path)
     with pytest.raises(UserError, match="has not ended"):
-        run_folder.lock(folder)
+        lock(tmp_path)
     os.close(descriptor)
-    assert not (tmp_path / LATEST).exists()
-    run_folder.point_latest(folder)
-    assert (tmp_path / LATEST).resolve() == folder.resolve()
+    os.close(lock(tmp_path))
