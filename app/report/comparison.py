@@ -48,7 +48,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         **compared,
         "same_evaluations": a.evaluations == b.evaluations,
         "runs": [
-            {"path": run.path, "folder": str(run.folder), "world_size": run.settings["world_size"]}
+            {"path": run.settings["path"], "folder": str(run.folder), "world_size": run.settings["world_size"]}
             | {name: run.metrics[name] for name in PER_RUN}
             | {name: run.metrics.get(name) for name in PER_RUN_IF_KNOWN}
             | {"steps": len(run.steps)}
@@ -108,7 +108,8 @@ def compare_seeds(pairs: Sequence[Sequence[Run]], baselines: bool = True) -> dic
 
 def run_names(a: Run, b: Run) -> list[str]:
     """Return the names of two runs: their training paths, marked A and B if both used the same one."""
-    return [a.path, b.path] if a.path != b.path else [f"A ({a.path})", f"B ({b.path})"]
+    x, y = a.settings["path"], b.settings["path"]
+    return [x, y] if x != y else [f"A ({x})", f"B ({y})"]
 
 
 def confusion_matrix(run: Run) -> list[list[int]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import itertools
 import os
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -14,33 +11,29 @@ from ..common.errors import UserError
 from .schema import LATEST, LOCK
 
 
-def create_folder(requested: str | None, parent: Path, *, latest: bool = True) -> Path:
+def create_folder(requested: str | None, parent: Path) -> Path:
     """Create a folder for results.
 
     Args:
         requested: a folder that must be new or empty (`--output_dir`); None: create a new one under `parent`.
-        latest: let the link `latest` next to a new folder under `parent` point to it. A run does so later.
 
     Raises:
         UserError: the folder is not empty, is a file, or cannot be written.
     """
     folder = Path(requested) if requested is not None else parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     try:
-        if requested is not None:
-            reject_used(requested)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return folder
-        for number in itertools.count(2):  # another job may start in the same second
-            with suppress(FileExistsError):
-                folder.mkdir(parents=True)
-                break
-            folder = folder.with_name(f"{folder.name[:19]}-{number}")
+        reject_used(requested)
+        try:
+            folder.mkdir(parents=True, exist_ok=requested is not None)
+        except FileExistsError:
+            if requested is not None:
+                raise
+            folder = parent / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"  # another job has started in the same second
+            folder.mkdir()
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: cannot be written: {problem.strerror}") from None
-    if latest:
-        point_latest(folder)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output_dir {folder}: cannot be written: you have no permission")
     return folder
 
 

@@ -36,11 +36,6 @@ class Run:
     predictions: pd.DataFrame
 
     @property
-    def path(self) -> str:
-        """The training path: `ddp_loop` or `trainer_run`."""
-        return str(self.settings["path"])
-
-    @property
     def probabilities(self) -> pd.DataFrame:
         """The predicted probabilities, float64 (n_test, classes), in the order of the classes."""
         return self.predictions[[probability_column(name) for name in self.split["classes"]]]

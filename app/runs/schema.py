@@ -24,18 +24,15 @@ from pathlib import Path
 RUNS = Path("runs")  # the parent of the run folders without --output_dir: runs/<training path>/<date and time>
 LATEST = "latest"  # a symbolic link next to those folders, to the newest one
 
-MODEL_FOLDER = "model"
-MODEL_CARD = "README.md"
+MODEL_FOLDER, MODEL_CARD = "model", "README.md"
 PREDICTIONS = "predictions.csv"
 LOCK = ".lock"
 
-TRACKERS = "trackers"  # a folder
-PROFILE = "profile"  # a folder
+TRACKERS, PROFILE = "trackers", "profile"  # folders
 TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev
 PROFILE_SUMMARY, PROFILE_TEXT = "summary.json", "summary.md"
 
-CHECKPOINTS = "checkpoints"
-BEST_PREFIX = "best-"
+CHECKPOINTS, BEST_PREFIX = "checkpoints", "best-"
 MODEL = "model.safetensors"  # the weights in model/
 SHARDS = "state-{rank}-of-{size}.safetensors"  # what only that rank holds of weights and optimizer state
 SCHEDULE, RUN_STATE = "schedule.json", "run_state.json"

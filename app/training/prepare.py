@@ -153,7 +153,7 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
     path, lock_fd = resume.folder, resume.lock
     with raise_on_all_ranks(world):
         if world.is_main_process and path is None:
-            path = create_folder(settings.output_dir, RUNS / path_name, latest=False)
+            path = create_folder(settings.output_dir, RUNS / path_name)
             lock_fd = lock(path)
     path = broadcast_object(path, world)
     assert path is not None

@@ -55,7 +55,7 @@ def test_both_paths_are_bitwise_identical(trained, cell):
     ranks, accumulation, sampling, precision = cell.split(",")
     a, b = (read_run(trained(ranks) / f"{cell}-{path}") for path in PATHS)
     for run, path in zip((a, b), PATHS, strict=True):
-        assert (run.path, run.settings["world_size"], run.settings["dropout"]) == (path, int(ranks), 0.1)
+        assert (run.settings["path"], run.settings["world_size"], run.settings["dropout"]) == (path, int(ranks), 0.1)
         assert run.settings["gradient_accumulation_steps"] == int(accumulation)
         assert (run.settings["train_sampling_strategy"], run.settings["precision"]) == (sampling, precision)
     assert first_difference(a, b) is None
@@ -100,6 +100,6 @@ def test_same_bits_trains_both_paths(launch, hotel_csv, tmp_path):
     assert "all 2 cells have one hash: bitwise identical\n" in table
     for path in PATHS:
         run = read_run(tmp_path / "table" / f"{path}-2-ddp")
-        assert (run.path, run.settings["world_size"], run.settings["logical_ranks"]) == (path, 2, 2)
+        assert (run.settings["path"], run.settings["world_size"], run.settings["logical_ranks"]) == (path, 2, 2)
         assert len(run.steps) == 20
         assert [line["step"] for line in run.evaluations] == [15, 20]

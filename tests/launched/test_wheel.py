@@ -57,7 +57,7 @@ def test_compare_trains_on_the_bundled_sample(installed, elsewhere):
     assert done.stdout.splitlines()[-1].startswith("bitwise identical")
     assert "python -m samebits.compare" in done.stdout
     assert "app." not in done.stdout
-    folder = elsewhere / "runs" / "comparisons" / "latest"
+    (folder,) = (elsewhere / "runs" / "comparisons").iterdir()
     assert (folder / "comparison.html").exists()
     comparison = json.loads((folder / "comparison.json").read_text())
     assert [(run["path"], run["world_size"]) for run in comparison["runs"]] == [
