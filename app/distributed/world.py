@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -99,4 +100,5 @@ class World:
     def print_main(self, text: str) -> None:
         """Print on rank 0 only. Not a collective."""
         if self.is_main_process:
-            print(text, flush=True)
+            with tqdm.external_write_mode():  # above the progress bar, if there is one
+                print(text, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +16,54 @@ from ..distributed.collectives import first_failure
 from ..runs.schema import BEST_PREFIX
 from ..settings import Settings
 
-Evaluation = Mapping[str, Any]  # a line of evaluations.jsonl
-
-
-def best_of(evaluations: Iterable[Evaluation], metric: str) -> Evaluation | None:
-    """Return the best of some lines of evaluations.jsonl; of equal ones the first."""
-    sign = 1 if metric == "loss" else -1
-    return min(evaluations, key=lambda line: sign * line[metric], default=None)
-
 
 class BestWeights:
     """The weights after the best evaluation so far, which follows from the lines of evaluations.jsonl alone."""
 
-    def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[Evaluation]) -> None:
-        """`evaluations` are those of the run so far, to which it adds."""
+    def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[dict[str, Any]]) -> None:
+        """`evaluations` are the lines of the run so far."""
         self.checkpoints, self.evaluations = checkpoints, evaluations
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
-        self.unsaved: list[Evaluation] = []  # those whose weights could not be written
+        self.unsaved: set[int] = set()  # steps whose weights could not be written
 
-    def best(self, up_to: float = math.inf) -> Evaluation | None:
-        """Return the best evaluation up to a step whose weights are kept; None without any."""
-        saved = [line for line in self.evaluations if line["step"] <= up_to and line not in self.unsaved]
-        return best_of(saved, self.metric) if self.enabled else None
+    def best(self, up_to: float = math.inf) -> Path | None:
+        """Return the folder of the best weights up to a step, of equal ones the first; None without any."""
+        sign = 1 if self.metric == "loss" else -1
+        saved = [line for line in self.evaluations if line["step"] <= up_to and line["step"] not in self.unsaved]
+        best = min(saved, key=lambda line: sign * line[self.metric], default=None)
+        return self.checkpoints.folder / f"{BEST_PREFIX}{best['step']}" if best and self.enabled else None
 
-    def take_over(self, checkpoint: Path) -> None:
-        """Check the best weights before a checkpoint, and copy those of another run. Call it on rank 0.
+    def take_over(self, checkpoint: Path | None) -> None:
+        """Check the best weights before a checkpoint, if any, and copy those of another run. Call it on rank 0.
 
         Raises:
             UserError: they are damaged.
             OSError: they cannot be copied.
         """
-        if (best := self.best()) is None:
+        if checkpoint is None or (folder := self.best()) is None:
             return
-        source, target = (folder / name_of(best) for folder in (checkpoint.parent, self.checkpoints.folder))
+        source = checkpoint.parent / folder.name
         if (problem := problem_of(source)) is not None:
             raise UserError(f"cannot resume from {checkpoint}: {source}, the best weights before it: {problem}")
-        if not target.exists():
-            staging = target.with_name(f".{target.name}.tmp")
+        if not folder.exists():
+            staging = folder.with_name(f".{folder.name}.tmp")
             shutil.copytree(source, staging, dirs_exist_ok=True)
-            commit(staging, target)
+            commit(staging, folder)
 
-    def keep(self, state: TrainingState) -> None:
-        """Save the weights if the last evaluation is the best one. Collective."""
+    def add(self, evaluation: dict[str, Any], state: TrainingState) -> None:
+        """Add an evaluation, and save the weights if it is the best one. Collective."""
+        before = self.best()
+        self.evaluations.append(evaluation)
         best = self.best()
-        if best is not None and best is self.evaluations[-1]:
-            saved = self.checkpoints.save(name_of(best), lambda folder: state.save(folder, weights_only=True))
-            self.unsaved += [] if saved else [best]
+        if best is not None and best != before:
+            saved = self.checkpoints.save(best.name, lambda folder: state.save(folder, weights_only=True))
+            self.unsaved |= set() if saved else {evaluation["step"]}
 
     def remove_unused(self) -> None:
         """Remove weights that are neither the best nor needed to resume from a checkpoint. Call it on rank 0."""
         folder = self.checkpoints.folder
-        best = [self.best(step) for step in (math.inf, *map(step_of, latest_first(folder)))]
-        used = {name_of(evaluation) for evaluation in best if evaluation is not None}
-        for path in [path for path in folder.glob(f"{BEST_PREFIX}*") if path.name not in used]:
+        used = [self.best(step) for step in (math.inf, *map(step_of, latest_first(folder)))]
+        for path in [path for path in folder.glob(f"{BEST_PREFIX}*") if path not in used]:
             remove(path)
 
     def load(self, state: TrainingState) -> None:
@@ -78,17 +72,11 @@ class BestWeights:
         Raises:
             RunError: the weights are damaged.
         """
-        if (best := self.best()) is None:
+        if (folder := self.best()) is None:
             return
-        folder, world = self.checkpoints.folder / name_of(best), self.checkpoints.world
+        world = self.checkpoints.world
         problem = problem_of(folder) if world.is_main_process else None
         if (problem := first_failure(problem, world)) is not None:
             raise RunError(f"{folder}: the best weights are damaged: {problem}")
         state.load(folder, weights_only=True)
-        score = f"validation {self.metric} {best[self.metric]:.4f}"
-        world.print_main(labeled("best weights", f"of step {best['step']}: {score}"))
-
-
-def name_of(evaluation: Evaluation) -> str:
-    """Return the name of the folder that holds the weights after an evaluation."""
-    return f"{BEST_PREFIX}{evaluation['step']}"
+        world.print_main(labeled("best weights", folder))

@@ -33,7 +33,6 @@ from ..training.console import block
 from ..training.prepare import Preparation
 from .run_folder import split_content
 
-MODEL_STAGING = f".{MODEL_FOLDER}.tmp"
 TASK = "text-classification"
 CHUNK = 10_000  # rows of predictions.csv that are in memory at once
 
@@ -55,14 +54,16 @@ def write_results(
         OSError: a file cannot be written, or the folder is gone.
     """
     write_text(run.folder / PREDICTIONS, predictions_as_csv(run.data.table, run.data.split.test, logits=logits))
+    staging = run.folder / f".{MODEL_FOLDER}.tmp"
     try:
-        staging = stage_model(run.folder, run.model, state, tokenizer=run.data.tokenizer)
+        stage_model(staging, run.model, state, tokenizer=run.data.tokenizer)
         metrics = metrics_content(run.folder, scores, peak_memory) | {"hash": hash_run(run.folder, staging)}
         (staging / MODEL_CARD).write_text(model_card(run, metrics), encoding="utf-8")
         commit(staging, run.folder / MODEL_FOLDER)
-    except BaseException:
-        shutil.rmtree(run.folder / MODEL_STAGING, ignore_errors=True)
-        raise
+    except (OSError, SafetensorError) as problem:
+        raise OSError(f"{run.folder / MODEL_FOLDER} could not be written: {problem}") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     write_json(run.folder / METRICS.name, metrics)
     return metrics
 
@@ -125,24 +126,19 @@ def describe_result(run: Preparation, metrics: Mapping[str, Any]) -> str:
     return block(facts)
 
 
-def stage_model(folder: Path, model: PreTrainedModel, state: Tensors, *, tokenizer: PreTrainedTokenizerBase) -> Path:
+def stage_model(staging: Path, model: PreTrainedModel, state: Tensors, *, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write weights, config and tokenizer into a staging directory, so that `pipeline` can load them.
 
     Args:
         state: the complete state dict, in which tied parameters share a tensor.
 
     Raises:
-        OSError: a file cannot be written, or the run's folder is gone.
+        OSError, SafetensorError: a file cannot be written, or the run's folder is gone.
     """
-    staging = folder / MODEL_STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()  # save_pretrained would also create a run folder that is gone
-    try:
-        model.save_pretrained(staging, state_dict=state)
-        tokenizer.save_pretrained(staging)
-    except (OSError, SafetensorError) as problem:
-        raise OSError(f"{folder / MODEL_FOLDER} could not be written: {problem}") from None
-    return staging
+    model.save_pretrained(staging, state_dict=state)
+    tokenizer.save_pretrained(staging)
 
 
 def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:

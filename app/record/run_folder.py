@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..common.files import write_json
+from ..common.files import write_json, write_text
 from ..common.machine import git_commit, kernels
 from ..runs.folder import point_latest
-from ..runs.schema import SETTINGS, SPLIT
+from ..runs.schema import EVALUATIONS, SETTINGS, SPLIT, STEPS
 from ..training.prepare import Preparation
 
 PACKAGES = (
@@ -21,15 +21,19 @@ PACKAGES = (
 
 
 def write_description(run: Preparation, wrapper: str) -> None:
-    """Write settings.json and split.json. Call it on rank 0 when nothing can be rejected any more.
+    """Write settings.json, split.json and, from another run's folder, the lines of the logs up to the checkpoint.
 
-    A restarted job recognizes its folder by settings.json, so `latest` points to it only now.
+    Call it on rank 0 when nothing can be rejected any more. A restarted job recognizes its folder by settings.json, so
+    `latest` points to it only now.
 
     Raises:
         OSError: the folder cannot be written.
     """
     write_json(run.folder / SETTINGS.name, settings_content(run) | {"wrapper": wrapper})
     write_json(run.folder / SPLIT.name, split_content(run))
+    for log in (run.folder / STEPS, run.folder / EVALUATIONS):
+        if (lines := run.resume.lines_of(log.name)) and not log.exists():
+            write_text(log, lines)
     if run.settings.output_dir is None and run.resume.folder is None:
         point_latest(run.folder)
 

@@ -33,10 +33,10 @@ from ..model.vocabulary import complete_state, trimmed_vocabulary
 from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, STEPS
 from ..strategies.fsdp import wrapper_name
 from ..training.prepare import Preparation
-from .best import BestWeights, Evaluation
+from .best import BestWeights
 from .results import describe_result, write_results
 from .run_folder import run_state_content, write_description
-from .steps import MetricsLog, StepLog, console_line
+from .steps import MetricsLog, Step, StepLog, console_line, count_tokens
 from .trackers import Trackers
 
 if TYPE_CHECKING:
@@ -57,11 +57,10 @@ class RunRecord:
         lines = {log.name: run.resume.lines_of(log.name) for log in (STEPS, EVALUATIONS)}
         self.logs = {name: MetricsLog(run.folder / name, kept) for name, kept in lines.items()}
         self.steps = StepLog(run, lines[STEPS.name])
-        self.evaluations: list[Evaluation] = [json.loads(line) for line in lines[EVALUATIONS.name]]
-        self.best = BestWeights(self.checkpoints, run.settings, self.evaluations)
+        self.best = BestWeights(self.checkpoints, run.settings, list(map(json.loads, lines[EVALUATIONS.name])))
         self.early_stopping = EarlyStopping(run.settings)
         self.early_stopping.add_all(lines[EVALUATIONS.name])
-        self.trackers = Trackers(run, warn=self._print)
+        self.trackers = Trackers(run)
         self.profiler: StepProfiler | None = None
         if run.settings.profile:
             from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
@@ -88,11 +87,8 @@ class RunRecord:
         with raise_on_all_ranks(self.world):
             if self.world.is_main_process:
                 try:
-                    if self.resume.checkpoint is not None:
-                        self.best.take_over(self.resume.checkpoint)
+                    self.best.take_over(self.resume.checkpoint)
                     write_description(self.run, wrapper_name(wrapped))
-                    for log in self.logs.values():
-                        log.create()
                 except OSError as problem:
                     raise UserError(f"{self.folder}: cannot be written: {problem.strerror or problem}") from None
         self.bar = tqdm(
@@ -103,7 +99,7 @@ class RunRecord:
         )
         self.trackers.start()
         self.steps.start_clock()
-        is_evaluated = bool(self.evaluations) and self.evaluations[-1]["step"] == step
+        is_evaluated = step in [line["step"] for line in self.best.evaluations]
         return step > 0 and plan.due(self.settings.eval_strategy, self.settings.eval_steps, step) and not is_evaluated
 
     def finish(self, logits: NDArray[np.floating[Any]], scores: Scores) -> None:
@@ -160,9 +156,10 @@ class RunRecord:
         learning_rate: float,
         batches: Sequence[Mapping[str, torch.Tensor]],
     ) -> bool:
-        """Record an optimizer step, as in `Step`; log, save a checkpoint and stop if that is due. Collective.
+        """Record an optimizer step; log, save a checkpoint and stop if that is due. Collective.
 
         Args:
+            losses: like the norm, as in `Step`. The host does not wait for them.
             batches: this rank's micro-batches of the step, on the CPU.
 
         Returns:
@@ -173,11 +170,12 @@ class RunRecord:
             RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
         """
         settings, plan = self.settings, self.plan
-        self.steps.add(step, losses, grad_norm, learning_rate=learning_rate, batches=batches)
+        line = {"step": step, "epoch": step / plan.steps_per_epoch, "loss": None, "grad_norm": None}
+        line |= {"learning_rate": learning_rate, **count_tokens(batches)}
+        self.steps.add(Step(line, losses, grad_norm))
         evaluation_is_due = plan.due(settings.eval_strategy, settings.eval_steps, step)
-        if step % settings.logging_steps == 0 or step == plan.total_steps:
+        if step % settings.logging_steps == 0 or step == plan.total_steps or evaluation_is_due:
             self.write_steps()
-            self.bar.set_postfix(loss=f"{self.steps.last_loss:.4f}", refresh=False)
         self.bar.update()
         if self.profiler is not None and self.profiler.step():
             self.steps.start_clock()  # writing is not training time
@@ -191,8 +189,6 @@ class RunRecord:
             if saved is None or step_of(saved) != step:
                 raise RunError(f"stopped {when}, but its checkpoint could not be written")
             raise Preempted(f"{when}; resume with --resume_from_checkpoint {self.folder}")
-        if evaluation_is_due:
-            self.write_steps()
         if step == plan.total_steps:
             self.bar.close()
         return evaluation_is_due
@@ -208,6 +204,7 @@ class RunRecord:
         lines, failure = self.steps.reduce()
         if lines:
             self._append(STEPS.name, lines)
+            self.bar.set_postfix(loss=f"{lines[-1]['loss']:.4f}", refresh=False)
         if self.vocabulary is not None:
             done = [line["learning_rate"] for line in lines if line["grad_norm"] is not None]  # others were skipped
             self.vocabulary.decay(done, self.settings.weight_decay)
@@ -215,17 +212,16 @@ class RunRecord:
             raise failure
         # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
         if self.steps.last_step % self.settings.logging_steps == 0 or self.steps.last_step == self.plan.total_steps:
-            self._print(console_line(lines, self.plan.total_steps))
+            self.world.print_main(console_line(lines, self.plan.total_steps))
 
     def after_evaluation(self, step: int, eval_set_name: str, metrics: Mapping[str, float]) -> None:
         """Record an evaluation, and keep the weights if they are the best so far. Collective."""
         epoch = step / self.plan.steps_per_epoch
-        line = {"step": step, "epoch": epoch, "rows": eval_set_name}
+        line: dict[str, Any] = {"step": step, "epoch": epoch, "rows": eval_set_name}
         line |= {name: metrics[name] for name in ("n", "accuracy", "f1", "loss")}
-        self.evaluations.append(line)
-        self.best.keep(self.state)  # first: a line in evaluations.jsonl tells that they are complete
+        self.best.add(line, self.state)  # first: a line in evaluations.jsonl tells that they are complete
         self._append(EVALUATIONS.name, [line])
-        self._print(
+        self.world.print_main(
             f"epoch {epoch:.2f}: {eval_set_name} accuracy {metrics['accuracy']:.4f}, loss {metrics['loss']:.4f}"
         )
         if self.world.is_main_process:
@@ -233,7 +229,7 @@ class RunRecord:
         self.steps.start_clock()  # an evaluation does not count as training time
         self.early_stopping.add(metrics)
         if self.early_stopping.stops:
-            self._print(f"step {step}/{self.plan.total_steps}: {self.early_stopping}")
+            self.world.print_main(f"step {step}/{self.plan.total_steps}: {self.early_stopping}")
             self.bar.close()
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -242,16 +238,12 @@ class RunRecord:
         text, log = [json.dumps(line, allow_nan=False) + "\n" for line in lines], self.logs[name]
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder}: the run's folder is gone")
-        warn_once = (lambda _: None) if log.pending else self._print
+        warn_once = (lambda _: None) if log.pending else self.world.print_main
         try:
             log.append(text)
         except OSError as problem:  # the log keeps the lines in memory until they can be written
             stop_or_warn(log.path, problem, self.settings.on_save_failure, warn=warn_once)
         self.trackers.log(name, lines)
-
-    def _print(self, line: str) -> None:
-        if self.world.is_main_process:
-            tqdm.write(line)  # above the progress bar, if there is one
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from ..common.errors import RunError
-from ..common.files import flush, write_text
+from ..common.files import flush
 from ..distributed.collectives import all_gather, all_gather_object
 from ..distributed.world import World
 from ..strategies.base import START_CLOCK
@@ -28,7 +28,7 @@ COUNTS = ("examples", "tokens", "padded_tokens")
 class Step(NamedTuple):
     """One optimizer step on this rank. Tensors stay on the device until the whole logging interval is reduced."""
 
-    line: dict[str, Any]  # of steps.jsonl, with this rank's counts, and without the loss and the norm
+    line: dict[str, Any]  # of steps.jsonl, with this rank's counts, and None for the loss and the norm
     losses: torch.Tensor  # the mean loss of each of this rank's micro-batches, shape (micro-batches,)
     grad_norm: torch.Tensor  # of the averaged gradients before clipping, scalar, equal on every rank
 
@@ -40,8 +40,7 @@ class StepLog:
         """`lines` are those of steps.jsonl before this process was started."""
         self.run, self.world = run, run.world
         self.pending: list[Step] = []
-        self.last_step = run.resume.step  # the last step that has been done; `last_loss` follows when it is reduced
-        self.last_loss = float("nan")
+        self.last_step = run.resume.step  # the last step that has been done
         # How many steps have been skipped because of an overflow in fp16 since the last one that was not.
         overflows = (json.loads(line)["grad_norm"] is None for line in reversed(lines))
         self.skipped_in_a_row = sum(takewhile(bool, overflows))
@@ -51,23 +50,12 @@ class StepLog:
         with record_function(START_CLOCK):
             self._clock = time.perf_counter()
 
-    def add(
-        self,
-        step: int,
-        losses: torch.Tensor,
-        grad_norm: torch.Tensor,
-        *,
-        learning_rate: float,
-        batches: Sequence[Mapping[str, torch.Tensor]],
-    ) -> None:
-        """Keep the measurements of a step, without waiting for the device. Arguments as for `RunRecord.after_step`."""
+    def add(self, step: Step) -> None:
+        """Keep the measurements of a step until they are reduced, and measure its time."""
         now = time.perf_counter()
-        # The reduction replaces the None, which keep the places of these keys in the line.
-        line: dict[str, Any] = {"step": step, "epoch": step / self.run.plan.steps_per_epoch}
-        line |= {"loss": None, "grad_norm": None, "learning_rate": learning_rate}
-        line |= {**count_tokens(batches), "seconds": now - self._clock}
-        self.pending.append(Step(line, losses, grad_norm))
-        self.last_step, self._clock = step, now
+        step.line["seconds"], self._clock = now - self._clock, now
+        self.pending.append(step)
+        self.last_step = step.line["step"]
 
     def reduce(self) -> tuple[list[dict[str, Any]], RunError | None]:
         """Reduce the pending steps over the ranks. Collective.
@@ -79,7 +67,6 @@ class StepLog:
         """
         pending, self.pending = self.pending, []
         lines = reduce_steps(pending, self.world)
-        self.last_loss = lines[-1]["loss"]
         for i, line in enumerate(lines):
             if math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]):
                 self.skipped_in_a_row = 0
@@ -119,14 +106,14 @@ class StepLog:
 
 
 def count_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, int]:
-    """Return the numbers of rows, of tokens without padding, and of tokens with padding, by the names in COUNTS."""
+    """Return the counts of some batches on the CPU: rows, tokens, and tokens with padding."""
     # A model that takes no mask reads padding as text, so all positions count as tokens.
-    masks = [
-        batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
-        for batch in batches
-    ]
-    counts = [(len(mask), int(mask.sum()), mask.numel()) for mask in masks]  # on the CPU: no device has to be awaited
-    return dict(zip(COUNTS, map(sum, zip(*counts, strict=True)), strict=True))
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+    return {
+        "examples": sum(len(mask) for mask in masks),
+        "tokens": sum(int(mask.sum()) for mask in masks),
+        "padded_tokens": sum(mask.numel() for mask in masks),
+    }
 
 
 def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
@@ -178,17 +165,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, kept: Sequence[str] = ()) -> None:
         """`kept` are the lines up to the checkpoint. Others are removed when the first new line is appended."""
-        self.path, self.kept, self.pending = path, "".join(kept), b""
-        self.size = len(self.kept.encode())  # bytes that are known to be complete lines
-
-    def create(self) -> None:
-        """Write the kept lines, if they are in another run's folder so far.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if self.kept and not self.path.exists():
-            write_text(self.path, self.kept)
+        self.path, self.pending = path, b""
+        self.size = len("".join(kept).encode())  # bytes that are known to be complete lines
 
     def append(self, lines: Sequence[str]) -> None:
         """Append complete lines; without any, write only those that are pending.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,70 +31,68 @@ QUIET = {
 class Trackers:
     """The trackers of a run. Without any, and on other ranks than 0, the methods do nothing."""
 
-    def __init__(self, run: Preparation, warn: Callable[[str], None]) -> None:
-        """`warn` prints a warning, of which each tracker causes at most one."""
-        self.run, self.folder, self.warn = run, run.folder, warn
-        self.names = run.settings.trackers if run.world.is_main_process else []
+    def __init__(self, run: Preparation) -> None:
+        self.run = run
         self.started: dict[str, Any] = {}
 
     def start(self) -> None:
         """Start the trackers. A run that resumes in its folder continues its run of the tracker."""
-        for name in self.names:
-            self._attempt(name, partial(self._start, name))
-
-    def _start(self, name: str) -> None:
-        from accelerate import tracking  # here, because only runs with --report_to need it
-
-        # accelerate's own logger works only after an Accelerator has been created, which `ddp_loop` never does.
-        tracking.logger = logging.getLogger(tracking.__name__)
-        create, project = tracking.LOGGER_TYPE_TO_CLASS[name], self.run.settings.project
-        run_name = self.run.settings.run_name or f"{self.run.path_name}-{self.folder.name}"
-        # The folder identifies the run, and the time of its lock, which is written once, a new run in the same folder.
-        created = (self.folder / LOCK).stat().st_mtime_ns
-        run_id = hashlib.sha256(f"{self.folder.resolve()} {created}".encode()).hexdigest()[:21]
-        if name == "tensorboard":  # it shows each folder as a run
-            base = os.environ.get(TENSORBOARD_LOGGING_DIR)
-            place = (f"{run_id}", Path(base) / project) if base else (name, self.folder / TRACKERS)
-            tracker = create(*place)
-        elif name == "mlflow":
-            tracker = create(project, run_name=run_name)
-        elif name == "trackio":  # a run is identified by its name
-            tracker = create(project, name=f"{run_name}-{run_id[:6]}", resume="allow")
-        else:
-            tracker = create(project, name=run_name, id=run_id, resume="allow", settings=QUIET[name])
-        tracker.main_process_only = False  # otherwise accelerate initializes its own state, which includes the device
-        tracker.start()
-        config = settings_content(self.run).items()
-        tracker.store_init_configuration({key: value for key, value in config if isinstance(value, int | float | str)})
-        self.started[name] = tracker
+        for name in self.run.settings.trackers if self.run.world.is_main_process else []:
+            with self._drop_if_it_fails(name):
+                self.started[name] = tracker = build(name, self.run)
+                tracker.main_process_only = False  # otherwise accelerate initializes its own state, with the device
+                tracker.start()
+                config = settings_content(self.run)
+                tracker.store_init_configuration({k: v for k, v in config.items() if isinstance(v, int | float | str)})
 
     def log(self, file: str, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log lines as they are written to a file of the run."""
-        for name, tracker in list(self.started.items()):
-            self._attempt(name, partial(self._log, name, tracker, file=file, lines=lines))
-
-    def _log(self, name: str, tracker: Any, *, file: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        # Without these arguments, TensorBoard would round to fp32.
-        exact = {"new_style": True, "double_precision": True} if name == "tensorboard" else {}
-        for line in lines:
+        for line in map(dict, lines):
+            step = line.pop("step")
             if file == STEPS.name:
-                line = {**line, "examples_per_second": line["examples"] / line["seconds"]}
-            values = {f"{PREFIXES[file]}/{key}": value for key, value in line.items() if key != "step"}
-            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-            tracker.log(numbers, step=line["step"], **exact)
-            if "hash" in line and name in LOG_TEXT:
-                tracker.log({"final/hash": line["hash"]}, step=line["step"])
+                line["examples_per_second"] = line["examples"] / line["seconds"]
+            numbers = {f"{PREFIXES[file]}/{k}": value for k, value in line.items() if isinstance(value, int | float)}
+            for name, tracker in list(self.started.items()):
+                with self._drop_if_it_fails(name):
+                    # Without these arguments, TensorBoard would round to fp32.
+                    exact = {"new_style": True, "double_precision": True} if name == "tensorboard" else {}
+                    tracker.log(numbers, step=step, **exact)
+                    if "hash" in line and name in LOG_TEXT:
+                        tracker.log({"final/hash": line["hash"]}, step=step)
 
     def close(self) -> None:
         """Let the trackers finish."""
         for name, tracker in list(self.started.items()):
-            self._attempt(name, tracker.finish)
-        self.started.clear()
+            with self._drop_if_it_fails(name):
+                tracker.finish()
 
-    def _attempt(self, name: str, action: Callable[[], object]) -> None:
+    @contextmanager
+    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
         try:
-            action()
+            yield
         except (Exception, SystemExit) as problem:  # some libraries exit
             self.started.pop(name, None)
             text = escape_control_characters(shorten(" ".join(str(problem or type(problem).__name__).split()), 200))
-            self.warn(f"warning: --report_to {name}: {text}; it gets no more values, the run is not affected")
+            warning = f"warning: --report_to {name}: {text}; it gets no more values, the run is not affected"
+            self.run.world.print_main(warning)
+
+
+def build(name: str, run: Preparation) -> Any:
+    """Return one of accelerate's trackers, which has not been started."""
+    from accelerate import tracking  # here, because only runs with --report_to need it
+
+    # accelerate's own logger works only after an Accelerator has been created, which `ddp_loop` never does.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    tracker, project = tracking.LOGGER_TYPE_TO_CLASS[name], run.settings.project
+    run_name = run.settings.run_name or f"{run.path_name}-{run.folder.name}"
+    # The folder identifies the run, and the time of its lock, which is written once, a new run in the same folder.
+    created = (run.folder / LOCK).stat().st_mtime_ns
+    run_id = hashlib.sha256(f"{run.folder.resolve()} {created}".encode()).hexdigest()[:21]
+    if name == "tensorboard":  # it shows each folder as a run
+        base = os.environ.get(TENSORBOARD_LOGGING_DIR)
+        return tracker(run_id, Path(base) / project) if base else tracker(name, run.folder / TRACKERS)
+    if name == "mlflow":
+        return tracker(project, run_name=run_name)
+    if name == "trackio":  # a run is identified by its name
+        return tracker(project, name=f"{run_name}-{run_id[:6]}", resume="allow")
+    return tracker(project, name=run_name, id=run_id, resume="allow", settings=QUIET[name])

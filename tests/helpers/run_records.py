@@ -13,6 +13,7 @@ from app.data.sampler import BatchPlan
 from app.distributed.preemption import StopRequest
 from app.metrics.score import score
 from app.record.run_record import RunRecord
+from app.record.steps import Step, count_tokens
 from app.runs.schema import EVALUATIONS, SCHEDULE, STEPS
 
 
@@ -52,8 +53,9 @@ def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
     """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
     for step in steps:
         batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
-        losses, norm = torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)
-        record.steps.add(step, losses, norm, learning_rate=1e-3, batches=[batch, batch])
+        line = {"step": step, "epoch": step / record.plan.steps_per_epoch, "loss": None, "grad_norm": None}
+        line |= {"learning_rate": 1e-3, **count_tokens([batch, batch])}
+        record.steps.add(Step(line, torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)))
     record.write_steps()
 
 

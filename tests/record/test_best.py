@@ -10,7 +10,6 @@ from helpers.run_records import add_steps, begin
 
 from app.checkpoint.resume import Resume
 from app.common.errors import RunError, UserError
-from app.record.best import best_of
 from app.record.run_record import RunRecord
 from app.runs.schema import RUN_STATE, SCHEDULE
 
@@ -33,12 +32,17 @@ def evaluate(record: RunRecord, step: int, accuracy: float) -> None:
         ([0.5, 0.6, 0.6], "accuracy", 2),
         ([0.5, 0.4], "f1", 1),
         ([0.5, 0.4, 0.4, 0.6], "loss", 2),
-        ([], "loss", 0),
+        ([], "loss", None),
     ],
 )
-def test_only_a_strictly_better_value_is_an_improvement(values, metric, best):
-    lines = [{"step": step, metric: value} for step, value in enumerate(values, start=1)]
-    assert best_of(lines, metric) == (lines[best - 1] if best else None)
+def test_only_a_strictly_better_value_is_an_improvement(new_record, values, metric, best):
+    record, plan = new_record(**BEST, metric_for_best_model=metric)
+    begin(record, plan)
+    for step, value in enumerate(values, start=1):
+        record.after_evaluation(step, "validation", SCORES | {metric: value})
+    folder = record.checkpoints.folder
+    assert record.best.best() == (folder / f"best-{best}" if best else None)
+    assert record.best.best(up_to=1) == (folder / "best-1" if best else None)
 
 
 def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
@@ -46,7 +50,7 @@ def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
     begin(record, plan)
     for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
         evaluate(record, step, accuracy)
-        assert folders(record) == [f"best-{record.best.best()['step']}"]
+        assert folders(record) == [record.best.best().name]
     assert folders(record) == ["best-6"]
 
 
@@ -71,7 +75,7 @@ def test_weights_that_could_not_be_saved_are_not_the_best(new_record, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(record.checkpoints, "save", lambda *_: False)  # the disk is full
         evaluate(record, 2, 0.6)
-    assert record.best.best()["step"] == 1
+    assert record.best.best().name == "best-1"
     record.best.load(record.state)
     assert [folder.name for folder in record.state.loaded] == ["best-1"]
 
