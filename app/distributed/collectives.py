@@ -109,14 +109,9 @@ def wait_for_device(world: World) -> None:
 
 
 def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the tensors of all ranks, which have the same shape and dtype, stacked in rank order."""
-    gathered = values.new_empty(world.size * values.numel())  # flat: gloo cannot gather into further dimensions
-    if values.device.type == "cpu":
-        all_gather_single(gathered, values.flatten(), group=world.control_group)  # NCCL has no tensors on the host
-    else:
-        all_gather_single(gathered, values.flatten())
-        wait_for_device(world)  # every caller reads the result next
-    return gathered.view(world.size, *values.shape)
+    """Return the tensors of all ranks, which have the same shape, stacked in rank order, on the host."""
+    wait_for_device(world)
+    return torch.stack(all_gather_object(values.cpu(), world))
 
 
 def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = False) -> list[dist.Work | None]:

@@ -78,9 +78,7 @@ def report_failure(problem: Exception, world: World) -> NoReturn:
 def report_failure_to_connect(problem: Exception, rank: int) -> NoReturn:
     """Print one line for a failure that precedes the process group, and exit with status 1."""
     cause = _prepare_report(problem)
-    if isinstance(problem, RunError):
-        line = str(problem)
-    elif is_lost_contact(problem):
+    if is_lost_contact(problem):
         line = f"rank {rank} could not connect to the other ranks: {cause}"
     else:
         traceback.print_exception(problem)

@@ -4,7 +4,7 @@
     with TorchrunJob(command) as job:
         status = job.wait(timeout=300)
 
-The job never outlives the `with` block: an exception that ends it, such as Ctrl-C, ends all of the job's processes.
+The job never outlives the `with` block: an exception that ends it, such as Ctrl-C, kills all of the job's processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ CPU_PROCESSES = 2  # of a job without GPUs
 # A job that is started from within another job must not inherit its ranks, nor its number of nodes (PET_NNODES is the
 # default of torchrun's --nnodes, also with --standalone): it would wait for nodes that do not start it.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES")
-GRACE_SECONDS = 40.0  # torchrun itself gives its workers 30 s between SIGTERM and SIGKILL
 KILL_SECONDS = 5.0  # in which the kernel ends killed processes; zombies may stay for ever in a container
 POLL_SECONDS = 0.02
 T = TypeVar("T")
@@ -96,7 +95,6 @@ class TorchrunJob:
         cwd: the job's working directory; by default this process's. Our modules can be imported from anywhere.
         stdout: file for the job's standard output; by default this process's standard output.
         stderr: file for standard error; by default the same as `stdout`.
-        grace_seconds: time between SIGTERM and SIGKILL when a running job is terminated; 0 kills it at once.
 
     Attributes:
         torchrun: the child process: torchrun, or python if `nproc_per_node` is 0.
@@ -112,10 +110,8 @@ class TorchrunJob:
         cwd: Path | None = None,
         stdout: Path | None = None,
         stderr: Path | None = None,
-        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self.command, self.cwd = list(command), cwd
-        self.stdout, self.stderr, self.grace_seconds = stdout, stderr, grace_seconds
+        self.command, self.cwd, self.stdout, self.stderr = list(command), cwd, stdout, stderr
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         if CLONE is not None:  # `app` can be imported from there only
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
@@ -184,19 +180,11 @@ class TorchrunJob:
         return None
 
     def __exit__(self, *failure: object) -> None:
-        # A second Ctrl-C must not interrupt this.
-        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        processes = self.processes()  # now: those that outlive torchrun are no longer among its descendants
-        if self.grace_seconds and self.running:
-            self.torchrun.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.torchrun.wait(self.grace_seconds)
-        processes += self.processes()
-        self.torchrun.kill()  # before the ranks, which it could restart
+        self.torchrun.send_signal(signal.SIGSTOP)  # it can neither restart a rank nor lose sight of one meanwhile
+        processes = self.processes()
+        self.torchrun.kill()
         self.torchrun.wait()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, KILL_SECONDS)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -32,13 +32,11 @@ class StopRequest:
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> StopRequest:
-        """Treat signals as stop requests from now on. Collective.
+        """Treat signals as stop requests from now on.
 
         Another signal more than `SAME_REQUEST_SECONDS` after the first one ends the process, unless it waits for a rank
         that hangs: Python runs handlers only between its own instructions. Then the launcher kills it.
         """
-        # A new group does not inherit the default group's timeout; without one, it would be half an hour.
-        self.group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         for number in SIGNALS:
             signal.signal(number, self._receive)
         return self
@@ -50,8 +48,8 @@ class StopRequest:
             flag, work = self.pending
             work.wait()
             answer = bool(flag)
-        flag = torch.tensor(int(self.received is not None))
-        self.pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        flag, group = torch.tensor(int(self.received is not None)), self.world.control_group
+        self.pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True))
         return answer
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:

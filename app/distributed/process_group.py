@@ -79,7 +79,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     equal = size % local_size == 0 and all(place.local_size == local_size for place in places)
     topology = Topology(size, local_size if equal else None)  # torchrun numbers the ranks of a node consecutively
 
-    world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout)
+    world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout, topology)
     if device_type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         groups = create_node_groups(rank, topology, timeout)
@@ -101,7 +101,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
         groups = create_node_groups(rank, topology, limit)
-    return replace(world, ranks_per_node=topology.ranks_per_node, node_groups=groups), problem
+    return replace(world, node_groups=groups), problem
 
 
 def _open_store(timeout: timedelta, *, one_node: bool) -> Store:

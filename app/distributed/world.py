@@ -74,19 +74,15 @@ class World:
     device: torch.device
     store: Store  # of this attempt; a restarted job gets a new one
     timeout: timedelta  # how long a rank waits for another before it fails (`--ddp_timeout`)
+    topology: Topology
     # The gloo group for objects and barriers. A rank that waits in gloo gets a Python exception after the timeout,
     # whereas NCCL would abort the process. On CPUs it is the default group (None).
     control_group: dist.ProcessGroup | None = None
-    ranks_per_node: int | None = None  # as in `Topology`
     node_groups: tuple[RankGroup, ...] = ()  # from `create_node_groups`
 
     @property
     def is_main_process(self) -> bool:
         return self.rank == 0
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.size, self.ranks_per_node)
 
     @property
     def all_ranks(self) -> RankGroup:

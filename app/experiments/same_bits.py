@@ -150,7 +150,7 @@ def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path, max_
     torchrun_flags = ["--standalone", f"--max-restarts={max_restarts}"]
     program, flags = f"{PACKAGE}.{path_name}", as_flags(settings)
     command = torchrun_command(program, flags, nproc_per_node=ranks, torchrun_flags=torchrun_flags)
-    return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log, grace_seconds=0)
+    return TorchrunJob(command, environment={"OMP_NUM_THREADS": str(settings.threads)}, stdout=log)
 
 
 def wait_for_success(job: TorchrunJob) -> None:

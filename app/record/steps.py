@@ -130,7 +130,7 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     losses = torch.stack([step.losses.double() for step in steps])
     measured = [tensor.to(world.device, non_blocking=True) for tensor in (counts, norms, losses)]
     # Only here does the host wait for the device: once for all steps of the interval.
-    by_rank = all_gather(torch.cat(measured, dim=1), world).cpu()
+    by_rank = all_gather(torch.cat(measured, dim=1), world)
     counts = by_rank[:, :, :3].sum(dim=0).long()
     norms = by_rank[world.rank, :, 3]  # equal on every rank
     means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]

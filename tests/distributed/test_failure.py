@@ -21,7 +21,7 @@ from app.common.errors import raised_by_model
 from app.distributed import failure
 from app.distributed.collectives import wait_for_device
 from app.distributed.failure import is_lost_contact
-from app.distributed.world import World
+from app.distributed.world import Topology, World
 from app.plan.empty_model import SuppliedResults
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
@@ -110,7 +110,8 @@ def lines_of(problems, monkeypatch, capfd) -> list[str]:
     for rank, problem in enumerate(problems):
         if problem is None:
             continue
-        world = World(rank, len(problems), rank, len(problems), torch.device("cpu"), store, timedelta(seconds=5))
+        size = len(problems)
+        world = World(rank, size, rank, size, torch.device("cpu"), store, timedelta(seconds=5), Topology(size))
         with pytest.raises(SystemExit, match="1"):
             failure.report_failure(problem, world)
     return capfd.readouterr().err.splitlines()

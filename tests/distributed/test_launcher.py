@@ -77,25 +77,17 @@ def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():
     assert command[3:] == ["--standalone", "--max-restarts=2", "--nproc_per_node=3", "/a/script.py"]
 
 
-@pytest.mark.parametrize(("behavior", "grace"), [("obeys", 30), ("deaf", 0.1), ("deaf", 0)])
-def test_leaving_the_context_ends_every_process_of_the_job(job, behavior, grace):
-    with job(behavior, grace_seconds=grace) as running:
+def test_leaving_the_context_ends_every_process_of_the_job(job):
+    with job("deaf") as running:
         parent, child, extra = running.wait_until(lambda: printed(running), timeout=60)
         assert {process.pid for process in running.processes()} == {int(parent), int(child)}
     assert extra == "1"
-    assert running.torchrun.returncode == (-signal.SIGTERM if behavior == "obeys" else -signal.SIGKILL)
+    assert running.torchrun.returncode == -signal.SIGKILL
     assert not exist(parent, child)
 
 
-def test_leaving_the_context_restores_the_handlers_of_signals(job):
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with job("obeys", grace_seconds=0):
-        pass
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
-
-
 def test_waiting_for_a_job_is_limited_in_time(job):
-    with job("obeys", grace_seconds=0) as running:
+    with job("deaf") as running:
         with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.01)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -103,7 +95,7 @@ def test_waiting_for_a_job_is_limited_in_time(job):
 
 
 def test_waiting_for_a_condition_stops_when_the_job_has_ended(job):
-    with job("ends", grace_seconds=0) as ended:
+    with job("ends") as ended:
         assert ended.wait_until(lambda: False) is None
     assert ended.wait() == 3
 

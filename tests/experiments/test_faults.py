@@ -25,7 +25,7 @@ from app.settings import Settings
 def process(tmp_path):
     """A running process that stands for the job and for its only rank."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
-    with TorchrunJob(command, stdout=tmp_path / "log", grace_seconds=0) as running:
+    with TorchrunJob(command, stdout=tmp_path / "log") as running:
         yield running
 
 
@@ -86,7 +86,7 @@ def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeyp
         run = write_run(Path(settings.output_dir), csv, path=path_name)
         edit_step(run, 3, **changes)
         more["log"].write_text("")
-        return TorchrunJob([sys.executable, "-c", "import signal; signal.pause()"], stdout=more["log"], grace_seconds=0)
+        return TorchrunJob([sys.executable, "-c", "import signal; signal.pause()"], stdout=more["log"])
 
     def draw(*_):
         return "now", lambda: True, 0.0

@@ -146,7 +146,6 @@ class Job(TorchrunJob):
             cwd=cwd,
             stdout=Path(self._folder.name, "out"),
             stderr=Path(self._folder.name, "err"),
-            grace_seconds=0,
         )
         on_fake_gpus = program == str(ON_FAKE_GPUS)  # replaces parts of torch before anything imports them
         self._forks = not (real or prefix or on_fake_gpus) and can_fork(self.environment)

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.data.sampler import BatchPlan, plan_batches
-from app.distributed.world import RankGroup, World, create_node_groups
+from app.distributed.world import RankGroup, Topology, World, create_node_groups
 from app.settings import Settings
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def fake_world(rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         torch.device(device),
         HashStore(),
         timedelta(seconds=60),
-        ranks_per_node=inside,
+        Topology(size, inside),
     )
 
 

@@ -24,15 +24,15 @@ def main(settings: Settings) -> None:
         cells = [("uneven", strategy, shape) for strategy, shape in product(STRATEGIES, shapes)]
         cells += [("bart", strategy, shapes[i % len(shapes)]) for i, strategy in enumerate(STRATEGIES)]
         steps = [
-            Step(name, strategy, world.size, *shape, inside=world.ranks_per_node) for name, strategy, shape in cells
+            Step(name, strategy, world.size, *shape, inside=world.topology.inside) for name, strategy, shape in cells
         ]
         fsdp_bf16 = {"precision": "bf16", "param_dtype": "bf16", "reduce_dtype": "bf16"}
         steps += [
-            Step("uneven", strategy, world.size, *shapes[-1], changes=fsdp_bf16, inside=world.ranks_per_node)
+            Step("uneven", strategy, world.size, *shapes[-1], changes=fsdp_bf16, inside=world.topology.inside)
             for strategy in SHARDED
         ]
         steps.append(
-            Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}, inside=world.ranks_per_node)
+            Step("uneven", "zero1", world.size, changes={"ddp_comm_hook": "power_sgd"}, inside=world.topology.inside)
         )
         counts = []
         for step in steps:
