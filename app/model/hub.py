@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ..common.errors import UserError, shorten
 from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # the first kind that a model has is loaded
+WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
 NAMES = ", ".join(BUILT_IN)
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
@@ -55,34 +56,30 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
         UserError: The folder is no model folder, there is no such model or revision on the Hub, or the Hub cannot be
             reached and the model is not in the local cache.
     """
-    name, revision = settings.model, settings.revision
-    if os.path.isdir(name):
+    name, revision = settings.model, commit or settings.revision
+    if os.path.exists(name):
         if not Path(name, CONFIG_NAME).is_file():
             raise UserError(f"--model {name}: is not a model folder, because it has no {CONFIG_NAME}")
         return name
-    if os.path.exists(name):
-        raise UserError(f"--model {name}: is a file; must be a folder, a model name on the Hub, or one of {NAMES}")
-    download = partial(snapshot_download, name, allow_patterns=list(files))
+    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         if commit is not None:
-            try:
-                return download(revision=commit, local_files_only=True)
-            except LocalEntryNotFoundError:
-                return download(revision=commit)
-        HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
-        return download(revision=revision)  # by its name, which the cache then knows without a connection
+            with suppress(LocalEntryNotFoundError):
+                return download(local_files_only=True)
+        else:
+            HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
+        return download()  # by the name of a branch, which the cache then knows without a connection
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
-    except RepositoryNotFoundError:
-        raise UserError(f"--model {name}: no such model on the Hub (if it is private, run `hf auth login`)") from None
-    except HFValidationError:
-        raise UserError(f"--model {shorten(name, 200)}: no such folder, and no name of a model on the Hub") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        found = f"no such folder, and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
+        raise UserError(f"--model {shorten(name, 200)}: {found}") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub
         try:
-            return download(revision=commit or revision, local_files_only=True)
+            return download(local_files_only=True)
         except LocalEntryNotFoundError:
             reason = getattr(problem, "strerror", None)  # such as a full disk
-            reason = reason or "the Hub cannot be reached, and the model is not in the local cache"
+            reason = reason or "no such folder; the Hub cannot be reached, and the model is not in the local cache"
             raise UserError(f"--model {name}: {reason}") from None
 
 

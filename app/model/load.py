@@ -22,14 +22,14 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import align_special_tokens
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils import logging
 
 from ..common.errors import UserError, raised_by_model
 from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import fetch, first_line, model_error
+from .hub import WEIGHTS, fetch, first_line, model_error
 from .identity import describe_config
 from .inputs import match_inputs
 from .precision import training_dtype
@@ -39,7 +39,6 @@ OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
 }
 CPU = torch.device("cpu")
-WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def classifier_config(
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
     align_with_trainer(config, tokenizer)
-    check_config(settings, config)
+    check_layerdrop(settings, config)
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
@@ -98,21 +97,13 @@ def classifier_config(
     return config
 
 
-def check_config(settings: Settings, config: PretrainedConfig) -> None:
-    """Raise UserError if a classifier with this config, which `align_with_trainer` has changed, cannot be trained."""
-    model, text_config = settings.model, config.get_text_config()
-    size, token_id = getattr(text_config, "vocab_size", None), text_config.pad_token_id
-    if size is not None and token_id is not None and token_id >= size:
-        raise UserError(
-            f"--model {model}: its tokenizer's padding token has id {token_id}, but its config has vocab_size "
-            f"{size}: resize the model's embeddings, or use a padding token in its vocabulary"
-        )
+def check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
+    """Raise UserError if ranks would skip different layers."""
     sharded = settings.strategy in ("zero2", "zero3")  # their ranks gather the parameters of each layer together
-    if sharded or not settings.ddp_find_unused_parameters:
+    found = [f"{name} is {value}" for name, value in config.to_dict().items() if "layerdrop" in name and value]
+    if found and (sharded or not settings.ddp_find_unused_parameters):
         remedy = "use --strategy ddp or zero1" if sharded else "add --ddp_find_unused_parameters"
-        for name, value in config.to_dict().items():
-            if "layerdrop" in name and value:
-                raise UserError(f"--model {model}: {name} is {value}, so ranks skip different layers: {remedy}")
+        raise UserError(f"--model {settings.model}: {found[0]}, so ranks skip different layers: {remedy}")
 
 
 def load_classifier(
@@ -188,15 +179,10 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
 
     On CPUs, PyTorch's fused attention computes attention with dropout step by step, in fp32, and its backward pass in
     bf16 is slow. docs/speed.md has measurements.
-
-    Raises:
-        UserError: the requested implementation cannot be used in this precision.
     """
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
     if config.model_type == "modernbert" and settings.precision == "fp64":
         # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
-        if settings.attn_implementation == "eager":
-            raise UserError("--attn_implementation eager: ModernBERT cannot train with it in fp64: remove the flag")
         chosen = chosen or "sdpa"
     fused_is_fast = settings.dropout == 0 and settings.precision in {"fp32", "fp64"}
     if chosen is None and device.type == "cpu" and not fused_is_fast:
@@ -209,7 +195,7 @@ def is_pretrained(model: str) -> bool:
     if model in BUILT_IN:
         return False
     folder = Path(model)
-    return not folder.is_dir() or any((folder / name).exists() for name in WEIGHT_FILES)
+    return not folder.is_dir() or any(any(folder.glob(name)) for name in WEIGHTS)
 
 
 def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:

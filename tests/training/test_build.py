@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.architectures import write_model
-from transformers import BertConfig
+from transformers import BertConfig, GPT2Config
 
 from app.common.errors import AgreedError
 from app.data import reviews
@@ -38,6 +38,18 @@ def test_tokens_without_an_embedding_are_a_mistake(world, review_csv, tmp_path):
     config.save_pretrained(model)
     message = f"returns token id {largest}, but its config has vocab_size {largest}: resize"
     with pytest.raises(AgreedError, match=message):
+        build_model(settings, data, world)
+
+
+def test_a_padding_token_without_an_embedding_is_a_mistake(world, review_csv, tmp_path):
+    model = write_model(tmp_path / "model", "gpt2")
+    settings = Settings(model=str(model), csv=str(review_csv()), cache_dir=str(tmp_path), max_length=32, use_cpu=True)
+    data = build_data(settings, world)
+    config = GPT2Config.from_pretrained(model)
+    config.vocab_size = len(data.tokenizer)
+    config.save_pretrained(model)
+    data.tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    with pytest.raises(AgreedError, match=f"token id {config.vocab_size}, but its config has vocab_size"):
         build_model(settings, data, world)
 
 
