@@ -191,11 +191,11 @@ def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows
         UserError: names the rows or the token that it cannot process, and the remedy.
     """
     text_config, is_empty = config.get_text_config(), lengths_of(rows) == 0
-    largest = max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0)
-    size = getattr(text_config, "vocab_size", None)
     if is_empty.any():
         found = list_rows(table.rows[is_empty])
         raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")
+    size = getattr(text_config, "vocab_size", None)
+    largest = max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0)
     if size is not None and largest >= size:
         raise UserError(
             f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size {size}: resize "
