@@ -18,4 +18,4 @@ def run_job(module: str, settings: Settings, nproc_per_node: int) -> int:
     flags = [*(flag for flag in as_flags(settings) if flag != model), model]
     command = torchrun_command(module, flags, nproc_per_node=nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)}) as job:
-        return job.wait()
+        return job.torchrun.wait()

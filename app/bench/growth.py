@@ -101,14 +101,14 @@ def measure(path: Path, run: Path, *, ranks: int, log: Path) -> dict[str, Any]:
     command = torchrun_command(f"{PACKAGE}.ddp_loop", flags, nproc_per_node=ranks)
     started, peaks = time.time(), dict.fromkeys(range(ranks), 0)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(default_threads(ranks))}, stdout=log) as job:
-        while job.running:
+        while job.torchrun.poll() is None:
             for rank in range(ranks):
                 with suppress(psutil.Error):  # it has ended
                     if (process := job.find_rank(rank)) is not None:
                         memory = process.memory_info()
                         peaks[rank] = max(peaks[rank], memory.rss - getattr(memory, "shared", 0))
             time.sleep(POLL_SECONDS)
-        if job.wait():
+        if job.torchrun.wait():
             raise RunError(f"a job failed: see {log}")
     first_step = (run / STEPS.name).stat().st_mtime - started  # its only line
     return {"seconds": round(first_step, 1), "MiB of each rank": [round(peak / MIB) for peak in peaks.values()]}

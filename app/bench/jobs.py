@@ -78,7 +78,7 @@ def run_job(
             stack.enter_context(TorchrunJob(command, environment=variables, stdout=output))
             for command, output in zip(commands, logs, strict=True)
         ]
-        statuses = [jobs[0].wait(), *(job.wait(END_SECONDS) for job in jobs[1:])]
+        statuses = [jobs[0].torchrun.wait(), *(job.torchrun.wait(END_SECONDS) for job in jobs[1:])]
     status = next(filter(None, statuses), 0)
     if status and log:
         printed = "\n".join(output.read_text(errors="replace") for output in logs if output)

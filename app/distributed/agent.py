@@ -72,9 +72,8 @@ def forward_signals() -> None:
         if not ranks:
             return  # `listen` exits
         for process in ranks:
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                # To a rank, SIGHUP is no request to stop.
-                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            # To a rank, SIGHUP is no request to stop.
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         statuses = [process.wait() for process in ranks]  # another signal is forwarded meanwhile
         if all(status == 0 for status in statuses):  # the signal came after the last step
             os._exit(0)

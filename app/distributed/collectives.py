@@ -51,10 +51,10 @@ def first_failure(problem: str | None, world: World) -> str | None:
     return None
 
 
-def raise_if_any_failed(problem: str | None, world: World) -> None:
-    """Raise `AgreedError` on every rank if any rank has a problem; each rank passes its own or None."""
+def raise_if_any_failed(problem: str | None, world: World, error: type[Exception] = AgreedError) -> None:
+    """Raise an error on every rank if any rank has a problem; each rank passes its own or None."""
     if (reported := first_failure(problem, world)) is not None:
-        raise AgreedError(reported)
+        raise error(reported)
 
 
 @contextmanager
@@ -186,5 +186,4 @@ def write_on_ranks(work: Callable[[], None], world: World, *, main_only: bool = 
             work()
         except (OSError, SafetensorError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
-    if (reported := first_failure(problem, world)) is not None:
-        raise OSError(reported)
+    raise_if_any_failed(problem, world, OSError)

@@ -2,19 +2,17 @@
 
     command = torchrun_command("app.ddp_loop", ["--max_steps=3"], nproc_per_node=2)
     with TorchrunJob(command) as job:
-        status = job.wait(timeout=300)
+        status = job.torchrun.wait(timeout=300)
 
 The job never outlives the `with` block: an exception that ends it, such as Ctrl-C, kills all of the job's processes.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -136,25 +134,9 @@ class TorchrunJob:
                 start_new_session=True,
             )
 
-    @property
-    def running(self) -> bool:
-        """Whether torchrun is still running."""
-        return self.torchrun.poll() is None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for torchrun to end; return its exit status (negative for a signal), or raise `TimeoutExpired`."""
-        return self.torchrun.wait(timeout)
-
-    def wait_until(self, condition: Callable[[], T], timeout: float = math.inf) -> T | None:
-        """Poll until a condition is true; return its value, or None if the job ended first.
-
-        Raises:
-            subprocess.TimeoutExpired: the condition is still false after `timeout` seconds.
-        """
-        deadline = time.monotonic() + timeout
+    def wait_until(self, condition: Callable[[], T]) -> T | None:
+        """Poll until a condition is true; return its value, or None if the job ended first."""
         while not (value := condition()):
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.command, timeout)
             with suppress(subprocess.TimeoutExpired):
                 self.torchrun.wait(POLL_SECONDS)
                 return None

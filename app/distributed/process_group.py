@@ -9,14 +9,14 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
@@ -25,7 +25,7 @@ from ..common.machine import automatic_precision, unusable_accelerator, use_dete
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
 from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
-from .failure import OUTCOMES, exit_line, exit_now, report_failure, report_failure_to_connect
+from .failure import OUTCOMES, exit_line, report_failure, report_failure_to_connect
 from .network import use_reachable_interface
 from .world import Topology, World, create_node_groups
 
@@ -51,10 +51,19 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
         yield world
         barrier(world)  # a rank that fails in its last action, such as writing the results, fails the run
     except tuple(OUTCOMES) as outcome:
-        _exit_in_order(outcome, world)
+        line, status = exit_line(outcome)
+        if world.is_main_process:
+            print(line, file=sys.stderr, flush=True)
+        with suppress(Exception):  # a rank was killed meanwhile; the outcome has been printed
+            barrier(world)  # torchrun ends the other ranks as soon as the first one exits
+            dist.destroy_process_group()
+        sys.exit(status)
     except Exception as failure:
         report_failure(failure, world)
-    _leave()
+    # A DDP module that outlives its process group can abort the interpreter at exit ("terminate called without an
+    # active exception", pytorch#190489), so it is collected first.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
@@ -77,12 +86,12 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     places: list[Place] = [pickle.loads(place) for place in pickled]
     device_type, problem = common_device_type(places, rank)
     equal = size % local_size == 0 and all(place.local_size == local_size for place in places)
-    topology = Topology(size, local_size if equal else None)  # torchrun numbers the ranks of a node consecutively
+    topology = Topology(size, local_size if equal else size)  # torchrun numbers the ranks of a node consecutively
 
     world = World(rank, size, local_rank, local_size, torch.device("cpu"), store, timeout, topology)
+    limit = timeout
     if device_type == "cpu":
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        groups = create_node_groups(rank, topology, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     else:
         device = torch.device("cuda", local_rank)
         if settings.deterministic:
@@ -100,8 +109,7 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
         limit = timeout + max(timeout, NCCL_GRACE)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         world = replace(world, device=device, control_group=dist.new_group(backend="gloo", timeout=timeout))
-        groups = create_node_groups(rank, topology, limit)
-    return replace(world, node_groups=groups), problem
+    return replace(world, node_groups=create_node_groups(rank, topology, limit)), problem
 
 
 def _open_store(timeout: timedelta, *, one_node: bool) -> Store:
@@ -114,10 +122,10 @@ def _open_store(timeout: timedelta, *, one_node: bool) -> Store:
     """
     if not started_by_torchrun():
         become_single_process()
-        return HashStore()
-    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # Linux sends it if torchrun dies: after a SIGKILL it cannot end its ranks
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is not None:  # Linux sends SIGTERM if torchrun dies: after a SIGKILL it cannot end its ranks
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt/{attempt}", store) if one_node else store
 
 
@@ -176,28 +184,3 @@ def common_device_type(places: Sequence[Place], rank: int) -> tuple[str, str | N
         f"rank(s) {', '.join(without)} would use the CPU and the other ranks a GPU: make GPUs visible on every node, "
         f"or add --use_cpu on every node"
     )
-
-
-def _exit_in_order(outcome: Exception, world: World) -> NoReturn:
-    """End the process after an error that all ranks have raised, once rank 0 has printed it."""
-    line, status = exit_line(outcome)
-    if world.is_main_process:
-        print(line, file=sys.stderr, flush=True)
-    try:
-        barrier(world)  # torchrun ends the other ranks as soon as the first one exits
-    except Exception:  # a rank was killed meanwhile; the outcome has been printed
-        exit_now(status)
-    _leave()
-    sys.exit(status)
-
-
-def _leave() -> None:
-    """Destroy the process group, the same way in every case."""
-    # A DDP module that outlives its process group can abort the interpreter at exit ("terminate called without an
-    # active exception", pytorch#190489), so it is collected first.
-    gc.collect()
-    # Not is_available(): without a context, synchronizing would create one, which --use_cpu rules out and which fails
-    # if the GPU's memory is full.
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    dist.destroy_process_group()

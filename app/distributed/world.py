@@ -16,12 +16,7 @@ class Topology:
     """How many ranks there are, and on how many nodes."""
 
     ranks: int
-    ranks_per_node: int | None = None  # None: unknown or unequal; all ranks then count as one node's
-
-    @property
-    def inside(self) -> int:
-        """The number of ranks on each node."""
-        return self.ranks_per_node or self.ranks
+    inside: int  # on each node; if the nodes have different numbers, all ranks count as one node's
 
     @property
     def nodes(self) -> int:
@@ -52,15 +47,12 @@ def create_node_groups(rank: int, topology: Topology, timeout: timedelta) -> tup
     """
     if not topology.two_levels:
         return ()
-    everyone, inside = range(topology.ranks), topology.inside
+    everyone, inside = list(range(topology.ranks)), topology.inside
     nodes = [everyone[first : first + inside] for first in everyone[::inside]]
     same_local_rank = [everyone[local::inside] for local in range(inside)]
-    groups = []
-    for ranks in (*nodes, *same_local_rank):  # every rank has to create every group, in the same order
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if rank in ranks:
-            groups.append(RankGroup(group, len(ranks), ranks.index(rank)))
-    return tuple(groups)
+    node, _ = dist.new_subgroups_by_enumeration(nodes, timeout=timeout)
+    peers, _ = dist.new_subgroups_by_enumeration(same_local_rank, timeout=timeout)
+    return RankGroup(node, inside, rank % inside), RankGroup(peers, topology.nodes, rank // inside)
 
 
 @dataclass(frozen=True)

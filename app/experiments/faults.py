@@ -125,7 +125,7 @@ def is_written(path: Path, since: float) -> bool:
 
 def kill(target: psutil.Process, job: TorchrunJob, condition: Callable[[], bool], *, delay: float) -> bool:
     """Wait for the moment and kill the rank; return False if the rank ended before."""
-    while job.running and target.is_running():
+    while job.torchrun.poll() is None and target.is_running():
         if condition():
             time.sleep(delay)
             with suppress(psutil.Error):

@@ -134,7 +134,7 @@ def train_cell(cell: Cell, settings: Settings, folder: Path, *, rng: random.Rand
             if target is None:
                 raise RunError(f"{run.name} ended before it could be killed after step {step}; see {job.stdout}")
             target.kill()
-            job.wait()
+            job.torchrun.wait()
         ranks, strategy = cell.resumed
         resumed = replace(with_strategy(settings, strategy), output_dir=None, resume_from_checkpoint=str(run))
         job = build_job(cell.path_name, ranks, resumed, log=Path(f"{run}-resumed.log"))
@@ -156,7 +156,7 @@ def build_job(path_name: str, ranks: int, settings: Settings, *, log: Path, max_
 def wait_for_success(job: TorchrunJob) -> None:
     """Wait for the end of a job. One that takes too long is considered to hang."""
     try:
-        status = job.wait(TIME_LIMIT)
+        status = job.torchrun.wait(TIME_LIMIT)
     except subprocess.TimeoutExpired:
         raise RunError(f"still running after {TIME_LIMIT:.0f} s; see {job.stdout}") from None
     if status != 0:

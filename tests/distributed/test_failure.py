@@ -111,7 +111,7 @@ def lines_of(problems, monkeypatch, capfd) -> list[str]:
         if problem is None:
             continue
         size = len(problems)
-        world = World(rank, size, rank, size, torch.device("cpu"), store, timedelta(seconds=5), Topology(size))
+        world = World(rank, size, rank, size, torch.device("cpu"), store, timedelta(seconds=5), Topology(size, size))
         with pytest.raises(SystemExit, match="1"):
             failure.report_failure(problem, world)
     return capfd.readouterr().err.splitlines()

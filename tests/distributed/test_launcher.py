@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -79,25 +78,17 @@ def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():
 
 def test_leaving_the_context_ends_every_process_of_the_job(job):
     with job("deaf") as running:
-        parent, child, extra = running.wait_until(lambda: printed(running), timeout=60)
+        parent, child, extra = running.wait_until(lambda: printed(running))
         assert {process.pid for process in running.processes()} == {int(parent), int(child)}
     assert extra == "1"
     assert running.torchrun.returncode == -signal.SIGKILL
     assert not exist(parent, child)
 
 
-def test_waiting_for_a_job_is_limited_in_time(job):
-    with job("deaf") as running:
-        with pytest.raises(subprocess.TimeoutExpired):
-            running.wait(0.01)
-        with pytest.raises(subprocess.TimeoutExpired):
-            running.wait_until(lambda: False, timeout=0.01)
-
-
 def test_waiting_for_a_condition_stops_when_the_job_has_ended(job):
     with job("ends") as ended:
         assert ended.wait_until(lambda: False) is None
-    assert ended.wait() == 3
+    assert ended.torchrun.wait() == 3
 
 
 def test_a_job_does_not_take_over_the_ranks_of_this_process(monkeypatch):

@@ -122,6 +122,18 @@ def test_restarts_on_several_nodes_over_a_shared_store_are_refused(monkeypatch, 
     assert works or "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in problem
 
 
+def test_only_the_ranks_of_torchrun_end_with_their_parent(monkeypatch):
+    """A shell that started plain Python in the background may end."""
+    signals: list[int] = []
+    monkeypatch.setattr(process_group, "_prctl_pr_set_pdeathsig", signals.append)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    with join(Settings(use_cpu=True)):
+        assert signals == []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with join(Settings(use_cpu=True)):
+        assert signals == [signal.SIGTERM]
+
+
 # ---- timeouts ---------------------------------------------------------------------------------------------------
 
 
@@ -293,8 +305,7 @@ def lost_at_barrier(monkeypatch):
         raise SystemExit(status)
 
     monkeypatch.setattr(process_group, "barrier", lose_contact)
-    for module in (failure, process_group):
-        monkeypatch.setattr(module, "exit_now", leave)
+    monkeypatch.setattr(failure, "exit_now", leave)
 
 
 def test_losing_a_rank_that_had_only_to_leave_is_reported(lost_at_barrier, capsys):

@@ -13,7 +13,6 @@ from app.distributed.world import Topology
     ("ranks", "inside", "nodes", "two_levels"),
     [
         (1, 1, 1, False),
-        (8, None, 1, False),
         (8, 8, 1, False),
         (8, 1, 8, False),
         (8, 4, 2, True),

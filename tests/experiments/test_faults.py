@@ -62,7 +62,7 @@ def test_each_moment_comes(tmp_path):
 
 def test_a_rank_is_killed_at_its_moment(process):
     assert kill(psutil.Process(process.torchrun.pid), process, lambda: True, delay=0.0)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.torchrun.wait(10) == -signal.SIGKILL
 
 
 def test_a_rank_survives_a_moment_that_has_passed(process):
@@ -97,7 +97,7 @@ def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeyp
     monkeypatch.setattr(faults, "build_job", build_job)
     monkeypatch.setattr(faults, "draw_moment", draw)
     monkeypatch.setattr(TorchrunJob, "find_rank", lambda job, *_: psutil.Process(job.torchrun.pid))
-    monkeypatch.setattr(faults, "wait_for_success", lambda job: job.wait(10))
+    monkeypatch.setattr(faults, "wait_for_success", lambda job: job.torchrun.wait(10))
     settings = Settings(csv=str(csv))
     if problem:
         with pytest.raises(RunError, match=f"^1-trainer_run-.* is not {problem}: python -m app.compare "):

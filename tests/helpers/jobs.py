@@ -175,15 +175,18 @@ class Job(TorchrunJob):
 
     def wait_for(self, holds: Callable[[], bool], limit: float = LIMIT) -> None:
         """Wait until a condition holds while the job runs."""
-        try:
-            assert self.wait_until(holds, limit), f"ended too early:\n{self.text}"
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"nothing happened in {limit} s:\n{self.text}") from None
+        deadline = time.monotonic() + limit
+
+        def holds_in_time() -> bool:
+            assert time.monotonic() < deadline, f"nothing happened in {limit} s:\n{self.text}"
+            return holds()
+
+        assert self.wait_until(holds_in_time), f"ended too early:\n{self.text}"
 
     def finish(self, limit: float = LIMIT, patience: float = 15) -> Finished:
         """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
         try:
-            status = self.wait(limit)
+            status = self.torchrun.wait(limit)
         except subprocess.TimeoutExpired as late:
             raise AssertionError(f"{late}:\n{self.text}") from None
         deadline = time.monotonic() + patience  # torchrun's helpers take a moment to notice that it has ended

@@ -83,7 +83,7 @@ class Step:
     def predict(self) -> Counts:
         """The collectives that app.plan predicts."""
         plan = batch_plan(self.ranks, self.logical_ranks, self.accumulation)
-        topology = Topology(self.ranks, self.inside)
+        topology = Topology(self.ranks, self.inside or self.ranks)
         step = plan_step(self.settings, self.config, plan, device=torch.device("cpu"), topology=topology)
         return as_counts(plan_traffic(step))
 

@@ -65,7 +65,7 @@ def test_steps_are_timed_over_a_link(review_csv, tmp_path):
     flags += ["--model", write_model(tmp_path / "model", "bert"), "--sections", "breakdown", "compression"]
     command = torchrun_command("app.bench.communication", flags, nproc_per_node=0)
     with TorchrunJob(command, stdout=tmp_path / "log", cwd=tmp_path) as job:
-        status = job.wait(LIMIT)
+        status = job.torchrun.wait(LIMIT)
     text = (tmp_path / "log").read_text()
     if status == 2 and "two nodes on one machine need" in text:
         unavailable(text)

@@ -247,7 +247,7 @@ def test_a_folder_in_which_another_job_writes_is_left_alone(world, shared, tmp_p
         flags = [*ENDLESS, "--output_dir", folder, "--cache_dir", shared / "cache", "--resume_from_checkpoint", "auto"]
         with pytest.raises(AgreedError, match="a run that has not ended is writing to it"):
             app.ddp_loop.fine_tune(parse_settings(arguments=list(map(str, flags))), world)
-        assert job.running
+        assert job.torchrun.poll() is None
 
 
 def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, tmp_path):

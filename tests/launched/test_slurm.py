@@ -137,7 +137,7 @@ def trained_steps(run: Path) -> bool:
 def test_a_preempted_job_is_requeued_and_ends_with_the_hash_of_an_uninterrupted_run(slurm, tmp_path):
     command = torchrun_command("app.ddp_loop", [*FLAGS, f"--output_dir={tmp_path / 'expected'}"])
     with TorchrunJob(command, cwd=PROJECT) as expected:
-        assert expected.wait(240) == 0
+        assert expected.torchrun.wait(240) == 0
     run = tmp_path / "run"
     job = slurm.submit_training(run)
     log = Path(f"{run}.log")

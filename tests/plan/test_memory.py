@@ -25,7 +25,7 @@ def memory_of(model: nn.Module, strategy: str, topology: Topology, **more: Any) 
 
 
 def states(model: nn.Module, strategy: str, ranks: int) -> list[int]:
-    return [memory.state for memory in memory_of(model, strategy, Topology(ranks))]
+    return [memory.state for memory in memory_of(model, strategy, Topology(ranks, ranks))]
 
 
 def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
@@ -59,8 +59,8 @@ def test_other_dtypes_have_other_sizes():
 def test_frozen_parameters_have_neither_gradients_nor_moments():
     model = Shapes([(4, 4), (2, 4)])
     model.weights[0].requires_grad_(False)
-    assert memory_of(model, "ddp", Topology(1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
-    (first, second) = memory_of(model, "zero3", Topology(2))
+    assert memory_of(model, "ddp", Topology(1, 1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
+    (first, second) = memory_of(model, "zero3", Topology(2, 2))
     assert (first.parameters, first.gradients, first.optimizer) == (4 * 12, 4 * 4, 8 * 4)
     assert first.state == second.state
 
@@ -68,30 +68,30 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
 def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
     for strategy, size in {"ddp": 0, "zero1": 0, "zero2": 308, "zero3": 4 * 11}.items():
-        assert gathered_after_forward(plan_of(model, strategy, Topology(2))) == size
+        assert gathered_after_forward(plan_of(model, strategy, Topology(2, 2))) == size
     for strategy, size in {"zero2": 154, "zero3": 2 * 11}.items():
-        in_bf16 = plan_of(model, strategy, Topology(2), precision="bf16", param_dtype="bf16")
+        in_bf16 = plan_of(model, strategy, Topology(2, 2), precision="bf16", param_dtype="bf16")
         assert gathered_after_forward(in_bf16) == size
-    assert memory_of(model, "zero2", Topology(2))[0].gathered == 4 * 77
-    assert memory_of(model, "zero3", Topology(2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
+    assert memory_of(model, "zero2", Topology(2, 2))[0].gathered == 4 * 77
+    assert memory_of(model, "zero3", Topology(2, 2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
         "the two largest blocks, and the rest"
     )
-    assert memory_of(model, "zero3", Topology(2))[0].exchange == 3 * 4 * 32
+    assert memory_of(model, "zero3", Topology(2, 2))[0].exchange == 3 * 4 * 32
 
 
 @pytest.mark.parametrize(("logical_ranks_per_rank", "partial_sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
 def test_partial_sums_over_logical_ranks_need_memory(logical_ranks_per_rank, partial_sums):
     for strategy, size in (
         ("ddp", 4 * ELEMENTS),
-        ("zero2", memory_of(MODEL, "zero2", Topology(2))[0].gradients),
+        ("zero2", memory_of(MODEL, "zero2", Topology(2, 2))[0].gradients),
     ):
-        plan = memory_of(MODEL, strategy, Topology(2), per_rank=logical_ranks_per_rank)
+        plan = memory_of(MODEL, strategy, Topology(2, 2), per_rank=logical_ranks_per_rank)
         assert (plan[0].partial_sums, plan[0].accumulated) == (partial_sums * size, 0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(strategy):
-    memory = memory_of(MODEL, strategy, Topology(2), **TWO_OF_TWO)[0]
+    memory = memory_of(MODEL, strategy, Topology(2, 2), **TWO_OF_TWO)[0]
     assert memory.accumulated == 4 * ELEMENTS
     assert (
         memory.on_device == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
@@ -100,7 +100,7 @@ def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(str
 
 def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
     memory, offloaded = (
-        memory_of(MODEL, "zero3", Topology(4), cpu_offload=offload, **TWO_OF_TWO)[0] for offload in (False, True)
+        memory_of(MODEL, "zero3", Topology(4, 4), cpu_offload=offload, **TWO_OF_TWO)[0] for offload in (False, True)
     )
     assert offloaded.in_main_memory == memory.state + memory.partial_sums
     assert offloaded.on_device == memory.gathered + memory.exchange + memory.accumulated
@@ -108,10 +108,10 @@ def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
 
 
 def test_three_ranks_receive_buckets_of_the_others():
-    assert memory_of(MODEL, "ddp", Topology(2))[0].exchange == 0
-    assert memory_of(MODEL, "ddp", Topology(3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
+    assert memory_of(MODEL, "ddp", Topology(2, 2))[0].exchange == 0
+    assert memory_of(MODEL, "ddp", Topology(3, 3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
     two_mib = Shapes([(512, 1024)] * 9)
-    cases = ((Topology(4), "cpu", 3), (Topology(4, 2), "cpu", 5), (Topology(4, 2), "cuda", 1))
+    cases = ((Topology(4, 4), "cpu", 3), (Topology(4, 2), "cpu", 5), (Topology(4, 2), "cuda", 1))
     for (topology, name, buckets), strategy in product(cases, ("ddp", "zero1")):
         (memory, *_) = memory_of(two_mib, strategy, topology, device=torch.device(name), ddp_bucket_cap_mb=1)
         assert memory.exchange == buckets * 2 * 2**20
@@ -121,9 +121,9 @@ def test_three_ranks_receive_buckets_of_the_others():
 def test_compressed_gradients_need_memory(strategy):
     model = Shapes([(10, 4), (6, 4)])  # 64 elements
     for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 12 * 64}.items():
-        assert {memory.exchange for memory in memory_of(model, strategy, Topology(2), ddp_comm_hook=hook)} == {size}
+        assert {memory.exchange for memory in memory_of(model, strategy, Topology(2, 2), ddp_comm_hook=hook)} == {size}
     for hook, element in {"no": 4, "bf16": 2}.items():
-        (memory, *_) = memory_of(model, strategy, Topology(4), per_rank=2, ddp_comm_hook=hook)
+        (memory, *_) = memory_of(model, strategy, Topology(4, 4), per_rank=2, ddp_comm_hook=hook)
         copy = 2 * 64 if hook == "bf16" else 0
         assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)
 
@@ -144,7 +144,7 @@ def test_parameters_and_gradients_in_bf16_need_half_the_memory_for_a_time(
     model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
     dtypes = {"precision": "bf16", "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     plain, narrow = (
-        memory_of(model, "zero2", Topology(2), **changes)[0] for changes in ({}, {"per_rank": 2, **dtypes})
+        memory_of(model, "zero2", Topology(2, 2), **changes)[0] for changes in ({}, {"per_rank": 2, **dtypes})
     )
     assert (narrow.gathered, narrow.exchange) == (gathered * 77, exchange * 32)
     assert narrow.partial_sums == sums * narrow.gradients // 4

@@ -46,7 +46,7 @@ def planned(tmp_path_factory) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
     (folder / "reviews.csv").write_text("label,review\n" + "".join(f"{i % 2},第{i}次好\n" for i in range(90)))
     settings = Settings(csv=str(folder / "reviews.csv"), use_cpu=True, max_length=16, train_batch_size=8)
-    return build_plan(replace(settings, gradient_accumulation_steps=2), Topology(2))
+    return build_plan(replace(settings, gradient_accumulation_steps=2), Topology(2, 2))
 
 
 def test_the_plan_is_printed_and_written(planned, monkeypatch, tmp_path, review_csv, capsys):
@@ -76,7 +76,8 @@ def test_sharding_one_block_at_a_time_needs_less_than_a_step(planned, strategy, 
     """At the start, the complete model is in main memory; docs/strategies.md says what that needs."""
     complete = [sum(map(bytes_of, group)) for group in sharded_groups(planned.model)]
     for ranks in (1, 2, 16, 1024):
-        memory = largest_memory(replace(planned, topology=Topology(ranks), strategy=strategy, cpu_offload=offload))
+        plan = replace(planned, topology=Topology(ranks, ranks), strategy=strategy, cpu_offload=offload)
+        memory = largest_memory(plan)
         assert (0 if offload else memory.parameters) + max(complete) <= memory.on_device
 
 
@@ -129,11 +130,11 @@ def test_the_flags_that_the_verdict_names_need_less(planned, flags):
         "--train_batch_size=32",
         "--strategy=zero3",
     ]
-    plain, changed = (build_plan(parse_settings(arguments=[*fixed, *more]), Topology(2)) for more in ([], flags))
+    plain, changed = (build_plan(parse_settings(arguments=[*fixed, *more]), Topology(2, 2)) for more in ([], flags))
     assert needed(changed) < needed(plain)
 
 
-@pytest.mark.parametrize("topology", [Topology(2), Topology(8, 4)])
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(8, 4)])
 def test_the_traffic_table_adds_up_the_collectives(planned, topology):
     plans = {plan.strategy: plan for plan in replace(planned, topology=topology).with_each_strategy()}
     text = describe_plans(list(plans.values()))
@@ -151,7 +152,7 @@ def test_the_traffic_table_adds_up_the_collectives(planned, topology):
 def test_the_plan_uses_the_shapes_of_the_logical_ranks(review_csv, tmp_path, monkeypatch):
     def plan(**changes: object) -> Plan:
         settings = Settings(csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=16, **changes)
-        return build_plan(settings, Topology(2))
+        return build_plan(settings, Topology(2, 2))
 
     monkeypatch.chdir(tmp_path)
     plain, shared = plan(), plan(logical_ranks=8, ddp_bucket_cap_mb=1)

@@ -127,7 +127,7 @@ def planned(model: nn.Module, strategy: str, topology: Topology, **more: Any) ->
 
 
 def sent(model: nn.Module, strategy: str, ranks: int, **more: Any) -> float:
-    topology = Topology(ranks)
+    topology = Topology(ranks, ranks)
     return sum(collective.sent(topology) for collective in planned(model, strategy, topology, **more))
 
 
@@ -169,7 +169,7 @@ def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, 
     order = list(model.parameters())[::-1]
     buckets = gradient_buckets(
         plan_of(
-            *(model, "ddp", Topology(2)), order=order, ddp_bucket_cap_mb=cap, ddp_find_unused_parameters=find_unused
+            *(model, "ddp", Topology(2, 2)), order=order, ddp_bucket_cap_mb=cap, ddp_find_unused_parameters=find_unused
         )
     )
     together = [parameter for bucket in buckets for parameter in bucket]
@@ -186,10 +186,10 @@ def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, 
 
 def test_gpus_gather_averages_in_one_collective():
     model = Shapes([(10, 4)])
-    on_cpus, on_gpus = (planned(model, "ddp", Topology(4), device=torch.device(name)) for name in ("cpu", "cuda"))
+    on_cpus, on_gpus = (planned(model, "ddp", Topology(4, 4), device=torch.device(name)) for name in ("cpu", "cuda"))
     assert on_cpus[-1] == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
     assert on_gpus[-1] == Collective("gradients", "bucket 1", "all-gather", 160)
-    assert on_cpus[-1].sent(Topology(4)) == on_gpus[-1].sent(Topology(4))
+    assert on_cpus[-1].sent(Topology(4, 4)) == on_gpus[-1].sent(Topology(4, 4))
 
 
 @pytest.mark.parametrize(("nodes", "inside"), [(2, 2), (2, 8), (3, 4), (8, 8)])
