@@ -16,7 +16,7 @@ from .cli import CommandLine
 from .common.errors import RunError, UserError, escape_unencodable_output
 from .common.files import check_exists
 from .common.terminal import as_interrupt
-from .distributed.environment import become_single_process, rank_and_sizes, started_by_torchrun
+from .distributed.environment import SINGLE_PROCESS, rank_and_sizes, started_by_torchrun
 from .settings import Settings
 
 
@@ -72,7 +72,7 @@ class Program(CommandLine):
 
         stop_importing()
         if not started_by_torchrun():
-            become_single_process()
+            os.environ.update(SINGLE_PROCESS)
         rank, status = rank_and_sizes()[0], 0
         # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.
         names = [name for name in os.environ if name.startswith("ACCELERATE_")]

@@ -33,8 +33,9 @@ if [ -d .venv/bin ]; then PATH=$PWD/.venv/bin:$PATH; fi
 command -v torchrun >/dev/null || refuse "torchrun not found: run bash run_scripts/setup.sh on this node first"
 
 # Gloo and c10d resolve the host name, often to 127.0.1.1. Use the address and interface that reach node 0 instead.
-route=$(python -m app.distributed.network "$MASTER_ADDR") || exit 2
-read -r address interface <<<"$route"
+find_route="import sys; from app.distributed.network import find_route; print(*find_route(sys.argv[1]) or ())"
+read -r address interface <<<"$(python -c "$find_route" "$MASTER_ADDR")"
+[ -n "${interface:-}" ] || refuse "MASTER_ADDR $MASTER_ADDR is unreachable"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME} # with = it is the name, not how names begin
 endpoint=$MASTER_ADDR:$MASTER_PORT

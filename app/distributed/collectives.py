@@ -91,7 +91,7 @@ def wait_for_device(world: World) -> None:
     """Wait until this rank's device has finished all enqueued work, but no longer than `--ddp_timeout`.
 
     Call it before the host reads the result of a collective. Such a read would block inside CUDA, where Python cannot
-    raise, until NCCL's watchdog aborts the process (see `nccl_timeout`).
+    raise, until NCCL's watchdog aborts the process (see `process_group`).
 
     Raises:
         DistBackendError: the device has not finished, so some rank did not join a collective.
@@ -106,12 +106,6 @@ def wait_for_device(world: World) -> None:
         if time.monotonic() > deadline:
             raise dist.DistBackendError(f"NCCL: a collective did not finish within {seconds:.0f} s")
         time.sleep(POLL_SECONDS)
-
-
-def all_gather(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the tensors of all ranks, which have the same shape, stacked in rank order, on the host."""
-    wait_for_device(world)
-    return torch.stack(all_gather_object(values.cpu(), world))
 
 
 def all_gather_in_place(rows: torch.Tensor, ranks: RankGroup, async_op: bool = False) -> list[dist.Work | None]:

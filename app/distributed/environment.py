@@ -9,6 +9,7 @@ from pathlib import Path
 from ..common.cores import usable_cores
 from ..common.errors import UserError, shorten
 
+# The variables of a job of one process, which torch and accelerate read.
 SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 SINGLE_PROCESS |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
 
@@ -16,11 +17,6 @@ SINGLE_PROCESS |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free p
 def started_by_torchrun() -> bool:
     """Whether a launcher started this process: plain `python -m …` sets no RANK."""
     return "RANK" in os.environ
-
-
-def become_single_process() -> None:
-    """Set the variables of a job of one process, which torch and accelerate read."""
-    os.environ.update(SINGLE_PROCESS)
 
 
 def rank_and_sizes() -> tuple[int, int, int, int]:

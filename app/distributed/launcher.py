@@ -116,11 +116,6 @@ class TorchrunJob:
         self.environment = inherited | dict(environment or {})
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def start(self) -> None:
-        """Start the job. Call it through the `with` statement."""
         with ExitStack() as files:
             stdout = files.enter_context(self.stdout.open("wb")) if self.stdout else None
             stderr = files.enter_context(self.stderr.open("wb")) if self.stderr else None
@@ -133,6 +128,7 @@ class TorchrunJob:
                 # Ctrl-C in a terminal would reach torchrun twice, and the second signal interrupts its clean-up.
                 start_new_session=True,
             )
+        return self
 
     def wait_until(self, condition: Callable[[], T]) -> T | None:
         """Poll until a condition is true; return its value, or None if the job ended first."""

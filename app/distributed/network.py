@@ -2,10 +2,6 @@
 
 Gloo and c10d look up this machine's host name, which Debian and Ubuntu map to 127.0.1.1 in /etc/hosts: a loopback
 address, which other nodes cannot reach.
-
-As a program, print this node's address and network interface for a job that node 0 hosts (multi_node.sh uses it):
-
-    python -m app.distributed.network MASTER_ADDR
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import sys
 from contextlib import suppress
 
 import psutil
@@ -32,17 +27,13 @@ def use_reachable_interface() -> None:
 def find_route(master_addr: str) -> tuple[str, str] | None:
     """Return the address and interface with which this node reaches node 0, or None if node 0 is unreachable.
 
-    On node 0, its name may be a loopback address. Then the first interface that is up counts, and loopback only if
-    there is no other.
+    On node 0, its name may be a loopback address. Then the first interface counts, and loopback only without others.
     """
     if (own := _own_address(master_addr)) is None:
         return None
     by_name = psutil.net_if_addrs().items()
     interfaces = {a.address: name for name, addresses in by_name for a in addresses if a.family in FAMILIES}
-    # An interface that has just been switched on may still be reported as down, although a route leads through it.
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    candidates = [own, *(address for address, name in interfaces.items() if name in up)]
-    usable = [address for address in candidates if address in interfaces]
+    usable = [address for address in (own, *interfaces) if address in interfaces]
     address = min(usable, key=lambda address: ipaddress.ip_address(address).is_loopback, default=None)
     return None if address is None else (address, interfaces[address])
 
@@ -54,7 +45,3 @@ def _own_address(host: str) -> str | None:
             probe.connect((host, ANY_PORT))  # UDP: selects a route and sends nothing
             return str(probe.getsockname()[0])
     return None
-
-
-if __name__ == "__main__":
-    print(*(find_route(sys.argv[1]) or sys.exit(f"MASTER_ADDR {sys.argv[1]} is unreachable")))

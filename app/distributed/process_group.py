@@ -24,7 +24,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from ..common.machine import automatic_precision, unusable_accelerator, use_deterministic_algorithms
 from ..settings import Settings
 from .collectives import barrier, raise_if_any_failed
-from .environment import become_single_process, default_threads, rank_and_sizes, started_by_torchrun
+from .environment import SINGLE_PROCESS, default_threads, rank_and_sizes, started_by_torchrun
 from .failure import OUTCOMES, exit_line, report_failure, report_failure_to_connect
 from .network import use_reachable_interface
 from .world import Topology, World, create_node_groups
@@ -121,7 +121,7 @@ def _open_store(timeout: timedelta, *, one_node: bool) -> Store:
     (pytorch#108158): they need a new store for each attempt, see `problem_of_restarts`.
     """
     if not started_by_torchrun():
-        become_single_process()
+        os.environ.update(SINGLE_PROCESS)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if attempt is not None:  # Linux sends SIGTERM if torchrun dies: after a SIGKILL it cannot end its ranks
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
@@ -134,10 +134,7 @@ def problem_of_restarts(one_node: bool) -> str | None:
     has_new_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if one_node or has_new_stores or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
-    return (
-        "--max-restarts on several nodes needs --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-        "environment of torchrun"
-    )
+    return "--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with --rdzv_backend=c10d"
 
 
 class Place(NamedTuple):
@@ -152,9 +149,8 @@ class Place(NamedTuple):
 def find_device(settings: Settings, local_rank: int, local_size: int) -> tuple[str, str | None]:
     """Return the device type that this rank would use, and why it cannot, or None. This creates no CUDA context."""
     if settings.use_cpu or not torch.cuda.is_available():
-        unusable = None if settings.use_cpu else unusable_accelerator()
         without_tf32 = "--tf32 needs GPUs, and this job uses CPUs: remove it" if settings.tf32 else None
-        return "cpu", unusable or without_tf32
+        return "cpu", (None if settings.use_cpu else unusable_accelerator()) or without_tf32
     problem = None
     if local_size > (gpus := torch.cuda.device_count()):
         problem = f"{socket.gethostname()} has {gpus} GPU(s) and each rank needs one: start fewer, or add --use_cpu"
@@ -162,9 +158,7 @@ def find_device(settings: Settings, local_rank: int, local_size: int) -> tuple[s
     # On older GPUs PyTorch emulates bfloat16, which is slower than fp32.
     if settings.precision == "bf16" and automatic_precision(settings.use_cpu, local_rank) != "bf16":
         problem = "--precision bf16: {} does not support bfloat16: use --precision fp16 or fp32"
-    if settings.tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        problem = "--tf32: the environment variable NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"
-    elif settings.tf32 and (torch.version.hip or torch.cuda.get_device_properties(local_rank).major < 8):
+    if settings.tf32 and (torch.version.hip or torch.cuda.get_device_properties(local_rank).major < 8):
         problem = "--tf32: {} has no TF32: remove it"
     return "cuda", problem and problem.format(f"cuda:{local_rank} ({torch.cuda.get_device_name(local_rank)})")
 

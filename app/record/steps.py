@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..common.errors import RunError
 from ..common.files import flush
-from ..distributed.collectives import all_gather, all_gather_object
+from ..distributed.collectives import all_gather_object, wait_for_device
 from ..distributed.world import World
 from ..strategies.base import START_CLOCK
 from ..training.prepare import Preparation
@@ -122,21 +122,16 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     Returns:
         A line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
-    # fp64 holds these whole numbers exactly. The copy of pinned memory does not make the host wait.
-    counts = torch.tensor([[step.line[name] for name in COUNTS] for step in steps], dtype=torch.float64)
-    if world.device.type == "cuda":
-        counts = counts.pin_memory()
-    norms = torch.stack([step.grad_norm.double() for step in steps]).unsqueeze(1)
+    counts = torch.tensor([[step.line[name] for name in COUNTS] for step in steps])
+    norms = torch.stack([step.grad_norm.double() for step in steps])  # equal on every rank
     losses = torch.stack([step.losses.double() for step in steps])
-    measured = [tensor.to(world.device, non_blocking=True) for tensor in (counts, norms, losses)]
-    # Only here does the host wait for the device: once for all steps of the interval.
-    by_rank = all_gather(torch.cat(measured, dim=1), world)
-    counts = by_rank[:, :, :3].sum(dim=0).long()
-    norms = by_rank[world.rank, :, 3]  # equal on every rank
-    means = [mean(micro_batches) for micro_batches in by_rank[:, :, 4:].transpose(0, 1).flatten(1).tolist()]
+    wait_for_device(world)  # only here does the host wait for the device: once for all steps of the interval
+    counts_by_rank, losses_by_rank = zip(*all_gather_object((counts, losses.cpu()), world), strict=True)
+    sums = torch.stack(counts_by_rank).sum(dim=0)
+    means = [mean(micro_batches) for micro_batches in torch.cat(losses_by_rank, dim=1).tolist()]
     return [
-        step.line | {"loss": loss, "grad_norm": norm} | dict(zip(COUNTS, sums, strict=True))
-        for step, loss, norm, sums in zip(steps, means, norms.tolist(), counts.tolist(), strict=True)
+        step.line | {"loss": loss, "grad_norm": norm} | dict(zip(COUNTS, totals, strict=True))
+        for step, loss, norm, totals in zip(steps, means, norms.tolist(), sums.tolist(), strict=True)
     ]
 
 

@@ -227,7 +227,6 @@ def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypa
     ("major", "variables", "message"),
     [
         (7, {}, "--tf32: cuda:0 (Tesla T4) has no TF32: remove it"),
-        (8, {"NVIDIA_TF32_OVERRIDE": "0"}, "NVIDIA_TF32_OVERRIDE=0 forbids it: unset it"),
         (None, {}, "--tf32 needs GPUs, and this job uses CPUs: remove it"),
     ],
 )
@@ -247,7 +246,6 @@ def test_tf32_where_there_is_none_is_refused_with_one_line(fake_gpu, monkeypatch
 
 @pytest.mark.parametrize("tf32", [True, False])
 def test_tf32_is_used_only_if_requested(fake_gpu, monkeypatch, tf32):
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
     with join(Settings(tf32=tf32)):
         assert torch.backends.cuda.matmul.allow_tf32 is tf32

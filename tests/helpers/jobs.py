@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import pandas as pd
 import psutil
@@ -150,12 +150,12 @@ class Job(TorchrunJob):
         on_fake_gpus = program == str(ON_FAKE_GPUS)  # replaces parts of torch before anything imports them
         self._forks = not (real or prefix or on_fake_gpus) and can_fork(self.environment)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         if not self._forks:
-            super().start()
-            return
+            return super().__enter__()
         files = {"cwd": self.cwd, "stdout": self.stdout, "stderr": self.stderr}
         self.torchrun = ForkedJob(self.command, env=self.environment, **files)
+        return self
 
     def processes(self) -> list[psutil.Process]:
         return self.torchrun.processes() if self._forks else super().processes()

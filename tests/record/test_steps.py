@@ -34,13 +34,13 @@ def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
 def reduce_over(ranks: Sequence[Sequence[Step]], monkeypatch) -> list[dict[str, Any]]:
     """Reduce the steps of several ranks, as each of them would."""
 
-    sent: list[torch.Tensor] = []
+    sent: list[Any] = []
 
-    def gather(values: torch.Tensor, world: World) -> torch.Tensor:
-        sent.append(values)
-        return torch.stack([*sent, *[values] * (len(ranks) - len(sent))])
+    def gather(value: Any, world: World) -> list[Any]:
+        sent.append(value)
+        return [*sent, *[value] * (len(ranks) - len(sent))]
 
-    monkeypatch.setattr(steps_module, "all_gather", gather)
+    monkeypatch.setattr(steps_module, "all_gather_object", gather)
     # Each call knows what the ranks before it have sent.
     return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
 
