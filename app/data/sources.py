@@ -89,6 +89,8 @@ def _load_data_set(name: str, cache_dir: Path | None) -> datasets.DatasetDict:
 
 def _load_files(path: str, cache_dir: Path | None, **options: Any) -> tuple[datasets.DatasetDict, list[str]]:
     """Load a folder, or files with a builder of `datasets`. Return all splits, and the SHA-256 of each file."""
+    # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
         builder = datasets.load_dataset_builder(path, cache_dir=temporary, **options)
         found: Mapping[Any, list[str]] = builder.config.data_files or {}
