@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from helpers.jobs import PROJECT, unavailable
@@ -23,24 +25,22 @@ CONTENT = ("label,review\n" + "1,很好，还会再来\n0,太吵了\n" * 10_000)
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """Serves /right, /wrong, /truncated and /hangs; otherwise 404."""
+    """Serves the pages `SENT`; otherwise 404."""
+
+    SENT: ClassVar = {"/right": CONTENT, "/wrong": CONTENT[::-1], "/truncated": CONTENT[:-5000], "/hangs": b"label"}
 
     def do_GET(self):
         self.server.requests.append(self.path)
-        if self.path not in ("/right", "/wrong", "/truncated", "/hangs"):
+        if self.path not in self.SENT:
             self.send_error(404)
             return
         self.send_response(200)
         self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
+        self.wfile.write(self.SENT[self.path])
         if self.path == "/hangs":
-            self.wfile.write(CONTENT[:1000])
             self.server.requested.set()
             self.server.released.wait(30)
-        elif self.path == "/truncated":
-            self.wfile.write(CONTENT[:-5000])
-        else:
-            self.wfile.write(CONTENT if self.path != "/wrong" else CONTENT[::-1])
 
     def log_message(self, *_):
         pass
@@ -71,22 +71,21 @@ def output(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Call `run(status, *arguments)`: it returns what the program prints, which is one line."""
+    """Call `run(status, url)`: it returns what the program prints, which is one line."""
 
-    def run(status, *arguments):
-        monkeypatch.setattr(sys, "argv", ["download", *map(str, arguments)])
+    def run(status, url):
+        monkeypatch.setattr(sys, "argv", ["download", "--url", url])
         assert run_program(download.main) == status
         printed = capsys.readouterr()
-        lines = (printed.err if status else printed.out).splitlines()
-        assert len(lines) == 1
-        return lines[0]
+        (line,) = (printed.err if status else printed.out).splitlines()
+        return line
 
     return run
 
 
 def test_the_expected_file_is_downloaded_and_only_once(mirror, output, run):
     for _ in range(2):
-        assert "downloaded and verified" in run(0, "--url", mirror.url + "/right")
+        assert "downloaded and verified" in run(0, mirror.url + "/right")
     assert output.read_bytes() == CONTENT
     assert output.stat().st_mode & 0o777 == 0o644
     assert [*output.parent.iterdir()] == [output]
@@ -94,17 +93,20 @@ def test_the_expected_file_is_downloaded_and_only_once(mirror, output, run):
 
 
 @pytest.mark.parametrize(
-    ("page", "message"),
+    ("url", "message"),
     [
-        ("/wrong", f"does not match the known hash: expected {hashlib.sha256(CONTENT).hexdigest()}"),
-        ("/truncated", "try again, or use a mirror with --url"),
-        ("/hangs", "timed out"),
-        ("/none", "404"),
+        ("MIRROR/wrong", f"does not match the known hash: expected {hashlib.sha256(CONTENT).hexdigest()}"),
+        ("MIRROR/truncated", "IncompleteRead|does not match"),
+        ("MIRROR/hangs", "timed out"),
+        ("MIRROR/none", "404"),
+        *((url, "") for url in ("ftp://host/f", "file.csv", "", "http://", "http://[::1", "http://h:x/")),
     ],
 )
-def test_a_failed_download_is_one_line_and_leaves_nothing(mirror, output, run, monkeypatch, page, message):
+def test_a_failed_download_is_one_line_and_leaves_nothing(mirror, output, run, monkeypatch, url, message):
     monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
-    assert message in run(1, "--url", mirror.url + page)
+    line = run(1, url.replace("MIRROR", mirror.url))
+    assert re.search(message, line)
+    assert "use a mirror with --url" in line
     assert list(output.parent.iterdir()) == []
 
 
@@ -112,25 +114,13 @@ def test_a_rejected_connection_is_one_line(output, run, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # not listening: no connection, and no other process gets the port
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/right"
-        assert "refused" in run(1, "--url", url)
-    assert list(output.parent.iterdir()) == []
-
-
-@pytest.mark.parametrize("url", ["ftp://host/f", "file.csv", "", "http://", "http://[::1", "http://h:x/"])
-def test_an_unusable_url_is_one_line(output, run, url):
-    assert "use a mirror with --url" in run(1, "--url", url)
+        assert "refused" in run(1, f"http://127.0.0.1:{unused.getsockname()[1]}/right")
     assert list(output.parent.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(mirror, mount, run, monkeypatch):
     monkeypatch.setattr(download, "DOWNLOADED_CSV", mount("ro") / "reviews.csv")
-    assert "Read-only" in run(1, "--url", mirror.url + "/right")
-
-
-@pytest.mark.parametrize("arguments", [["--ulr", "x"], ["file.csv"], ["--url"]])
-def test_an_invalid_command_line_is_one_line(run, arguments):
-    run(2, *arguments)
+    assert "Read-only" in run(1, mirror.url + "/right")
 
 
 def test_the_hash_is_that_of_the_real_file(real_csv):
@@ -153,8 +143,8 @@ def test_a_signal_during_a_download_leaves_no_file(mirror, output, number):
     assert list(output.parent.iterdir()) == []
 
 
-def test_an_ignored_hangup_stays_ignored(mirror, output):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_an_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with as_interrupt(signal.SIGHUP):
             os.kill(os.getpid(), signal.SIGHUP)
@@ -168,4 +158,4 @@ def test_git_ignores_the_download():
     ignored = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if "not a git repository" in ignored.stderr:
         unavailable("a copy without its repository")
-    assert ignored.stdout.splitlines() == [str(DOWNLOADED_CSV)]
+    assert ignored.returncode == 0

@@ -23,68 +23,38 @@ def keep(rows: list[int]) -> list[int]:
     return rows
 
 
-def eval_sets(n: int, ranks: int, batch_size: int) -> tuple[list[EvalSet], np.ndarray]:
-    """Every rank's share of n rows, which are their own positions, and the lengths of the rows."""
-    lengths = np.random.default_rng(n).integers(1, 50, size=n)
-    labels = np.zeros(n, dtype=np.int64)
+def eval_sets(lengths: np.ndarray, ranks: int, batch_size: int) -> list[EvalSet]:
+    """Every rank's share of rows with these lengths, which are their own positions."""
+    n, batches = len(lengths), form_eval_batches(lengths, batch_size)
+    labels, worlds = np.zeros(n, dtype=np.int64), [fake_world(rank, ranks) for rank in range(ranks)]
     return [
-        build_eval_set(
-            "test",
-            list(range(n)),
-            labels,
-            batches=form_eval_batches(lengths, batch_size),
-            collator=keep,
-            world=fake_world(rank, ranks),
-        )
-        for rank in range(ranks)
-    ], lengths
+        build_eval_set("test", list(range(n)), labels, batches=batches, collator=keep, world=world) for world in worlds
+    ]
 
 
 def real_batches(share: EvalSet) -> list[list[int]]:
     return [batch for batch, is_filler in zip(share.loader, share.is_filler, strict=True) if not is_filler]
 
 
-SIZES = {"n": st.integers(1, 100), "ranks": st.integers(1, 7), "batch_size": st.integers(1, 9)}
-
-
-@given(**SIZES)
-def test_each_row_is_evaluated_on_exactly_one_rank(n, ranks, batch_size):
-    shares, _ = eval_sets(n, ranks, batch_size)
-    assert sorted(row for share in shares for row in share.positions) == list(range(n))
-    sizes = [len(real_batches(share)) for share in shares]
-    assert max(sizes) - min(sizes) <= 1, "the ranks don't have the same work"
-
-
-@given(**SIZES)
-def test_the_batches_are_the_same_at_any_number_of_ranks(n, ranks, batch_size):
-    """So are their padding and the order of the additions in a matrix product, and with them the logits."""
-    (alone,), _ = eval_sets(n, 1, batch_size)
-    shares, _ = eval_sets(n, ranks, batch_size)
-    expected = real_batches(alone)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=100).map(np.array),
+    ranks=st.integers(1, 7),
+    batch_size=st.integers(1, 9),
+)
+def test_each_row_is_evaluated_once_in_a_batch_that_is_the_same_at_any_number_of_ranks(lengths, ranks, batch_size):
+    """So are the padding and the order of the additions in a matrix product, and with them the logits."""
+    n, shares = len(lengths), eval_sets(lengths, ranks, batch_size)
+    # The longest come first, and only the last of the sorted rows may be in a smaller batch.
+    expected = real_batches(*eval_sets(lengths, 1, batch_size))
+    assert [lengths[batch].tolist() for batch in expected] == [
+        sorted(lengths)[start : start + batch_size] for start in reversed(range(0, n, batch_size))
+    ]
     assert sorted(batch for share in shares for batch in real_batches(share)) == sorted(expected)
-    assert sorted(map(len, expected), reverse=True) == [
-        min(batch_size, n - start) for start in range(0, n, batch_size)
-    ], "only the last batch may be smaller"
-
-
-@given(**SIZES)
-def test_every_rank_has_the_same_number_of_batches_and_filler_is_marked(n, ranks, batch_size):
-    shares, _ = eval_sets(n, ranks, batch_size)
-    assert len({len(share.loader) for share in shares}) == 1
+    assert sorted(row for share in shares for row in share.positions) == list(range(n))
+    assert len({len(share.loader) for share in shares}) == 1, "a forward pass of a sharded model would wait forever"
     for share in shares:
-        batches = list(share.loader)
-        assert len(batches) == len(share.is_filler)
         assert [row for batch in real_batches(share) for row in batch] == list(share.positions)
-        assert sum(share.is_filler) <= 1
-        assert all(1 <= len(batch) <= batch_size for batch in batches)
-
-
-def test_rows_of_similar_length_are_evaluated_together():
-    shares, lengths = eval_sets(40, 2, 5)
-    for share in shares:
-        of_batches = [lengths[batch].tolist() for batch in real_batches(share)]
-        assert of_batches == sorted(of_batches, reverse=True), "the longest come first"
-        assert all(batch == sorted(batch) for batch in of_batches)
+        assert sum(share.is_filler) <= 1, "the ranks do not have the same work"
 
 
 def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them():

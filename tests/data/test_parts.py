@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pandas as pd
 import pytest
@@ -13,192 +12,130 @@ import pytest
 from app.common.errors import UserError
 from app.data.reviews import ReviewTable, clean
 from app.data.sources import open_sources
-from app.data.split import Split, count_duplicates, split_reviews
+from app.data.split import count_duplicates, split_reviews
 from app.settings import Settings
 from app.training.build import ReviewData
 from app.training.prepare import check_parts
 
 SIZES = {"train": 20, "validation": 6, "test": 8}
+FLAGS = {"train": "csv", "validation": "validation_file", "test": "test_file"}
 
 
 def rows(part: str, n: int) -> pd.DataFrame:
     return pd.DataFrame({"label": [i % 2 for i in range(n)], "review": [f"{part} {i}" for i in range(n)]})
 
 
-def write(folder: Path, suffix: str = ".csv", **changed: pd.DataFrame) -> dict[str, str]:
-    """Write the three files, and return the settings that name them."""
-    folder.mkdir(exist_ok=True)
-    names = {"train": "csv", "validation": "validation_file", "test": "test_file"}
-    for part, n in SIZES.items():
-        frame, path = changed.get(part, rows(part, n)), folder / f"{part}{suffix}"
-        frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_json(path, orient="records", lines=True)
-    return {names[part]: str(folder / f"{part}{suffix}") for part in SIZES}
+def write(folder: Path, name: str = "{}.csv", parts: tuple[str, ...] = tuple(SIZES), **changed: pd.DataFrame) -> Path:
+    """Write a file of each part. The ending of the name is its format."""
+    for part in parts:
+        frame, path = changed.get(part, rows(part, SIZES[part])), folder / name.format(part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        else:
+            frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    return folder
+
+
+def files(folder: Path, *parts: str) -> dict[str, str]:
+    """Return the settings that name the CSV files of these parts, by default all."""
+    return {FLAGS[part]: str(folder / f"{part}.csv") for part in parts or SIZES}
 
 
 def read(settings: dict[str, str], cache_dir: Path | None = None) -> ReviewTable:
     return clean(open_sources(Settings(**settings), cache_dir))
 
 
+def split(table: ReviewTable, test_size: float = 0.2, validation_size: float = 0.0) -> dict[str, Any]:
+    """Return the texts of each part, and the fingerprint."""
+    parts = split_reviews(table, test_size=test_size, validation_size=validation_size, seed=42)
+    texts = {part: table.texts.iloc[getattr(parts, part)].tolist() for part in SIZES}
+    return texts | {"fingerprint": parts.fingerprint}
+
+
 def sizes_of(table: ReviewTable) -> dict[str, int]:
     return {part: len(positions) for part, positions in table.parts.items()}
 
 
-def split(table: ReviewTable) -> Split:
-    return split_reviews(table, test_size=0.2, validation_size=0.0, seed=42)
-
-
 def test_published_parts_are_used_as_they_are_in_any_format(tmp_path):
-    table = read(write(tmp_path), tmp_path / "cache")
-    assert sizes_of(table) == SIZES
-    assert (len(table), table.rows_read, table.path) == (34, 34, tmp_path / "train.csv")
+    table = read(files(write(tmp_path)), tmp_path / "cache")
+    assert (sizes_of(table), table.rows_read, table.path) == (SIZES, 34, tmp_path / "train.csv")
     parts = split(table)
     for part, n in SIZES.items():
-        positions = getattr(parts, part)
-        assert table.texts.iloc[positions].tolist() == [f"{part} {i}" for i in range(n)]
-        assert table.rows[positions].tolist() == list(range(n))  # in its own file
-        assert table.labels[positions].tolist() == [i % 2 for i in range(n)]
-    again = split_reviews(table, test_size=0.3, validation_size=0.0, seed=42)
-    assert again.fingerprint == parts.fingerprint
-    for settings in (write(tmp_path / "lines", ".jsonl"), {"dataset_name": str(tmp_path / "lines")}):
-        other = read(settings, tmp_path / "cache")
-        assert (other.sha256, split(other).fingerprint) == (table.sha256, parts.fingerprint)
+        assert parts[part] == rows(part, n).review.tolist()
+        assert table.rows[table.parts[part]].tolist() == list(range(n))  # in its own file
+        assert table.labels[table.parts[part]].tolist() == rows(part, n).label.tolist()
+    assert split(table, test_size=0.3) == parts, "a size that has no effect is part of the fingerprint"
+    other = read({"dataset_name": str(write(tmp_path / "lines", "{}.jsonl"))})
+    assert (other.sha256, split(other)) == (table.sha256, parts)
 
 
-@pytest.mark.parametrize("given", ["validation_file", "test_file"])
-def test_the_other_part_is_held_out_of_the_training_rows(tmp_path, given):
-    settings = write(tmp_path)
-    table = read({name: settings[name] for name in ("csv", given)})
-    parts = split_reviews(table, test_size=0.2, validation_size=0.25 if given == "test_file" else 0.0, seed=42)
-    published, held_out = (
-        (parts.validation, parts.test) if given == "validation_file" else (parts.test, parts.validation)
-    )
-    assert table.texts.iloc[published].str.startswith(given.partition("_")[0]).all()
-    assert table.texts.iloc[[*parts.train, *held_out]].str.startswith("train").all()
-    assert sorted([*parts.train, *held_out]) == list(range(20))
-    assert 4 <= len(held_out) <= 5
-
-
-def test_a_data_set_without_test_rows_is_split(tmp_path):
-    for part in ("train", "validation"):
-        rows(part, 20).to_json(tmp_path / f"{part}.jsonl", orient="records", lines=True)
-    table = read({"dataset_name": str(tmp_path)})
-    parts = split(table)
-    assert (len(parts.train), len(parts.validation), len(parts.test)) == (16, 20, 4)
-
-
-def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path):
-    reviews = ["000", "NA", "null", "1e5", "2024-01-01", "True", "", "好"] * 3
-    folder = tmp_path / "data"
-    folder.mkdir()
-    pd.DataFrame({"label": ["007", "1"] * 12, "review": reviews}).to_csv(folder / "train.csv", index=False)
-    table, csv = read({"dataset_name": str(folder)}, tmp_path / "cache"), read({"csv": str(folder / "train.csv")})
-    assert table.texts.tolist() == csv.texts.tolist() == [text for text in reviews if text]
-    assert table.class_names == csv.class_names == ("007", "1")
-    assert (table.sha256, table.dropped) == (csv.sha256, csv.dropped)
-    time = (folder / "train.csv").stat().st_mtime_ns
-    pd.DataFrame({"label": ["007", "1"] * 12, "review": ["ab"] * 24}).to_csv(folder / "train.csv", index=False)
-    os.utime(folder / "train.csv", ns=(time, time))  # as `cp -p` does
-    assert read({"dataset_name": str(folder)}, tmp_path / "cache").texts[0] == "ab"
-
-
-def test_a_row_with_too_many_fields_in_a_data_set_is_one_line(tmp_path):
-    for part in ("train", "test"):
-        rows(part, 20)[["review", "label"]].to_csv(tmp_path / f"{part}.csv", index=False)
-    with (tmp_path / "test.csv").open("a") as file:
-        file.write("good, clean,1\n")
-    with pytest.raises(UserError, match=f"--dataset_name {tmp_path}: .*Expected 2 fields in line 22, saw 3"):
-        read({"dataset_name": str(tmp_path)})
-
-
-def test_a_part_of_a_data_set_may_have_several_files(tmp_path, monkeypatch):
-    folder = tmp_path / "data"
-    (folder / "train").mkdir(parents=True)
-    for i, frame in enumerate((rows("train", 20), rows("train", 4).assign(label="good"))):
-        frame.to_csv(folder / "train" / f"{i}.csv", index=False)
-    (folder / "test").mkdir()
-    rows("test", 3).to_csv(folder / "test" / "0.csv", index=False)
-    table = read({"dataset_name": str(folder)})
-    assert (sizes_of(table), table.class_names) == ({"train": 24, "test": 3}, ("0", "1", "good"))
-    monkeypatch.chdir(folder)
-    assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
-
-
-def test_labels_of_tables_may_have_different_types_in_parts_and_chunks(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    many = 10_001  # pandas infers the types of 10,000 rows at once
-    for part, n in (("train", many), ("test", 2)):
-        frame = rows(part, n).astype({"label": str})
-        frame.loc[n - 2 :, "label"] = "good"
-        frame.to_csv(folder / f"{part}.tsv", index=False, sep="\t")
-    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
-    assert table.class_names == ("0", "1", "good")
-    assert sizes_of(table) == {"train": many, "test": 2}
-
-
-def test_options_that_a_data_set_declares_for_its_csv_files_are_applied(tmp_path):
-    (tmp_path / "data").mkdir()
-    rows("train", 20).to_csv(tmp_path / "data" / "train.csv", index=False)
-    configs = "configs:\n- config_name: default\n  data_files: train.csv\n  nrows: 8\n"
-    (tmp_path / "data" / "README.md").write_text(f"---\n{configs}---\n")
-    assert len(read({"dataset_name": str(tmp_path / "data")})) == 8
-
-
-def test_compressed_csv_files_of_a_data_set_are_texts(tmp_path):
-    reviews = ["000", "NA", "", "好"] * 6
-    frame = pd.DataFrame({"label": ["007", "1"] * 12, "review": reviews})
-    (tmp_path / "data").mkdir()
-    frame.to_csv(tmp_path / "data" / "train.csv.gz", index=False)
-    table = read({"dataset_name": str(tmp_path / "data")}, tmp_path / "cache")
-    assert table.texts.tolist() == [text for text in reviews if text]
-    assert table.class_names == ("007", "1")
-
-
-@pytest.mark.parametrize("part", ["validation", "test"])
-def test_a_size_of_a_part_that_a_data_set_has_is_rejected(tmp_path, part):
-    for name in ("train", part):
-        rows(name, 20).to_json(tmp_path / f"{name}.jsonl", orient="records", lines=True)
-    table = read({"dataset_name": str(tmp_path)})
-    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates={}))
-    settings = Settings(dataset_name=str(tmp_path), **{f"{part}_size": 0.25})
-    with pytest.raises(UserError, match=f"--{part}_size 0.25: .* has {part} rows: remove the flag"):
-        check_parts(settings, data)
-    check_parts(Settings(dataset_name=str(tmp_path)), data)
+@pytest.mark.parametrize(("published", "held_out"), [("validation", "test"), ("test", "validation")])
+@pytest.mark.parametrize("as_data_set", [False, True])
+def test_the_other_part_is_held_out_of_the_training_rows(tmp_path, published, held_out, as_data_set):
+    folder = write(tmp_path / "data", parts=("train", published))
+    table = read({"dataset_name": str(folder)} if as_data_set else files(folder, "train", published))
+    parts = split(table, validation_size=0.25)
+    assert parts[published] == rows(published, SIZES[published]).review.tolist()
+    assert sorted(parts["train"] + parts[held_out]) == sorted(rows("train", 20).review)
+    assert len(parts[held_out]) == {"test": 4, "validation": 5}[held_out]
 
 
 def test_dropped_rows_are_those_of_their_file(tmp_path):
-    table = read(write(tmp_path, test=pd.DataFrame({"label": [1, None, 0], "review": ["a", "b", None]})))
+    table = read(files(write(tmp_path, test=pd.DataFrame({"label": [1, None, 0], "review": ["a", "b", None]}))))
     assert table.dropped == {"no review (test file)": [2], "no label (test file)": [1]}
     assert sizes_of(table) == SIZES | {"test": 1}
 
 
-def test_texts_in_two_parts_are_counted_and_can_stop_the_run(tmp_path):
-    settings = write(tmp_path, test=rows("train", 3))
-    table = read(settings)
-    counts = count_duplicates(table, split(table))
-    assert counts == {"test_in_train": 3, "test_in_validation": 0, "validation_in_train": 0}
-    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table), duplicates=counts))
-    check_parts(Settings(**settings), data)
-    with pytest.raises(UserError, match=r"stop: 3 test reviews also occur in train rows: scores"):
-        check_parts(Settings(**settings, on_duplicates_between_parts="stop"), data)
+# --- folders ---
 
 
-def test_best_weights_need_the_validation_rows_of_a_data_set(tmp_path):
-    for part in ("train", "test"):
-        rows(part, 20).to_json(tmp_path / f"{part}.jsonl", orient="records", lines=True)
-    table = read({"dataset_name": str(tmp_path)})
-    data = cast(ReviewData, SimpleNamespace(table=table, split=split(table)))
-    with pytest.raises(UserError, match="has no validation rows to choose on: add --validation_size"):
-        check_parts(Settings(dataset_name=str(tmp_path), load_best_model_at_end=True), data)
+@pytest.mark.parametrize("name", ["{}.csv", "{}.csv.gz"])
+def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path, name):
+    frame = pd.DataFrame(
+        {"label": ["007", "1"] * 4, "review": ["000", "NA", "null", "1e5", "2024-01-01", "", "b", "c"]}
+    )
+    folder = write(tmp_path / "data", name, parts=("train",), train=frame)
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    table, csv = read({"dataset_name": str(folder)}, tmp_path / "cache"), read(files(tmp_path, "train"))
+    assert table.texts.tolist() == csv.texts.tolist() == [text for text in frame.review if text]
+    assert (table.class_names, table.dropped) == (("007", "1"), {"no review": [5]})
+    assert (table.class_names, table.dropped, table.sha256) == (csv.class_names, csv.dropped, csv.sha256)
+
+
+def test_a_part_of_a_data_set_may_have_several_files_and_a_folder_any_name(tmp_path, monkeypatch):
+    folder = write(tmp_path, "train/{}.csv", parts=("train",))
+    rows("train", 4).assign(label="good").to_csv(folder / "train" / "z.csv", index=False)
+    write(folder, "test/{}.csv", parts=("test",))
+    table = read({"dataset_name": str(folder)})
+    assert (sizes_of(table), table.class_names) == ({"train": 24, "test": 8}, ("0", "1", "good"))
+    monkeypatch.chdir(folder)
+    assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
+
+
+def test_labels_may_look_like_numbers_in_one_part_of_a_file_and_like_words_in_another(tmp_path):
+    many = 10_001  # pandas infers the types of 10,000 rows at once
+    train, test = (rows("train", n).astype({"label": str}) for n in (many, 3))
+    train.loc[many - 2 :, "label"] = "good"
+    folder = write(tmp_path / "data", "{}.tsv", parts=("train", "test"), train=train, test=test)
+    table = read({"dataset_name": str(folder)}, tmp_path / "cache")
+    assert (table.class_names, sizes_of(table)) == (("0", "1", "good"), {"train": many, "test": 3})
+
+
+def test_options_that_a_data_set_declares_for_its_csv_files_are_applied(tmp_path):
+    configs = "configs:\n- config_name: default\n  data_files: train.csv\n  nrows: 8\n"
+    folder = write(tmp_path / "data", parts=("train",))
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    assert len(read({"dataset_name": str(folder)})) == 8
+
+
+# --- mistakes ---
 
 
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        (
-            rows("test", 3).replace({"label": {1: 7}}),
-            "row 1: label '7' is not a class of {}/train.csv, which has '0', '1'",
-        ),
+        (rows("test", 3).replace({"label": {1: 7}}), "row 1: label '7' is not a class of"),
         (rows("test", 3).rename(columns={"label": "stars"}), "no column 'label'; the file has 'stars', 'review'"),
         (rows("test", 0), "has no rows"),
         (pd.DataFrame({"label": [1], "review": [None]}), "no row has both a review ('review') and a label"),
@@ -206,23 +143,27 @@ def test_best_weights_need_the_validation_rows_of_a_data_set(tmp_path):
 )
 def test_what_is_wrong_with_a_part_is_one_line(tmp_path, test, message):
     with pytest.raises(UserError) as caught:
-        read(write(tmp_path, test=test), tmp_path / "cache")
-    assert str(caught.value).startswith(f"{tmp_path}/test.csv: {message.format(tmp_path)}")
-    assert "\n" not in str(caught.value)
+        read(files(write(tmp_path, test=test)), tmp_path / "cache")
+    assert str(caught.value).startswith(f"{tmp_path}/test.csv: {message}")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
-    rows("test", 5).to_json(tmp_path / "test.jsonl", orient="records", lines=True)
+    no_train, too_many_fields = write(tmp_path / "a", parts=("test",)), write(tmp_path / "b")
+    with (too_many_fields / "test.csv").open("a") as file:
+        file.write("1,good, clean\n")
     for name, message in (
-        (str(tmp_path), "has no split train, but 'test'"),
-        (f"{tmp_path}/config", "BuilderConfig 'config' not found"),
+        (f"{no_train}", "has no split train, but 'test'"),
+        (f"{no_train}/config", "BuilderConfig 'config' not found"),
+        (f"{too_many_fields}", "Expected 2 fields in line 10, saw 3"),
         ("/missing/folder/of/data", "Couldn't find any data file at /missing/folder/of"),
         ("x" * 300, ""),
     ):
         with pytest.raises(UserError) as caught:
             read({"dataset_name": name})
-        assert str(caught.value).startswith(f"--dataset_name {name}: {message}")
-        assert "\n" not in str(caught.value)
+        assert str(caught.value).startswith(f"--dataset_name {name}: ")
+        assert message in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,15 +173,32 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
         ({"dataset_name": "x", "test_file": "a.csv"}, "--dataset_name and --test_file exclude each other"),
         ({"test_file": "a.csv"}, "--test_file needs --csv"),
         ({"csv": "a", "test_file": "b", "test_size": 0.2}, "--test_file and --test_size exclude each other"),
-        (
-            {"csv": "a", "validation_file": "b", "validation_size": 0.2},
-            "--validation_file and --validation_size exclude",
-        ),
+        ({"csv": "a", "validation_file": "b", "validation_size": 0.2}, "--validation_file and --validation_size"),
     ],
 )
 def test_contradictions_are_one_line(settings, message):
     with pytest.raises(UserError, match=message):
         Settings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "message"),
+    [
+        (("validation",), {"validation_size": 0.25}, "--validation_size 0.25: .* has validation rows: remove the flag"),
+        (("test",), {"test_size": 0.25}, "--test_size 0.25: .* has test rows: remove the flag"),
+        (("test",), {"load_best_model_at_end": True}, "has no validation rows to choose on: add --validation_size"),
+        (("test",), {"on_duplicates_between_parts": "stop"}, "stop: 8 test reviews also occur in train rows"),
+    ],
+)
+def test_settings_that_do_not_fit_the_parts_of_a_data_set_are_rejected(tmp_path, parts, changes, message):
+    folder = write(tmp_path / "data", parts=("train", *parts), test=rows("train", 8))
+    table = read({"dataset_name": str(folder)})
+    parts_of_table = split_reviews(table, test_size=0.2, validation_size=0.0, seed=42)
+    duplicates = count_duplicates(table, parts_of_table)
+    data = cast(ReviewData, SimpleNamespace(table=table, split=parts_of_table, duplicates=duplicates))
+    check_parts(Settings(dataset_name=str(folder)), data)
+    with pytest.raises(UserError, match=message):
+        check_parts(Settings(dataset_name=str(folder), **changes), data)
 
 
 def test_published_validation_rows_choose_the_best_weights():

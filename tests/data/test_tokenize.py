@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,19 +37,19 @@ def test_rows_are_the_tokens_that_the_tokenizer_returns(review_csv, tmp_path, si
 
 def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(review_csv, tmp_path):
     cache = tmp_path / "cache"
-    table = read_reviews(review_csv(50))
+    table, other = read_reviews(review_csv(50)), read_reviews(review_csv(51, "more.csv"))
     tokenizer = learn_tokenizer(table.texts, 8_000)
-    tokenize(table, tokenizer, 16, cache_dir=cache)
-    (file,) = cache.iterdir()
-    before = file.stat().st_mtime_ns
-    tokenize(table, tokenizer, 16, cache_dir=cache)
-    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
-    tokenize(table, tokenizer, 15, cache_dir=cache)
-    tokenize(table, learn_tokenizer(table.texts[:3], 8_000), 16, cache_dir=cache)
-    tokenize(read_reviews(review_csv(51, "more.csv")), tokenizer, 16, cache_dir=cache)
+
+    def files_after(*arguments: Any) -> dict[str, int]:
+        tokenize(*arguments, cache_dir=cache)
+        return {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+
+    assert files_after(table, tokenizer, 16) == files_after(table, tokenizer, 16)
+    assert len(files_after(table, tokenizer, 15)) == 2
+    assert len(files_after(table, learn_tokenizer(table.texts[:3], 8_000), 16)) == 3
+    assert len(files_after(other, tokenizer, 16)) == 4
     tokenizer.truncation_side = "left"
-    tokenize(table, tokenizer, 16, cache_dir=cache)
-    assert len(list(cache.iterdir())) == 5
+    assert len(files_after(table, tokenizer, 16)) == 5
 
 
 def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_the_cache(tmp_path):
@@ -55,27 +57,19 @@ def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_th
     path.write_text("label,review\n0,a[SEP]b\n1,b[SEP]a\n")
     table = read_reviews(path)
     tokenizer = learn_tokenizer(table.texts, 8_000)
-    special = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache")
-    tokenizer.split_special_tokens = True
-    split = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache")
-    assert special["input_ids"][0].count(tokenizer.sep_token_id) == 2
-    assert split["input_ids"][0].count(tokenizer.sep_token_id) == 1
+    for tokenizer.split_special_tokens, separators in ((False, 2), (True, 1)):
+        rows = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache")
+        assert rows["input_ids"][0].count(tokenizer.sep_token_id) == separators
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interrupted_write_leaves_nothing_in_the_cache(review_csv, tmp_path, monkeypatch, error):
     table = read_reviews(review_csv(50))
     tokenizer = learn_tokenizer(table.texts, 8_000)
-
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(type(tokenizer), "__call__", fail)
-    with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+    monkeypatch.setattr(type(tokenizer), "__call__", Mock(side_effect=error))
+    with pytest.raises((UserError, KeyboardInterrupt)):
         tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-    if isinstance(error, OSError):
-        assert "cannot be written: No space left on device" in str(caught.value)
 
 
 @pytest.mark.parametrize("options", ["size=64k", "ro"])
