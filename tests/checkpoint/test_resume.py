@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,6 @@ from helpers.killed_run import (
     CPU,
     FINGERPRINT,
     IDENTITY,
-    STEP,
     TOTAL,
     evaluation_line,
     make_run,
@@ -27,11 +29,7 @@ from helpers.run_folders import edit_json
 from helpers.worlds import fake_world
 
 from app.checkpoint.resume import (
-    BEST_WEIGHTS,
-    CHOICES,
     MUST_BE_EQUAL,
-    ROUNDING,
-    WITHOUT_EFFECT,
     Resume,
     changes_since,
     check_compatible,
@@ -62,63 +60,66 @@ def check(found: Resume, identity: Mapping[str, Any] = IDENTITY, /, **settings: 
 
 def test_log_lines_after_the_checkpoint_are_dropped(folder):
     assert resume(folder).lines_of(STEPS.name) == list(map(step_line, range(1, 5)))
-    assert resume(folder).lines_of(EVALUATIONS.name) == [evaluation_line(2)]
     (folder / EVALUATIONS.name).write_text("".join(map(evaluation_line, (2, 4, 5))))
     assert resume(folder).lines_of(EVALUATIONS.name) == [evaluation_line(2), evaluation_line(4)]
     check(resume(folder))
 
 
-def test_a_run_cannot_become_deterministic_when_it_is_resumed(folder):
-    with pytest.raises(UserError, match="deterministic was False and is True"):
-        check(resume(folder), deterministic=True)
+@pytest.mark.parametrize(
+    ("log", "old", "new", "message"),
+    [
+        (STEPS.name, '"step": 2', '"step: 2', r"steps\.jsonl: damaged, so the run cannot"),
+        (STEPS.name, step_line(2), "[]\n", r"steps\.jsonl: damaged"),
+        (STEPS.name, '"step": 2', '"step": "x"', r"steps\.jsonl: damaged"),
+        (STEPS.name, step_line(2), "", r"steps\.jsonl: lacks steps"),
+        (EVALUATIONS.name, evaluation_line(2), "\0" + evaluation_line(2), r"evaluations\.jsonl: damaged"),
+    ],
+)
+def test_a_damaged_log_is_named(folder, log, old, new, message):
+    content = (folder / log).read_text()
+    (folder / log).write_text(content.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        check(resume(folder))
+    (folder / STEPS.name).unlink()
+    with pytest.raises(UserError, match=r"steps\.jsonl: lacks steps"):
+        check(resume(folder))
 
 
-def test_the_number_of_logical_ranks_cannot_change(tmp_path):
-    run = make_run(tmp_path / "run", logical_ranks=4)
-    check(resume(run), logical_ranks=4)
-    with pytest.raises(UserError, match="logical_ranks was 4 and is 2"):
-        check(resume(run), logical_ranks=2)
+# ---- what must be equal ----------------------------------------------------------------------------------------------
+
+CHANGE_RESULTS = [
+    "max_length",
+    "pad_to_multiple_of",
+    "dropout",
+    "attn_implementation",
+    "train_batch_size",
+    "logical_ranks",
+]
+CHANGE_RESULTS += ["learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"]
+CHANGE_RESULTS += [
+    "adam_epsilon",
+    "max_grad_norm",
+    "train_sampling_strategy",
+    "class_weights",
+    "label_smoothing_factor",
+    "seed",
+]
+CHANGE_RESULTS += ["precision", "ddp_comm_hook", "param_dtype", "reduce_dtype", "tf32", "deterministic"]
+CHANGE_RESULTS += ["early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"]
 
 
-def test_a_run_cannot_compress_its_gradients_differently_when_it_is_resumed(tmp_path):
-    run = make_run(tmp_path / "run", ddp_comm_hook="bf16")
-    check(resume(run), ddp_comm_hook="bf16", strategy="zero1", ddp_bucket_cap_mb=1)
-    with pytest.raises(UserError, match="ddp_comm_hook was bf16 and is power_sgd"):
-        check(resume(run), ddp_comm_hook="power_sgd")
+@pytest.mark.parametrize("name", sorted({*CHANGE_RESULTS, *MUST_BE_EQUAL}))
+def test_a_setting_that_changes_results_must_be_equal(folder, name):
+    found = resume(folder)
+    found.state["settings"][name] = "another value"
+    with pytest.raises(UserError, match=f": {name} was another value and is "):
+        check(found)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_what_does_not_affect_the_bits_may_change(folder, strategy):
-    check(
-        resume(folder),
-        strategy=strategy,
-        activation_checkpointing=True,
-        ddp_bucket_cap_mb=1,
-        logging_steps=3,
-        save_steps=7,
-    )
-
-
-@pytest.mark.parametrize(
-    ("log", "change", "message"),
-    [
-        (STEPS.name, lambda text: text.replace('"step": 2', '"step: 2'), r"steps\.jsonl: damaged, so the run cannot"),
-        (STEPS.name, lambda text: text.replace(step_line(2), "[]\n"), r"steps\.jsonl: damaged"),
-        (STEPS.name, lambda text: text.replace('"step": 2', '"step": "x"'), r"steps\.jsonl: damaged"),
-        (STEPS.name, lambda text: text.replace(step_line(2), ""), r"steps\.jsonl: lacks steps"),
-        (STEPS.name, lambda text: "", r"steps\.jsonl: lacks steps"),
-        (EVALUATIONS.name, lambda text: "\0" + text, r"evaluations\.jsonl: damaged"),
-    ],
-)
-def test_a_damaged_log_is_named(folder, log, change, message):
-    file = folder / log
-    file.write_text(change(file.read_text()))
-    with pytest.raises(UserError, match=message):
-        check(resume(folder))
-    file.unlink()
-    if log == STEPS.name:
-        with pytest.raises(UserError, match=r"steps\.jsonl: lacks steps"):
-            check(resume(folder))
+    flags = {"ddp_bucket_cap_mb": 1, "logging_steps": 3, "save_steps": 7, "activation_checkpointing": True}
+    check(resume(folder), strategy=strategy, **flags)
 
 
 BEST = {"load_best_model_at_end": True, "validation_size": 0.1, "metric_for_best_model": "loss"}
@@ -136,158 +137,90 @@ def test_the_criterion_for_the_best_weights_cannot_change(tmp_path, change):
 
 CONTENT = {"model_commit": None, "model_config": {"layers": 2, "architectures": None, "transformers_version": "5.0"}}
 CONTENT |= {"model_code_sha256": None, "tokens_sha256": "a"}
-
-
-def check_content(folder: Path, name: str, config: dict[str, Any] | None = None, **changes: Any) -> None:
-    """Check a run of a model at ./moved/away, which is not there any more, against a model with this content."""
-    found = resume(folder)
-    found.state.update(CONTENT)
-    found.state["settings"]["model"] = "./moved/away"
-    identity = CONTENT | {"model_config": CONTENT["model_config"] | (config or {})} | changes
-    check(found, identity, model=name)
-
-
-def test_only_the_content_of_a_model_folder_counts(folder):
-    check_content(folder, str(folder), {"architectures": ["Bert"], "_name_or_path": "x"})
-    with pytest.raises(UserError, match=f"the model's commit was None and is {'a' * 40}"):
-        check_content(folder, "org/name", model_commit="a" * 40)
+NEWER = {"transformers_version": "6.0", "heads": 3}  # with a default that the older version did not have
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("config", "changes", "message"),
     [
-        ({"config": {"layers": 3}}, "the model's config has changed: layers$"),
-        ({"config": {"heads": 3}}, "has changed: heads$"),
-        ({"model_code_sha256": "b"}, "the model's Python code has changed$"),
-        ({"tokens_sha256": "b"}, "the tokenizer returns other tokens for the same reviews, or pads differently$"),
+        ({"architectures": ["Bert"], "_name_or_path": "x"}, {}, None),
+        (NEWER, {}, None),
+        (NEWER | {"layers": 3}, {}, "has changed: layers$"),
+        ({"layers": 3}, {}, "the model's config has changed: layers$"),
+        ({"heads": 3}, {}, "has changed: heads$"),
+        ({}, {"model_commit": "a" * 40}, f"the model's commit was None and is {'a' * 40}"),
+        ({}, {"model_code_sha256": "b"}, "the model's Python code has changed$"),
+        ({}, {"tokens_sha256": "b"}, "the tokenizer returns other tokens for the same reviews, or pads differently$"),
     ],
 )
-def test_changed_content_of_a_model_folder_is_named(folder, change, message):
-    with pytest.raises(UserError, match=message):
-        check_content(folder, str(folder), **change)
-
-
-def test_defaults_of_another_version_of_transformers_are_no_change(folder):
-    newer = {"transformers_version": "6.0", "heads": 3}
-    check_content(folder, str(folder), newer)
-    with pytest.raises(UserError, match=r"has changed: layers$"):
-        check_content(folder, str(folder), newer | {"layers": 3})
-
-
-@pytest.fixture
-def two_threads():
-    """This process works with 2 threads, and gets back the number that it has had."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def test_only_the_content_of_a_model_counts_not_its_place(folder, config, changes, message):
+    found = resume(folder)
+    found.state.update(CONTENT)
+    found.state["settings"]["model"] = "./moved/away"
+    identity = CONTENT | {"model_config": CONTENT["model_config"] | config} | changes
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        check(found, identity, model=str(folder))
 
 
 # ---- what makes a resumed run differ from an uninterrupted one -------------------------------------------------------
 
-SETTINGS_BEFORE = {"gradient_accumulation_steps": 2, "eval_batch_size": 64, "cpu_offload": False}
-BEFORE = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 3, "arithmetic": {}}
-BEFORE |= {"settings": SETTINGS_BEFORE}
-SAME_ARITHMETIC = {"device": [CPU], "fp32_matmul_precision": ["highest"]}
-SAME = {"gradient_accumulation_steps": 2}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_another_strategy_or_number_of_ranks_changes_nothing(strategy, ranks):
-    for settings in (SAME, SAME | {"threads": 3}):
-        mine = Settings(strategy=strategy, **settings)
-        assert changes_since(BEFORE, mine, fake_world(0, ranks), arithmetic=SAME_ARITHMETIC) == ()
-
-
-def test_a_new_run_has_no_changes():
-    settings = Settings(threads=5, gradient_accumulation_steps=4)
-    assert changes_since({}, settings, fake_world(), arithmetic=SAME_ARITHMETIC) == ()
+ARITHMETIC = {"device": [CPU], "MKL_CBWR": ["COMPATIBLE"]}
+BEFORE = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 3, "arithmetic": ARITHMETIC}
+BEFORE |= {"settings": {"gradient_accumulation_steps": 2, "eval_batch_size": 64, "cpu_offload": False}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("before", "flags", "device", "expected"),
     [
-        ({"threads": 1}, "threads: 1, was 3"),
-        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: 1, was 2"),
-        ({"eval_batch_size": 7}, "eval_batch_size: 7, was 64"),
+        ({}, {}, "cpu", []),
+        ({}, {"threads": 3}, "cpu", []),
+        ({}, {"threads": 1}, "cpu", ["threads: 1, was 3"]),
+        ({}, {"gradient_accumulation_steps": 1}, "cpu", ["gradient_accumulation_steps: 1, was 2"]),
+        ({}, {"eval_batch_size": 7}, "cpu", ["eval_batch_size: 7, was 64"]),
+        ({}, {"strategy": "zero3", "cpu_offload": True}, "cuda", ["cpu_offload: True, was False"]),
+        ({}, {"strategy": "zero3", "cpu_offload": True}, "cpu", []),  # the optimizer has always been there
+        ({"torch": "1.0"}, {}, "cpu", [f"torch: {torch.__version__}, was 1.0"]),
+        ({"transformers": "1.0"}, {}, "cpu", [f"transformers: {transformers.__version__}, was 1.0"]),
+        ({"arithmetic": {}}, {}, "cpu", []),  # an older version recorded nothing
+        ({"arithmetic": {"device": ["A", "B"]}}, {}, "cpu", [f"device: {CPU}, was A, B"]),
+        ({"arithmetic": ARITHMETIC | {"MKL_CBWR": ["unset"]}}, {}, "cpu", ["MKL_CBWR: COMPATIBLE, was unset"]),
     ],
 )
-def test_changes_that_affect_rounding_or_dropout_are_listed(changes, expected):
-    settings = Settings(**SAME | changes)
-    assert changes_since(BEFORE, settings, fake_world(), arithmetic=SAME_ARITHMETIC) == (expected,)
-    for package, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
-        found = changes_since(BEFORE | {package: "1.0"}, Settings(**SAME), fake_world(), arithmetic=SAME_ARITHMETIC)
-        assert found == (f"{package}: {version}, was 1.0",)
+def test_changes_that_affect_rounding_or_dropout_are_listed(before, flags, device, expected):
+    settings = Settings(**{"gradient_accumulation_steps": 2} | flags)
+    for strategy, ranks in product(("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)):
+        mine = settings if flags.get("strategy") else replace(settings, strategy=strategy)
+        world = fake_world(0, ranks, device)
+        assert list(changes_since(BEFORE | before, mine, world, arithmetic=ARITHMETIC)) == expected
+    assert changes_since({}, settings, fake_world(), arithmetic=ARITHMETIC) == (), "of a new run"
 
 
-@pytest.mark.parametrize(("device", "announced"), [("cuda", ("cpu_offload: True, was False",)), ("cpu", ())])
-def test_the_optimizer_s_device_changes_rounding_on_gpus(device, announced):
-    settings = Settings(strategy="zero3", cpu_offload=True, **SAME)
-    assert changes_since(BEFORE, settings, fake_world(device=device), arithmetic=SAME_ARITHMETIC) == announced
-
-
-@pytest.mark.parametrize(
-    ("recorded", "announced"),
-    [
-        (SAME_ARITHMETIC, ()),
-        ({"device": ["A", "B"]}, (f"device: {CPU}, was A, B",)),  # the rest is unknown
-        (SAME_ARITHMETIC | {"fp32_matmul_precision": ["high"]}, ("fp32_matmul_precision: highest, was high",)),
-        (SAME_ARITHMETIC | {"MKL_CBWR": ["AVX2"]}, ("MKL_CBWR: COMPATIBLE, was AVX2",)),
-        (SAME_ARITHMETIC | {"MKL_CBWR": ["unset"]}, ("MKL_CBWR: COMPATIBLE, was unset",)),
-    ],
-)
-def test_other_devices_and_kernels_are_announced(recorded, announced):
-    now = SAME_ARITHMETIC | {"MKL_CBWR": ["COMPATIBLE"]}
-    assert changes_since(BEFORE | {"arithmetic": recorded}, Settings(**SAME), fake_world(), arithmetic=now) == announced
-
-
-def test_the_settings_that_need_not_be_equal_are_settings():
-    assert {*WITHOUT_EFFECT, *CHOICES, *ROUNDING, *BEST_WEIGHTS} <= Settings().as_dict().keys()
-    assert {"seed", "precision", "max_length", "learning_rate", "load_best_model_at_end"} <= set(MUST_BE_EQUAL)
-
-
-@pytest.mark.parametrize("name", MUST_BE_EQUAL)
-def test_a_setting_that_must_be_equal_is_compared(folder, name):
-    found = resume(folder)
-    found.state["settings"][name] = "another value"
-    with pytest.raises(UserError, match=f": {name} was another value and is "):
-        check(found)
-
-
-def test_the_checkpoint_determines_what_is_taken_over(folder, world, two_threads):
-    """Rather than settings.json, which a later start in the same folder may have written."""
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_the_checkpoint_or_else_the_folder_determines_what_is_taken_over(folder, world, has_checkpoint):
+    """A later start in the same folder may have written settings.json, so a checkpoint has settings of its own."""
     checkpoint = folder / CHECKPOINTS / "checkpoint-4"
     state = json.loads((checkpoint / RUN_STATE).read_text())
     state["settings"]["logical_ranks"] = 4
     write_checkpoint(checkpoint, state)
     edit_json(folder / SETTINGS.name, logical_ranks=2, threads=7)
-    found = find_resume("ddp_loop", Settings(resume_from_checkpoint=str(folder), threads=1), world)
+    if not has_checkpoint:  # a restarted job, perhaps on other nodes, begins the same training again
+        checkpoint.rename(checkpoint.with_name(".checkpoint-4.tmp"))
+    settings = Settings(output_dir=str(folder), resume_from_checkpoint="auto", threads=1)
+    found = find_resume("ddp_loop", settings, world)
     os.close(found.lock)
-    assert (found.folder, found.checkpoint, found.step) == (folder, checkpoint, STEP)
-    assert (found.recorded["logical_ranks"], found.recorded["threads"]) == (4, 3)
-    assert found.changes == ("threads: 1, was 3",)
-
-
-def test_without_a_checkpoint_the_folder_determines_it(folder, world):
-    """A restarted job, perhaps on other nodes, begins the same training again."""
-    (folder / CHECKPOINTS / "checkpoint-4").rename(folder / CHECKPOINTS / ".checkpoint-4.tmp")
-    edit_json(folder / SETTINGS.name, logical_ranks=2, threads=7)
-    found = find_resume("ddp_loop", Settings(output_dir=str(folder), resume_from_checkpoint="auto"), world)
-    os.close(found.lock)
-    assert (found.folder, found.checkpoint, found.step) == (folder, None, 0)
-    assert (found.recorded["logical_ranks"], found.recorded["threads"]) == (2, 7)
-    assert found.changes == ()
+    assert (found.folder, found.checkpoint, found.step) == (folder, *((checkpoint, 4) if has_checkpoint else (None, 0)))
+    assert (found.recorded["logical_ranks"], found.recorded["threads"]) == ((4, 3) if has_checkpoint else (2, 7))
+    assert found.changes == (("threads: 1, was 3",) if has_checkpoint else ())
 
 
 def test_a_finished_run_has_nothing_left_to_do(folder, world):
     (folder / METRICS.name).write_text("{}")
-    for place in (
+    for flags in (
         {"output_dir": str(folder), "resume_from_checkpoint": "auto"},
         {"resume_from_checkpoint": str(folder)},
     ):
         with pytest.raises(AlreadyFinished, match="has finished; nothing is left to do"):
-            find_resume("ddp_loop", Settings(**place), world)
+            find_resume("ddp_loop", Settings(**flags), world)
 
 
 # ---- which checkpoint ------------------------------------------------------------------------------------------------
@@ -359,13 +292,6 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
     assert len(list(checkpoints.iterdir())) == 3, "nothing is removed"
 
 
-def test_an_older_checkpoint_is_one_line(folder):
-    edit_json(folder / CHECKPOINTS / "checkpoint-4" / RUN_STATE, format_version=2)
-    for place in ("", "checkpoints/checkpoint-4"):
-        with pytest.raises(UserError, match="another version of this program wrote it: resume it with that version"):
-            search(Settings(resume_from_checkpoint=str(folder / place)))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -373,11 +299,14 @@ def test_an_older_checkpoint_is_one_line(folder):
         ("empty", "has no complete checkpoint"),
         ("checkpoint-good", "only checkpoint-<step>, under the name that it was written with"),
         ("run/checkpoints/best-2", "only checkpoint-<step>, under the name that it was written with"),
+        ("older", "another version of this program wrote it: resume it with that version"),
+        ("older/checkpoints/checkpoint-4", "another version of this program wrote it: resume it with that version"),
     ],
 )
 def test_what_is_no_checkpoint_is_named(folder, tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     shutil.copytree(folder / CHECKPOINTS / "checkpoint-4", tmp_path / "checkpoint-good")
+    edit_json(make_run(tmp_path / "older") / CHECKPOINTS / "checkpoint-4" / RUN_STATE, format_version=2)
     with pytest.raises(UserError, match=message):
         search(Settings(resume_from_checkpoint=str(tmp_path / name)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -152,21 +152,6 @@ def test_batches_of_similar_length_are_in_a_random_order():
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@given(share=st.integers(1, 16), ranks=st.integers(1, 16))
-def test_each_logical_rank_belongs_to_one_process(interleaved, share, ranks):
-    plan = BatchPlan(1, ranks, share * ranks, 1, 1, 1, 1, 1)
-    processes = [plan.logical_ranks_of(rank, interleaved) for rank in range(ranks)]
-    assert sorted(chain(*processes)) == list(range(share * ranks))
-    # Those of a process, and the n-th ones of all processes, are subtrees of one binary tree: either are neighbors,
-    # then the others are at equal distances.
-    for process in processes:
-        assert len(process) == share
-        assert {b - a for a, b in pairwise(process)} <= {ranks if interleaved else 1}
-    for group in zip(*processes, strict=True):
-        assert {b - a for a, b in pairwise(group)} <= {1 if interleaved else share}
 
 
 @given(
