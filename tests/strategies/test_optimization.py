@@ -110,14 +110,3 @@ def test_a_tensor_on_another_device_and_a_transposed_one_are_left_alone(tensor):
     tails = VectorTails(optimizer)
     tails.update(optimizer)
     assert tails.updated == []
-
-
-def test_on_a_gpu_nothing_is_computed(monkeypatch):
-    """Its kernels update every element in the same way, and the host is the limit."""
-    monkeypatch.setattr(optimization, "tail_of", lambda tensor: pytest.fail("a tail is looked for"))
-    parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    VectorTails(optimizer)
-    for _ in range(2):
-        optimizer.step()
