@@ -5,61 +5,69 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers.html_page import Page
-from helpers.run_folders import edit_json, write_run
 
 from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
-from app.report.explanation import differing_settings
 from app.report.render import as_html, as_markdown, write_comparison
-from app.runs.reader import read_run
 
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
 
 
 @pytest.fixture
-def comparison(review_csv, tmp_path):
-    """Two different runs on reviews and classes that contain active HTML."""
-    reviews = pd.read_csv(review_csv(120))
+def hostile(review_csv, tmp_path):
+    """A CSV whose reviews and classes contain active HTML and Markdown."""
+    reviews = pd.read_csv(review_csv(900))
     reviews["review"] += f" {SCRIPT}{IMAGE} | `code` [link](http://example.invalid) \x1b[31m"
     reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE})
-    reviews.to_csv(tmp_path / "reviews.csv", index=False)
-    a, b = (write_run(tmp_path / n, tmp_path / "reviews.csv", rng_seed=c) for n, c in (("a", 0), ("b", 1)))
-    edit_json(a / "settings.json", learning_rate=0.5, path=f"{SCRIPT}$\\frac{{$")
-    return compare_runs(read_run(a), read_run(b))
+    reviews.to_csv(tmp_path / "hostile.csv", index=False)
+    return tmp_path / "hostile.csv"
 
 
-def test_the_page_has_no_scripts_and_no_requests(comparison):
-    assert comparison["disagreements"]
+@pytest.fixture
+def comparison(make_pair, hostile):
+    a = {"learning_rate": 0.5, "path": f"{SCRIPT}$\\frac{{$", "threads": 1}
+    return compare_runs(*make_pair(reviews=hostile, a=a, b={"threads": 2}))
+
+
+@pytest.fixture
+def identical(make_pair, hostile):
+    return compare_runs(*make_pair(reviews=hostile, same=True), baselines=False)
+
+
+def texts(comparison) -> tuple[str, str]:
+    """Return what a reader sees in both reports, in one line each, without the emphasis of Markdown."""
+    pages = as_markdown(comparison).replace("**", ""), Page(as_html(comparison)).text
+    return tuple(" ".join(page.split()) for page in pages)
+
+
+def rows_of(table: str) -> list[str]:
+    """Return the lines of a Markdown table of reviews, which have 5 cells each."""
+    rows = [line for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+    return rows
+
+
+def test_the_page_shows_hostile_text_literally_without_scripts_and_requests(comparison):
     page = Page(as_html(comparison))
     assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     addresses = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action", "data")]
     assert all(address.startswith("#") for address in addresses)
-    policies = [value for name, value in page.attributes if name == "content" and "default-src 'none'" in value]
-    assert len(policies) == 1
-    assert "script" not in policies[0], "what default-src forbids stays forbidden"
+    (policy,) = [value for name, value in page.attributes if name == "content" and "default-src 'none'" in value]
+    assert "script" not in policy, "what default-src forbids stays forbidden"
     assert not re.search(r"url\((?!#)|@import", as_html(comparison))
-
-
-def test_the_page_shows_hostile_text_literally(comparison):
-    text = Page(as_html(comparison)).text
-    assert SCRIPT in text
-    assert IMAGE in text
-    assert "$\\frac{$" in text
+    assert all(text in page.text for text in (SCRIPT, IMAGE, "$\\frac{$"))
 
 
 def test_markdown_escapes_hostile_text(comparison):
     markdown = as_markdown(comparison)
-    assert "<" not in markdown
-    assert "\x1b" not in markdown
-    assert "](http" not in markdown
-    rows = [line for line in markdown.splitlines() if "onerror" in line and line.startswith("| ") and "http" in line]
-    assert rows
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+    assert not re.search(r"<|\x1b|\]\(http", markdown)
+    assert any("onerror" in row and "http" in row for row in rows_of(markdown))
 
 
 @pytest.mark.parametrize(
@@ -80,107 +88,85 @@ def test_a_markdown_cell_is_one_line_without_markup(text, cell):
 
 
 def test_the_page_shows_the_values(comparison):
-    text = Page(as_html(comparison)).text
-    assert comparison["verdict"].split(":")[0].lower() in text.lower()
-    assert comparison["first_difference"] in text
+    markdown, text = texts(comparison)
     statistics = comparison["statistics"]
-    for side in "ab":
-        assert f"{100 * statistics[f'accuracy_{side}']['low']:.1f}%" in text
-    for item in comparison["disagreements"][:40]:
-        assert f"row {item['row']} " in text
-        for of_run in item["probabilities"]:
-            assert f"{100 * max(of_run):.1f}%" in text
-    assert "learning_rate" in text
-
-
-def test_only_settings_that_describe_the_training_and_differ_are_listed(comparison):
-    older, newer = comparison["settings"]
-    older |= {"model_config": {"act": "gelu", "layers": 2}}
-    newer |= {"model_config": {"act": "relu", "layers": 2}}
-    listed = differing_settings(older | {"bf16": False, "output_dir": "x"}, newer | {"output_dir": "y", "new": 1})
-    assert listed == {"learning_rate": (0.5, 1e-3), "model_config.act": ("gelu", "relu")}
-    section = Page(as_html(comparison)).text.partition("Settings that differ")[2]
-    assert "learning_rate" in section
-    assert "max_length" not in section
-
-
-def test_both_reports_explain_why_there_are_no_baselines(comparison):
-    without = comparison | {"floors": None, "why_no_floors": "reviews.csv: no such file"}
-    assert "reviews.csv: no such file" in as_html(without)
-    assert "reviews.csv: no such file" in as_markdown(without)
-
-
-def test_both_reports_have_a_section_over_seeds(review_csv, tmp_path):
-    pairs = []
-    for seed in (1, 2):
-        runs = [write_run(tmp_path / f"{x}{seed}", review_csv(), rng_seed=i, seed=seed) for i, x in enumerate("ab")]
-        pairs.append(tuple(map(read_run, runs)))
-    comparison = compare_seeds(pairs)
-    markdown, text = as_markdown(comparison), Page(as_html(comparison)).text
+    shown = [f"{100 * statistics[f'accuracy_{side}'][limit]:.1f}%" for side in "ab" for limit in ("low", "high")]
+    rows = sorted(comparison["disagreements"], key=lambda row: -np.abs(np.subtract(*row["probabilities"])).max())[:40]
+    shown += [f"row {row['row']} · true class {row['label'][:20]}" for row in rows]
+    shown += [f"{100 * max(of_run):.1f}%" for row in rows for of_run in row["probabilities"]]
+    assert [value for value in shown if value not in text] == []
+    section = text.partition("largest difference first")[2].partition("Misclassified")[0]
+    assert re.findall(r"row (\d+) ", section) == [str(row["row"]) for row in rows]
+    assert "learning_rate" in text.partition("Settings that differ")[2]
     for page in (markdown, text):
-        assert "Over 2 seeds" in page
-        assert "Bitwise identical for 0 of 2 seeds" in page
-    assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in markdown
-    tables = [
-        line.count("|") for line in markdown.splitlines() if line.startswith(("| seed", "|---:|---:|---:|", "| mean"))
-    ]
-    assert tables == [7, 7, 7], "two runs, the first differing step and two baselines"
-    assert "\n| 2 | 0." in markdown
-    assert "\na - TF-IDF" in markdown.replace("A (ddp_loop)", "a")
-    assert "compared with TF-IDF" in text
-    without = compare_seeds(pairs, baselines=False)
-    assert "TF-IDF" not in as_markdown(without)
-    assert "none (not computed because of --no_baselines)" in as_markdown(without)
-    assert "compared with" not in Page(as_html(without)).text
-    one = compare_seeds(pairs[:1])
-    assert "Over 1 seed<" in as_html(one)
-    assert "undecided" in as_markdown(one).lower() or "indistinguishable" in as_markdown(one).lower()
-
-
-def test_three_files_are_written(comparison, tmp_path):
-    (tmp_path / "out").mkdir()
-    markdown = write_comparison(comparison, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "comparison.html",
-        "comparison.json",
-        "comparison.md",
-    ]
-    assert (tmp_path / "out" / "comparison.md").read_text("utf-8") == markdown
-    assert json.loads((tmp_path / "out" / "comparison.json").read_text("utf-8")) == comparison
-
-
-@pytest.fixture
-def identical(review_csv, tmp_path):
-    """Two identical runs that misclassify more reviews than are listed, on reviews that contain active HTML."""
-    reviews = pd.read_csv(review_csv(2_000))
-    reviews["review"] += f" {SCRIPT}|{IMAGE}"
-    reviews.to_csv(tmp_path / "reviews.csv", index=False)
-    return compare_runs(*(read_run(write_run(tmp_path / name, tmp_path / "reviews.csv")) for name in "ab"))
-
-
-def misclassified_section(text: str) -> str:
-    return text.partition("Misclassified by both, most confident first")[2].partition("Settings")[0]
+        assert "Trained differently: threads 1 and 2, learning_rate 0.5 and 0.001; start both with --threads 1." in page
+        assert "step 1: the loss is " in page
 
 
 def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
-    total = identical["n_misclassified_by_both"]
-    markdown, page = as_markdown(identical), as_html(identical)
-    assert "classified differently" not in markdown
-    section = misclassified_section(markdown)
+    markdown, text = as_markdown(identical), Page(as_html(identical)).text
+    total, numbers = identical["n_misclassified_by_both"], [row["row"] for row in identical["misclassified_by_both"]]
+    assert total > len(numbers) == 20
+    assert "differently" not in markdown
+    assert "rained differently" not in text
+    section = markdown.partition("Misclassified by both, most confident first")[2]
     assert section.startswith(f": 5 of {total}\n")
-    rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
-    assert [int(line.split("|")[1]) for line in rows] == [row["row"] for row in identical["misclassified_by_both"][:5]]
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
-    shown = misclassified_section(Page(page).text)
-    assert [int(number) for number in re.findall(r"row (\d+) ", shown)] == [
-        row["row"] for row in identical["misclassified_by_both"]
-    ]
-    assert f"20 of {total}." in shown
-    assert shown.count(SCRIPT) == 20, "as text"
-    assert "script" not in Page(page).tags
-
-
-def test_runs_without_common_mistakes_say_so(identical):
+    assert [int(row.split("|")[1]) for row in rows_of(section)] == numbers[:5]
+    section, _, settings = text.partition("Misclassified by both, most confident first")[2].partition("Settings")
+    assert [int(number) for number in re.findall(r"row (\d+) ", section)] == numbers
+    assert f"20 of {total}." in section
+    assert section.count(SCRIPT) >= 20, "as text"
+    assert "None." in settings
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
     assert "classified correctly by at least one run" in as_html(without)
+
+
+@pytest.mark.parametrize(
+    ("hashes", "shown"),
+    [
+        (("d" * 64, "d" * 64), f"{'d' * 64} (both)"),
+        (("d" * 64, None), f"{'d' * 64} and not recorded (an earlier version wrote the run)"),
+        (("d" * 64, "e" * 64), f"{'d' * 64} and {'e' * 64}: only the evaluations during training differ"),
+    ],
+)
+def test_the_reports_show_the_hashes(make_pair, hashes, shown):
+    a, b = make_pair(same=True)
+    a.metrics["hash"], b.metrics["hash"] = hashes
+    b.evaluations.clear()
+    assert all(f"hash of the results: {shown}" in page for page in texts(compare_runs(a, b, baselines=False)))
+
+
+def test_the_reports_say_why_there_are_no_baselines(make_pair, tmp_path):
+    runs = make_pair()
+    (tmp_path / "reviews.csv").unlink()
+    assert all("reviews.csv: no such file" in page for page in texts(compare_runs(*runs)))
+
+
+def test_the_reports_have_a_section_over_seeds(make_pair, review_csv):
+    reviews = review_csv()
+    pairs = [make_pair(same=seed == 1, reviews=reviews, seed=seed) for seed in (1, 2)]
+    comparison = compare_seeds(pairs)
+    for page in texts(comparison):
+        assert "Over 2 seeds" in page
+        assert "Bitwise identical for 1 of 2 seeds" in page
+    markdown = as_markdown(comparison)
+    rows = [line for line in markdown.splitlines() if re.match(r"\| (\d|seed|mean)|\|---:\|---:\|---:\|", line)]
+    assert [row.count("|") for row in rows[:5]] == [7] * 5, "two runs, the first differing step and two baselines"
+    assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in rows[4]
+    assert "compared with TF-IDF" in texts(comparison)[1]
+    without = compare_seeds(pairs, baselines=False)
+    assert "TF-IDF" not in as_markdown(without)
+    assert "compared with" not in texts(without)[1]
+    assert all("Over 1 seed" in page for page in texts(compare_seeds(pairs[:1], baselines=False)))
+
+
+def test_three_files_are_written_the_same_twice(comparison, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_comparison(comparison, tmp_path / name)
+    written = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("first", "second")]
+    assert written[0] == written[1]
+    assert written[0].keys() == {"comparison.html", "comparison.json", "comparison.md"}
+    assert written[0]["comparison.md"].decode() == as_markdown(comparison)
+    assert json.loads(written[0]["comparison.json"]) == comparison
