@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,22 +14,15 @@ from app.bench.planned import with_each_strategy
 from app.bench.steps import build_bench
 from app.common.errors import RunError
 from app.plan.traffic import Collective
+from app.setting_groups import TINY_BERT
 from app.settings import STRATEGIES, Settings
 from app.training.build import build_data, build_model
 
 
 @pytest.fixture
-def settings(review_csv, tmp_path, monkeypatch, world) -> Settings:
-    monkeypatch.chdir(tmp_path)
+def settings(make_lab, monkeypatch, world) -> Settings:
     monkeypatch.setattr(planned, "join", lambda _: nullcontext(world))
-    return Settings(
-        model="tiny-bert",
-        csv=str(review_csv(90)),
-        max_length=16,
-        train_batch_size=8,
-        gradient_accumulation_steps=2,
-        max_grad_norm=1e-9,
-    )
+    return make_lab(model=TINY_BERT, gradient_accumulation_steps=2, max_grad_norm=1e-9).settings
 
 
 def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(make_lab):
@@ -59,11 +52,7 @@ def test_measured_memory_is_the_predicted_memory_under_each_strategy(settings, c
 def test_memory_that_differs_from_the_plan_ends_the_benchmark(settings, monkeypatch):
     """PyTorch's own dropout keeps masks of another size than row dropout."""
 
-    @contextmanager
-    def own_dropout(*_):
-        yield
-
-    monkeypatch.setattr(memory, "RowDropout", own_dropout)
+    monkeypatch.setattr(memory, "RowDropout", lambda *_: nullcontext())
     monkeypatch.setattr(planned, "with_each_strategy", lambda settings: [settings])
     with pytest.raises(RunError, match=r"^measured values differ from the plan: ddp, rank 0: activations$"):
         memory.main(replace(settings, train_batch_size=32))

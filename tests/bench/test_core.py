@@ -26,18 +26,14 @@ def write_page(folder, text: str = "explained") -> Page:
 
 def test_tables_are_printed_and_written(tmp_path, capsys):
     write_page(tmp_path)
-    printed = capsys.readouterr().out
     text = (tmp_path / "lab.md").read_text("utf-8")
-    assert text.rstrip() in printed
-    assert text.startswith("# Title: ranks 2 on 1 node(s), explained explained")
-    assert "## Example explained\n\nOne. explained\n\n### times\n" in text
-    lines = text.splitlines()
-    rows = [" ".join(line.split()) for line in lines[lines.index("a note explained") + 2 :]]
+    assert text.rstrip() in capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert rows == [
-        "| what explained | ms explained | long |",
-        "| --- | ---: | ---: |",
-        f"| first | 1.500 | {'x' * 70} |",
-        "| row explained | 22.000 | explained |",
+        ["what explained", "ms explained", "long"],
+        ["---", "---:", "---:"],
+        ["first", "1.500", "x" * 70],
+        ["row explained", "22.000", "explained"],
     ]
     content = json.loads((tmp_path / "lab.json").read_text())
     assert content["sections"] == {"example": {"value": 1}}

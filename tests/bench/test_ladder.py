@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,16 +20,12 @@ from app.settings import Settings
     [(None, []), (0.0, [4, 3, 2]), (float("inf"), [9]), (7 * 4 / 2**20, [7, 2])],
 )
 def test_gradients_are_averaged_in_buffers_of_the_given_size(monkeypatch, mib, exchanged):
-    class Done:
-        def wait(self):
-            pass
-
     sizes = []
 
     def double(tensor, async_op=False):  # the other rank has the same gradients
         sizes.append(tensor.numel())
         tensor.mul_(2)
-        return Done() if async_op else None
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", double)
     strategy = ExchangeAfterBackward(Settings(), batch_plan(2), fake_world(0, 2), mib=mib)
@@ -50,5 +48,3 @@ def test_the_section_compares_every_variant_with_no_exchange(make_lab):
     measured = lab.page.numbers
     assert list(measured["seconds"]) == names
     assert measured["loss_differences"] == dict.fromkeys(names, 0.0), "with one rank, nothing is exchanged"
-    assert "times as long as the fastest, DDP" in lab.page.text[-1] + lab.page.text[-2]
-    assert all(name in lab.page.text[-1] for name in names)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-import subprocess
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,102 +14,55 @@ from app.bench import two_nodes
 from app.bench.two_nodes import Direction, Link, NamespacesUnavailable, network_namespaces
 
 
-def test_without_iproute2_it_says_so(monkeypatch):
-    monkeypatch.setattr(two_nodes, "SYSTEM_PATH", "/nowhere")
+def test_what_two_nodes_lack_is_one_line(monkeypatch):
+    refused = "two nodes on one machine need network namespaces: RTNETLINK answers: not permitted"
+    monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, path: None)
     with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
         pass
-
-
-def test_a_command_that_fails_is_one_line_that_says_which(monkeypatch):
-    @contextmanager
-    def two_namespaces():
-        yield ["a", "b"]
-
-    def refuse(command):
-        raise subprocess.CalledProcessError(1, command, stderr="RTNETLINK answers:\nnot permitted\n")
-
-    monkeypatch.setattr(two_nodes, "network_namespaces", two_namespaces)
-    monkeypatch.setattr(two_nodes, "run_command", refuse)
-    monkeypatch.setattr(two_nodes, "_create_tun", lambda name, stack: stack.enter_context(socket.socket()).fileno())
-    problem = r"^two nodes on one machine need a link between them: RTNETLINK answers: not permitted$"
-    with pytest.raises(NamespacesUnavailable, match=problem), two_nodes.two_nodes(Link(1, 1)):
+    command = ["sh", "-c", "echo 'RTNETLINK answers:' >&2; echo 'not permitted' >&2; exit 1"]
+    run_command = two_nodes.run_command
+    monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, path: "ip")
+    monkeypatch.setattr(two_nodes, "run_command", lambda _: run_command(command))
+    with pytest.raises(NamespacesUnavailable, match=f"^{refused}$"), network_namespaces():
         pass
-    monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, **__: "ip")
-    with pytest.raises(NamespacesUnavailable, match="need network namespaces: RTNETLINK"), network_namespaces():
+    monkeypatch.setattr(two_nodes, "network_namespaces", lambda: nullcontext(["a", "b"]))
+    monkeypatch.setattr(two_nodes, "_create_tun", lambda *_: 0)
+    refused = refused.replace("network namespaces", "a link between them")
+    with pytest.raises(NamespacesUnavailable, match=f"^{refused}$"), two_nodes.two_nodes(Link(1, 1)):
         pass
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
+def test_packets_arrive_in_order_after_their_transmission_and_the_delay(monkeypatch):
+    """Delays overlap, transmissions do not, and an idle link does not make up for lost time."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(two_nodes, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def link():
-    """A direction between two sockets that keep packets apart, as TUN devices do: (sender, direction, receiver)."""
-    sender, source = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    target, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    for one in (sender, source, target, receiver):
-        one.setblocking(False)
-    yield sender, Direction(source.fileno(), target.fileno(), Link(8e-6, 5000)), receiver
-    for one in (sender, source, target, receiver):
-        one.close()
-
-
-def received(receiver: socket.socket) -> list[bytes]:
-    packets = []
-    while True:
-        try:
-            packets.append(os.read(receiver.fileno(), 65_535))
-        except BlockingIOError:
-            return packets
-
-
-def test_a_packet_arrives_after_its_transmission_and_the_delay(clock, link):
-    sender, direction, receiver = link
-    sender.send(b"x" * 1000)
-    direction.receive()
-    assert direction.seconds_to_next() == pytest.approx(6.0)
-    clock.now += 5.9
-    direction.deliver()
-    assert received(receiver) == []
-    clock.now += 0.2
-    direction.deliver()
-    assert received(receiver) == [b"x" * 1000]
+    arrived = {}
+    with ExitStack() as stack:
+        # Sockets that keep packets apart, as TUN devices do.
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+        for one in (*pairs[0], *pairs[1]):
+            one.setblocking(False)
+            stack.callback(one.close)
+        (sender, source), (target, receiver) = pairs
+        direction = Direction(source.fileno(), target.fileno(), Link(8e-6, 5000))  # 1000 bytes per second
+        for tenths in range(600):
+            clock.now = 100 + tenths / 10
+            for content in {0: "abc", 500: "d"}.get(tenths, ""):
+                sender.send(content.encode() * 1000)
+            direction.receive()
+            if tenths == 500:
+                assert direction.seconds_to_next() == pytest.approx(6.0)
+            direction.deliver()
+            if len(arrived) < 4 and (packet := read_packet(receiver)):
+                assert len(packet) == 1000
+                arrived[packet[:1].decode()] = tenths / 10
+    assert arrived == pytest.approx({"a": 6, "b": 7, "c": 8, "d": 56}, abs=0.11)
+    assert "".join(arrived) == "abcd"
     assert direction.seconds_to_next() == math.inf
 
 
-def test_packets_are_transmitted_one_after_another_and_keep_their_order(clock, link):
-    sender, direction, receiver = link
-    for content in (b"a", b"b", b"c"):
-        sender.send(content * 1000)
-    direction.receive()
-    arrived = []
-    for _ in range(9):
-        clock.now += 1.0
-        direction.deliver()
-        arrived.append("".join(packet[:1].decode() for packet in received(receiver)))
-    assert arrived == ["", "", "", "", "", "a", "b", "c", ""], "delays overlap, transmissions do not"
-
-
-def test_an_idle_link_does_not_make_up_for_lost_time(clock, link):
-    sender, direction, _ = link
-    sender.send(b"x" * 1000)
-    direction.receive()
-    clock.now += 50.0
-    direction.deliver()
-    sender.send(b"x" * 1000)
-    direction.receive()
-    assert direction.seconds_to_next() == pytest.approx(6.0)
+def read_packet(receiver: socket.socket) -> bytes | None:
+    try:
+        return os.read(receiver.fileno(), 65_535)
+    except BlockingIOError:
+        return None

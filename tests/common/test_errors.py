@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import compare
-from app.common.errors import Preempted, RunError, UserError, escape_control_characters, escape_unencodable_output
+from app.common.errors import Preempted, RunError, UserError, escape_control_characters
 from app.common.files import write_json
 from app.program import run_program
 
@@ -35,14 +35,6 @@ def test_printable_characters_are_not_escaped():
 def test_a_path_that_is_not_utf8_survives_json(tmp_path):
     write_json(tmp_path / "settings.json", {"csv": "a\udcffb"})
     assert json.loads((tmp_path / "settings.json").read_text("utf-8")) == {"csv": "a\udcffb"}
-
-
-def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
-    escape_unencodable_output()
-    print("好")
-    assert written.getvalue() == b"\\u597d\n"
 
 
 def test_compare_prints_its_help_in_any_output_encoding(monkeypatch):

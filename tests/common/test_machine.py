@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from app.common import machine
 from app.common.machine import automatic_precision
+from app.common.terminal import hides_progress
 from app.program import select_precision
 from app.settings import Settings
 
@@ -20,8 +22,6 @@ def test_the_cpu_has_the_name_that_linux_reports_and_otherwise_its_architecture(
     assert machine.cpu_name() == platform.machine(), "there is no such file"
     file.write_text("processor\t: 0\nmodel name\t: A CPU: 2 GHz\nflags\t: fpu\n")
     assert machine.cpu_name() == "A CPU: 2 GHz"
-    monkeypatch.setattr(machine, "usable_cores", lambda: {3, 5})
-    assert machine.describe_machine(torch.device("cpu"))["machine"] == "A CPU: 2 GHz, 2 CPU cores"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,6 @@ def test_the_cpu_has_the_name_that_linux_reports_and_otherwise_its_architecture(
 def test_automatic_precision_on_a_cpu_is_bf16_only_if_it_has_instructions_for_it(monkeypatch, avx512, amx, expected):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert automatic_precision(use_cpu=True, local_rank=0) == expected
     assert select_precision(Settings(precision="auto", use_cpu=True)).precision == expected
     assert select_precision(Settings(precision="fp16", use_cpu=True)).precision == "fp16"
 
@@ -42,3 +41,12 @@ def test_automatic_precision_on_a_gpu_is_that_of_this_ranks_device(monkeypatch, 
     devices = {1: SimpleNamespace(major=major)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     assert automatic_precision(use_cpu=False, local_rank=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "disabled", "main", "hidden"),
+    [(True, False, True, False), (False, False, True, True), (True, True, True, True), (True, False, False, True)],
+)
+def test_a_progress_bar_is_shown_by_rank_0_on_a_terminal(monkeypatch, on_terminal, disabled, main, hidden):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal, raising=False)
+    assert hides_progress(disabled, main) == hidden

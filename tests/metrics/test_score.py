@@ -36,9 +36,8 @@ def test_huge_logits_have_a_finite_loss():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_non_finite_loss_fails_the_run(value):
-    logits = np.array([[0.0, 1.0], [0.0, value]])
-    with pytest.raises(RunError, match="the loss of the 2 rows that were evaluated is nan"):
-        score(logits, np.array([0, 1]))
+    with pytest.raises(RunError, match="the loss of the 2 rows"):
+        score(np.array([[0.0, 1.0], [0.0, value]]), np.array([0, 1]))
 
 
 def test_a_module_cache_that_cannot_be_written_is_reported(monkeypatch):
