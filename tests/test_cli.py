@@ -1,4 +1,4 @@
-"""Command line and config file: parsing, error messages and help."""
+"""Command line and config file: which one decides, and a program's own flags. test_settings.py has the values."""
 
 from __future__ import annotations
 
@@ -15,79 +15,52 @@ from helpers.worlds import fake_world
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.cli import CommandLine, OneLineParser, as_flags, command_line, parse_settings
+from app.cli import CommandLine, as_flags, command_line, parse_settings
 from app.common.errors import UserError
 from app.data.sampler import plan_batches, resolve_train_batch_size
 from app.settings import TYPES, Settings
 from app.strategies.ddp import DDPStrategy
 from app.training.step import build_optimizer, build_scheduler
 
-
-def error_message(arguments: list[str]) -> str:
-    """Return the one-line message of the UserError that parsing raises."""
-    with pytest.raises(UserError) as caught:
-        parse_settings(arguments=arguments)
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
+SETTINGS = CommandLine()
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        *("--test_size=0", "--test_size=1", "--test_size=-0.1", "--test_size=nan", "--validation_size=1"),
-        *("--max_length=2", "--max_length=-5", "--dropout=1", "--dropout=-0.1", "--train_batch_size=0"),
-        *("--gradient_accumulation_steps=0", "--num_train_epochs=0", "--num_train_epochs=inf", "--max_steps=0"),
-        *("--max_steps=-2", "--learning_rate=0", "--learning_rate=-1e-3", "--learning_rate=nan", "--warmup_steps=-1"),
-        *("--weight_decay=-1", "--adam_beta1=1", "--adam_beta2=1.5", "--adam_epsilon=0", "--max_grad_norm=-1"),
-        *("--seed=-1", "--seed=2147483648", "--eval_steps=0", "--eval_batch_size=0", "--threads=-1"),
-        *("--logical_ranks=0", "--logical_ranks=-2", "--logical_ranks=4.5", "--logical_ranks=many"),
-        *("--strategy=zero4", "--strategy=fsdp", "--cpu_offload", "--activation_checkpointing=perhaps"),
-        *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
-        *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic", "--bf16=perhaps"),
-    ],
-)
-def test_a_value_out_of_range_or_of_the_wrong_type_names_its_flag(flag):
-    assert flag.partition("=")[0] in error_message([flag])
+@pytest.fixture
+def parse(tmp_path):
+    """Parse flags, with the content of a config file: `parse("--max_steps=9", config="max_steps: 7")`."""
+
+    def parse(*flags: str, config: str | bytes = "", program: CommandLine = SETTINGS) -> Settings:
+        file = tmp_path / "settings.yaml"
+        file.write_bytes(config if isinstance(config, bytes) else config.encode())
+        return program.parse([f"--config={file}", *flags])[0]
+
+    return parse
 
 
-def test_a_misspelled_flag_suggests_the_similar_one():
-    assert "--lerning_rate" in error_message(["--lerning_rate", "1"])
-    assert "did you mean --learning_rate?" in error_message(["--lerning_rate", "1"])
-    assert "--learning_rat" in error_message(["--learning_rat=1"]), "abbreviations are not accepted"
-
-
-def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text("learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n", encoding="utf-8")
-    settings = parse_settings(arguments=["--config", str(file), "--max_steps", "9"])
-    assert (settings.learning_rate, settings.max_steps, settings.use_cpu, settings.csv) == (3e-4, 9, True, None)
-    assert settings.eval_strategy == "no"
-    assert settings.train_batch_size == Settings().train_batch_size
+def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults(parse):
+    config = "learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n"
+    expected = Settings(learning_rate=3e-4, max_steps=9, use_cpu=True, csv=None, eval_strategy="no")
+    assert parse("--max_steps", "9", config=config) == expected
 
 
 @pytest.mark.parametrize(
     ("content", "mentions"),
     [
-        ("lerning_rate: 1", "lerning_rate"),
-        ("config: other.yaml", "config"),
-        ("- 1\n- 2", "must be a YAML file"),
-        ("a: b: c", "must be a YAML file"),
-        ("\xff", "must be a YAML file"),
-        ("[" * 3_000, "must be a YAML file"),
-        ("{a: " * 1_500, "must be a YAML file"),
+        (b"lerning_rate: 1", "lerning_rate"),
+        (b"config: other.yaml", "config"),
+        (b"a: b: c", "must be a YAML file"),
+        (b"\xff", "must be a YAML file"),
+        (b"[" * 3_000, "must be a YAML file"),
+        (b"{a: " * 1_500, "must be a YAML file"),
     ],
 )
-def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, content, mentions):
-    file = tmp_path / "settings.yaml"
-    file.write_text(content, encoding="latin-1")
-    message = error_message(["--config", str(file)])
-    assert message.startswith(f"--config {file}: ")
-    assert mentions in message
-    assert error_message(["--config", str(tmp_path)]) == f"--config {tmp_path}: Is a directory"
+def test_an_invalid_config_file_is_reported_with_its_name_and_problem(parse, content, mentions):
+    with pytest.raises(UserError, match=rf"^--config \S+settings\.yaml: .*{mentions}.*$"):
+        parse(config=content)
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "precision"),
+    ("content", "flags", "precision"),
     [
         ("bf16: true", [], "bf16"),
         ("bf16: false", [], "fp32"),
@@ -102,10 +75,26 @@ def test_an_invalid_config_file_is_reported_with_its_name_and_problem(tmp_path, 
         ("precision: fp64", ["--bf16=false"], "fp64"),
     ],
 )
-def test_bf16_in_a_config_file_is_the_same_as_precision(tmp_path, content, arguments, precision):
-    file = tmp_path / "settings.yaml"
-    file.write_text(content)
-    assert parse_settings(arguments=["--config", str(file), *arguments]) == Settings(precision=precision)
+def test_bf16_is_the_same_as_precision(parse, content, flags, precision):
+    assert parse(*flags, config=content) == Settings(precision=precision)
+
+
+def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config_file(parse):
+    assert parse(config="per_device_train_batch_size: 4").per_device_train_batch_size == 4
+    settings = parse("--train_batch_size=64", config="per_device_train_batch_size: 4")
+    assert (settings.train_batch_size, settings.per_device_train_batch_size) == (64, None)
+    settings = parse("--per_device_train_batch_size=4", config="train_batch_size: 64")
+    assert resolve_train_batch_size(settings, world_size=2) == 8
+
+
+def test_per_device_batch_size_scales_with_ranks_and_accumulation_steps():
+    settings = Settings(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert resolve_train_batch_size(settings, world_size=3) == 24
+    assert resolve_train_batch_size(Settings(train_batch_size=48), world_size=3) == 48
+    assert resolve_train_batch_size(Settings(), world_size=3) == 32
+    assert as_flags(settings) == ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"]
+    settings.train_batch_size = resolve_train_batch_size(settings, world_size=2)
+    assert "--train_batch_size" not in " ".join(as_flags(settings)), "the flags exclude each other"
 
 
 def test_settings_survive_the_conversion_to_flags_and_back():
@@ -116,67 +105,70 @@ def test_settings_survive_the_conversion_to_flags_and_back():
     assert as_flags(Settings()) == []
 
 
-def test_a_program_may_have_its_own_default_of_a_setting(capsys):
-    def add_arguments(parser):
-        parser.set_defaults(model="tiny-bert")
-
-    settings, own_flags = CommandLine(None, add_arguments).parse([])
-    assert (settings.model, settings.max_length, own_flags) == ("tiny-bert", 128, {})
-    assert CommandLine(None, add_arguments).parse(["--model=tiny"])[0] == Settings()
-    with pytest.raises(SystemExit):
-        CommandLine(None, add_arguments).parse(["--help"])
-    assert "(default: tiny-bert)" in " ".join(capsys.readouterr().out.split())
+# ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_may_have_only_some_settings(tmp_path, capsys):
-    only = ("csv", "precision")
-    assert CommandLine(only=only).parse(["--csv=a.csv", "--bf16"])[0] == Settings(csv="a.csv", precision="bf16")
-    with pytest.raises(UserError, match=r"^unknown argument --max_steps=3 "):
-        CommandLine(only=only).parse(["--max_steps=3"])
-    (tmp_path / "c.yaml").write_text("max_steps: 3")
-    with pytest.raises(UserError, match=r"c\.yaml: unknown setting max_steps "):
-        CommandLine(only=only).parse([f"--config={tmp_path}/c.yaml"])
-    with pytest.raises(SystemExit):
-        CommandLine(only=only).parse(["--help"])
-    assert "checkpoints" not in capsys.readouterr().out, "groups without flags are left out"
+def add_arguments(parser):
+    parser.set_defaults(model="tiny-bert")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
+    parser.add_argument("--label", default="none")
 
 
-def test_per_device_batch_size_scales_with_ranks_and_accumulation_steps():
-    settings = parse_settings(arguments=["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"])
-    assert settings.per_device_train_batch_size == 4
-    assert resolve_train_batch_size(settings, world_size=3) == 24
-    assert resolve_train_batch_size(parse_settings(arguments=["--train_batch_size=48"]), world_size=3) == 48
-    assert resolve_train_batch_size(parse_settings(arguments=[]), world_size=3) == 32
+PROGRAM = CommandLine("The description.", add_arguments)
 
 
-def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config_file(tmp_path):
-    config = tmp_path / "settings.yaml"
-    config.write_text("per_device_train_batch_size: 4\n")
-    assert parse_settings(arguments=["--config", str(config)]).per_device_train_batch_size == 4
-    settings = parse_settings(arguments=["--config", str(config), "--train_batch_size=64"])
-    assert (settings.train_batch_size, settings.per_device_train_batch_size) == (64, None)
-    config.write_text("train_batch_size: 64\n")
-    assert parse_settings(arguments=["--config", str(config)]).train_batch_size == 64
-    settings = parse_settings(arguments=["--config", str(config), "--per_device_train_batch_size=4"])
-    assert resolve_train_batch_size(settings, world_size=2) == 8
-
-
-@pytest.mark.parametrize("resolved", [False, True])
-def test_a_per_device_batch_size_survives_the_conversion_to_flags(resolved):
-    settings = Settings(per_device_train_batch_size=4)
-    if resolved:
-        settings.train_batch_size = resolve_train_batch_size(settings, world_size=2)
-    assert as_flags(settings) == ["--per_device_train_batch_size=4"]
-
-
-def test_help_prints_the_description_and_every_flag(capsys):
+def help_of(program: CommandLine, capsys) -> str:
     with pytest.raises(SystemExit) as exit:
-        CommandLine("The description.").parse(["--help"])
+        program.parse(["--help"])
     assert exit.value.code == 0
-    text = capsys.readouterr().out
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_program_has_flags_and_defaults_of_its_own(capsys):
+    settings, own = PROGRAM.parse(["--sizes", "1", "2", "--max_steps=3"])
+    assert settings == Settings(model="tiny-bert", max_steps=3)
+    assert own == {"sizes": [1, 2], "label": "none"}
+    assert PROGRAM.parse(["--model=tiny"])[0] == Settings()
+    with pytest.raises(UserError, match=r"^argument --sizes: invalid int value: 'x' "):
+        PROGRAM.parse(["--sizes", "x"])
+    with pytest.raises(UserError, match="unknown argument --sizes"):
+        SETTINGS.parse(["--sizes", "1"])
+    with pytest.raises(UserError, match=r"unknown argument --learning_rat=1: did you mean --learning_rate\?"):
+        SETTINGS.parse(["--learning_rat=1"])
+    text = help_of(PROGRAM, capsys)
     assert "The description." in text
+    assert "(default: tiny-bert)" in text
+    assert "--sizes N [N ...] how large" in text
     assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
 
+
+def test_a_program_may_have_only_some_settings(parse, capsys):
+    program = CommandLine(only=("csv", "precision"))
+    assert program.parse(["--csv=a.csv", "--bf16"])[0] == Settings(csv="a.csv", precision="bf16")
+    with pytest.raises(UserError, match=r"^unknown argument --max_steps=3 "):
+        program.parse(["--max_steps=3"])
+    with pytest.raises(UserError, match=r"unknown setting max_steps "):
+        parse(config="max_steps: 3", program=program)
+    assert "checkpoints" not in help_of(program, capsys), "groups without flags are left out"
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "name"),
+    [
+        ("app.bench.memory", "/somewhere/memory.py", "app.bench.memory"),
+        ("app.plan.__main__", "/somewhere/plan/__main__.py", "app.plan"),
+        (None, "/somewhere/memory.py", "app.memory"),
+        (None, "/somewhere/plan/__main__.py", "app.plan"),
+    ],
+)
+def test_the_help_names_the_module_that_was_started(capsys, monkeypatch, module, file, name):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and ModuleSpec(module, None))
+    monkeypatch.setattr(sys, "argv", [file, "--csv", "a b.csv"])
+    assert command_line() == f"python -m {name} --csv 'a b.csv'"
+    assert f"python -m {name} [--flag VALUE" in help_of(SETTINGS, capsys)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 NUMBERS = [name for name, kind in TYPES.items() if re.search(r"\b(int|float)\b", str(get_args(kind)[0]))]
 EXTREMES = ("", "0", "-0.0", "-1", "1e308", "-1e308", "1.7976931348623157e308", "5e-324", "nan", "inf", "-inf", "1_0")
@@ -219,42 +211,3 @@ def test_every_number_either_trains_or_is_a_short_error_that_names_its_flag(name
         scheduler.step()
         assert all(map(math.isfinite, scheduler.get_last_lr()))
     assert len(str(plan)) < 200
-
-
-def add_sizes(parser: OneLineParser) -> None:
-    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="how large")
-    parser.add_argument("--label", default="none")
-
-
-def test_a_program_gets_its_own_flags_beside_the_settings():
-    settings, own = CommandLine("The description.", add_sizes).parse(["--sizes", "1", "2", "--max_steps=3"])
-    assert settings == Settings(max_steps=3)
-    assert own == {"sizes": [1, 2], "label": "none"}
-    assert CommandLine().parse(["--max_steps=3"]) == (settings, {})
-    with pytest.raises(UserError, match=r"^argument --sizes: invalid int value: 'x' \(--help lists all flags\)$"):
-        CommandLine(None, add_sizes).parse(["--sizes", "x"])
-    with pytest.raises(UserError, match="unknown argument --sizes"):
-        CommandLine().parse(["--sizes", "1"])
-
-
-def test_the_help_names_the_module_that_was_started(capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("app.bench.memory", None))
-    monkeypatch.setattr(sys, "argv", ["/somewhere/memory.py", "--csv", "a b.csv"])
-    with pytest.raises(SystemExit):
-        CommandLine("The description.").parse(["--help"])
-    assert "python -m app.bench.memory [--flag VALUE" in capsys.readouterr().out
-    assert command_line() == "python -m app.bench.memory --csv 'a b.csv'"
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert command_line() == "python -m app.memory --csv 'a b.csv'"
-    monkeypatch.setattr(sys, "argv", ["/somewhere/plan/__main__.py"])
-    assert command_line() == "python -m app.plan"
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("app.plan.__main__", None))
-    assert command_line() == "python -m app.plan"
-
-
-def test_the_help_lists_the_flags_of_the_program(capsys):
-    with pytest.raises(SystemExit):
-        CommandLine("The description.", add_sizes).parse(["--help"])
-    text = capsys.readouterr().out
-    assert re.search(r"--sizes N \[N \.\.\.\] +how large", text)
-    assert "--learning_rate" in text

@@ -12,7 +12,6 @@ import yaml
 from kubeflow_trainer_api import models
 
 from app.cli import parse_settings
-from app.common.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
 KUBERNETES = PROJECT / "run_scripts" / "kubernetes"
@@ -47,12 +46,6 @@ def unknown_keys(given: Any, understood: Any, place: str = "") -> list[str]:
 def test_kubernetes_resources_are_valid_for_their_schemas(name):
     for kind, resource in read(name).items():
         assert unknown_keys(resource, KINDS[kind].from_dict(resource).to_dict()) == []
-
-
-def test_a_misspelled_key_is_found():
-    job = read("job.yaml")["Job"]
-    job["spec"]["backofLimit"] = 3
-    assert unknown_keys(job, KINDS["Job"].from_dict(job).to_dict()) == ["/spec/backofLimit"]
 
 
 def training_jobs() -> list[Any]:
@@ -96,11 +89,6 @@ def test_sky_resumes_a_stopped_run():
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [STOPPED]}
     command = task["run"].split("-m app ")[1].replace("\\\n", " ")
     check_training(shlex.split(re.sub(r"\$\([^)]*\)", "10.0.0.1", command)))
-
-
-def test_the_check_of_flags_fails_for_an_unknown_one():
-    with pytest.raises(UserError):
-        check_training(["train", "--save_step=500"])
 
 
 def test_the_image_is_built_from_the_wheel_and_not_run_as_root():

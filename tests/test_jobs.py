@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 from app import jobs
@@ -11,24 +14,14 @@ from app.settings import Settings
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(model="tiny-bert", seed=1), Settings(max_length=64)])
-def test_a_job_gets_these_settings_also_if_it_has_other_defaults(monkeypatch, settings):
+def test_a_job_gets_these_settings_even_if_it_has_other_defaults(monkeypatch, settings):
     commands = []
 
-    class Job:
-        def __init__(self, command, environment):
-            commands.append(command)
+    def start(command, environment):
+        commands.append(command)
+        return contextlib.nullcontext(SimpleNamespace(wait=lambda: 3))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def wait(self):
-            return 3
-
-    monkeypatch.setattr(jobs, "TorchrunJob", Job)
+    monkeypatch.setattr(jobs, "TorchrunJob", start)
     assert jobs.run_job("app.bench.memory", settings, 2) == 3
-    (command,) = commands
-    flags = command[command.index("app.bench.memory") + 1 :]
+    flags = commands[0][commands[0].index("app.bench.memory") + 1 :]
     assert CommandLine(None, measure_tiny_bert).parse(flags)[0] == settings

@@ -28,7 +28,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.python = folder / "a checkout", folder / "calls", folder / "python"
         (self.folder / "run_scripts").mkdir(parents=True)
-        for name in ["pyproject.toml", "constraints.txt", "run_scripts/setup.sh"]:
+        for name in ("pyproject.toml", "constraints.txt", "run_scripts/setup.sh"):
             shutil.copy(PROJECT / name, self.folder / name)
         self.python.write_text(FAKE_PYTHON)
         self.python.chmod(0o755)
@@ -75,7 +75,7 @@ def test_a_failed_installation_is_repeated_in_the_same_environment(checkout):
     assert failed.returncode != 0
     assert "ERROR: no torch" in failed.stderr
     assert checkout.set_up().returncode == 0
-    assert checkout.calls == ["venv", "pip setuptools", "pip setuptools", "pip .[dev]"]
+    assert checkout.calls == ["venv", "pip setuptools", *INSTALLED_ONCE[1:]]
 
 
 def test_an_environment_that_was_moved_is_created_again(checkout):

@@ -25,12 +25,9 @@ while :; do sleep 0.02; done
 SCONTROL = """#!/usr/bin/env bash
 case $1 in show) printf 'node-a\\nnode-b\\n' ;; *) echo "$@" >>scontrol-calls; kill -USR1 "$PPID" ;; esac
 """
-
 SQUEUE = """#!/usr/bin/env bash
 echo "$STATE"
 """
-
-
 # Like srun: runs the command on two nodes, forwards SIGUSR1, ends both after a failure, returns the highest status.
 SRUN_ON_TWO_NODES = f"""#!{sys.executable}
 import os, signal, subprocess, sys, time
@@ -79,36 +76,32 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "requeued"),
-    [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False), ("0", "RUNNING", False)],
+    ("status", "state", "signaled", "requeued"),
+    [
+        ("75", "RUNNING", True, True),
+        ("75", "COMPLETING", True, False),  # its user has canceled it
+        ("3", "RUNNING", True, False),
+        ("0", "RUNNING", True, False),
+        ("2", "RUNNING", False, False),
+    ],
 )
-def test_a_job_that_has_saved_a_checkpoint_is_requeued(tmp_path: Path, status: str, state: str, requeued: bool) -> None:
-    job = start(tmp_path, STATUS=status, STATE=state, WAIT_FOR_SIGNAL="yes")
-    assert job.stdout is not None
-    assert job.stdout.readline() == "running\n", job.stderr.read() if job.stderr else ""
-    job.send_signal(signal.SIGUSR1)
+def test_only_a_job_that_has_saved_a_checkpoint_is_requeued(tmp_path, status, state, signaled, requeued):
+    job = start(tmp_path, STATUS=status, STATE=state, **({"WAIT_FOR_SIGNAL": "yes"} if signaled else {}))
+    if signaled:
+        assert job.stdout.readline() == "running\n", job.stderr.read()
+        job.send_signal(signal.SIGUSR1)
     _, err = job.communicate(timeout=20)
     assert job.returncode == int(status), err
     calls = tmp_path / "scontrol-calls"
     assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if requeued else "")
 
 
-def test_a_failed_job_is_not_requeued(tmp_path: Path) -> None:
-    job = start(tmp_path, STATUS="2")
-    job.communicate(timeout=20)
-    assert job.returncode == 2
-    assert not (tmp_path / "scontrol-calls").exists()
-
-
 @pytest.mark.parametrize("fails", ["0", "1", None])
-def test_a_job_on_two_nodes_is_requeued_after_a_signal_but_not_after_a_failure(
-    tmp_path: Path, fails: str | None
-) -> None:
+def test_a_job_on_two_nodes_is_requeued_after_a_signal_but_not_after_a_failure(tmp_path, fails):
     """After a failure, Slurm signals the other node, which would otherwise look as if it had saved a checkpoint."""
     write_script(tmp_path / "srun", SRUN_ON_TWO_NODES)
     write_script(tmp_path / "run_scripts" / "multi_node.sh", MULTI_NODE)
     job = start(tmp_path, STATE="RUNNING", **({"FAILS": fails} if fails else {}))
-    assert job.stdout is not None
     assert job.stdout.readline() == "running\n"
     if fails is None:
         job.send_signal(signal.SIGUSR1)
@@ -117,7 +110,7 @@ def test_a_job_on_two_nodes_is_requeued_after_a_signal_but_not_after_a_failure(
     assert (tmp_path / "scontrol-calls").exists() == (fails is None)
 
 
-def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path: Path) -> None:
+def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path):
     start(tmp_path, STATUS="0", SLURM_CPUS_PER_TASK="32").communicate(timeout=20)
     assert (tmp_path / "srun-environment").read_text().split() == [
         *("MASTER_ADDR=node-a", "NNODES=2", "RDZV_ID=slurm-7", "SRUN_CPUS_PER_TASK=32"),
@@ -129,7 +122,7 @@ def test_every_node_starts_the_module_and_resumes_the_jobs_run(tmp_path: Path) -
     assert arguments[-len(flags) - 1 :] == ["app.ddp_loop", *flags]
 
 
-def test_settings_of_the_user_are_kept_and_a_job_need_not_name_its_cores(tmp_path: Path) -> None:
+def test_settings_of_the_user_are_kept_and_a_job_need_not_name_its_cores(tmp_path):
     start(tmp_path, STATUS="0", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="300").communicate(timeout=20)
     names = (tmp_path / "srun-environment").read_text().split()
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in names
