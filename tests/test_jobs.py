@@ -19,7 +19,7 @@ def test_a_job_gets_these_settings_even_if_it_has_other_defaults(monkeypatch, se
 
     def start(command, environment):
         commands.append(command)
-        return contextlib.nullcontext(SimpleNamespace(wait=lambda: 3))
+        return contextlib.nullcontext(SimpleNamespace(torchrun=SimpleNamespace(wait=lambda: 3)))
 
     monkeypatch.setattr(jobs, "TorchrunJob", start)
     assert jobs.run_job("app.bench.memory", settings, 2) == 3
