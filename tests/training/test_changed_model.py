@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.architectures import write_model
+from helpers.jobs import write_reviews
 from helpers.run_folders import edit_json
 
 from app import ddp_loop
 from app.common.errors import AgreedError
-from app.distributed.world import World
 from app.runs.schema import METRICS
 from app.settings import Settings
 from app.training.prepare import prepare
@@ -29,14 +28,9 @@ def permute_vocabulary(model: Path) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), "utf-8")
 
 
-def edit_config(**changes: Any) -> Callable[[Path], None]:
-    return lambda model: edit_json(model / "config.json", **changes)
-
-
-CHANGES = {
-    "has changed: hidden_dropout_prob": edit_config(hidden_dropout_prob=0.5),
-    "has changed: hidden_act": edit_config(hidden_act="relu"),
-    "has changed: num_hidden_layers": edit_config(num_hidden_layers=1),
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "has changed: hidden_dropout_prob": lambda model: edit_json(model / "config.json", hidden_dropout_prob=0.5),
+    "has changed: num_hidden_layers": lambda model: edit_json(model / "config.json", num_hidden_layers=1),
     "returns other tokens for the same reviews, or pads differently": permute_vocabulary,
     "or pads differently": lambda model: edit_json(model / "tokenizer_config.json", padding_side="left"),
 }
@@ -46,8 +40,7 @@ CHANGES = {
 def trained(world, tmp_path_factory) -> Settings:
     """The settings of a finished run of a local model folder, with a checkpoint of step 1 of 2."""
     folder = tmp_path_factory.mktemp("trained")
-    reviews = "\n".join(f"{i % 2},第{i % 10}次{'好' if i % 2 else '差'}" for i in range(60))
-    (folder / "reviews.csv").write_text(f"label,review\n{reviews}\n", "utf-8")
+    write_reviews(folder / "reviews.csv", 60)
     settings = Settings(
         csv=str(folder / "reviews.csv"),
         model=str(write_model(folder / "model", "bert")),
@@ -65,20 +58,17 @@ def trained(world, tmp_path_factory) -> Settings:
     return replace(settings, output_dir=None, resume_from_checkpoint=str(folder / "run/checkpoints/checkpoint-1"))
 
 
-def start(settings: Settings, world: World) -> None:
-    os.close(prepare("ddp_loop", settings, world).lock)
-
-
 @pytest.mark.parametrize("message", CHANGES)
 def test_a_changed_model_folder_is_refused(trained, world, tmp_path, monkeypatch, message):
     """The lock that a failed start leaves to the end of its process is no concern here."""
     monkeypatch.setattr("app.checkpoint.resume.lock", lambda run: os.open(run, os.O_RDONLY))
     monkeypatch.chdir(tmp_path)  # a run that starts from a checkpoint has a new folder
     model = write_model(tmp_path / "model", "bert")
-    start(replace(trained, model=str(model)), world)  # the same content in another place
+    same = prepare("ddp_loop", replace(trained, model=str(model)), world)  # the same content in another place
+    os.close(same.lock)
     CHANGES[message](model)
     with pytest.raises(AgreedError, match=f"cannot resume from .* {message}$"):
-        start(replace(trained, model=str(model)), world)
+        prepare("ddp_loop", replace(trained, model=str(model)), world)
     run = Path(str(trained.resume_from_checkpoint)).parents[1]
     assert (run / METRICS.name).exists(), "nothing is removed"
     assert (run / "checkpoints" / "checkpoint-2").exists()

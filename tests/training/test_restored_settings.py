@@ -12,77 +12,57 @@ from app.checkpoint.resume import Resume
 from app.common.errors import UserError
 from app.data.sampler import plan_batches
 from app.settings import Settings
-from app.training import prepare as prepare_module
+from app.training import prepare
 from app.training.prepare import restore_settings
 
 
-@pytest.fixture
-def two_threads():
-    """This process works with 2 threads, and gets back the number that it has had."""
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    """All ranks start with 2 threads, except for one with 5. This process gets back the number that it has had."""
+    monkeypatch.setattr(prepare, "all_gather_object", lambda mine, world: [5, *[mine] * world.size])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def all_with_two_threads(two_threads, monkeypatch):
-    """All ranks start with 2 threads, except for one with 5."""
-    monkeypatch.setattr(prepare_module, "all_gather_object", lambda mine, world: [5, *[mine] * world.size])
-
-
-def recorded(**changes: Any) -> Resume:
+def recorded(**changes: Any) -> dict[str, Any]:
     """A run on 2 ranks with 3 threads each."""
-    return Resume(recorded={"logical_ranks": 2, "threads": 3, "train_batch_size": 32} | changes)
+    return {"logical_ranks": 2, "threads": 3, "train_batch_size": 32} | changes
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
-def test_a_new_run_has_one_logical_rank_per_process(all_with_two_threads, ranks):
-    settings = Settings(train_batch_size=48)
-    adopted = restore_settings(settings, Resume(), fake_world(0, ranks))
-    assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": ranks}
-    assert torch.get_num_threads() == 2
-    assert plan_batches(adopted, 1_000, ranks) == plan_batches(settings, 1_000, ranks)
+PER_DEVICE = recorded(per_device_train_batch_size=16, logical_ranks=4)
+# The settings, those of the run so far, the number of ranks; the global batch, its logical ranks, threads per rank.
+CASES = {
+    "a new run has one logical rank per process": ({"train_batch_size": 48}, {}, 3, (48, 3, 2)),
+    "a resumed run keeps those of the run so far": ({"train_batch_size": 48}, recorded(), 1, (48, 2, 3)),
+    "also with more processes": ({"train_batch_size": 48}, recorded(logical_ranks=8), 4, (48, 8, 3)),
+    "three are possible": ({"train_batch_size": 48}, recorded(logical_ranks=3), 3, (48, 3, 3)),
+    "requested ones are kept": ({"logical_ranks": 8, "threads": 2}, recorded(), 2, (32, 8, 2)),
+    "the same batch per rank is the same global batch on 1 rank": (
+        {"per_device_train_batch_size": 16},
+        PER_DEVICE,
+        1,
+        (32, 4, 3),
+    ),
+    "and on 4 ranks": ({"per_device_train_batch_size": 16}, PER_DEVICE, 4, (32, 4, 3)),
+    "another one is used as given": ({"per_device_train_batch_size": 64}, PER_DEVICE, 1, (64, 4, 3)),
+    "as is a global batch": ({"train_batch_size": 64}, PER_DEVICE, 1, (64, 4, 3)),
+    "the run so far was given a global batch": ({"per_device_train_batch_size": 16}, recorded(), 1, (16, 2, 3)),
+}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("logical_ranks", [1, 2, 8])
-def test_a_resumed_run_keeps_its_logical_ranks_and_threads(all_with_two_threads, ranks, logical_ranks):
-    settings = Settings(train_batch_size=48)
-    adopted = restore_settings(settings, recorded(logical_ranks=logical_ranks), fake_world(0, ranks))
-    assert adopted.as_dict() == settings.as_dict() | {"logical_ranks": logical_ranks}
-    assert torch.get_num_threads() == 3
+@pytest.mark.parametrize(("requested", "before", "ranks", "expected"), CASES.values(), ids=CASES)
+def test_a_run_has_the_batches_and_threads_of_the_run_so_far(requested, before, ranks, expected):
+    settings = restore_settings(Settings(**requested), Resume(recorded=before), fake_world(0, ranks))
+    plan = plan_batches(settings, 1_000, ranks)
+    assert (plan.global_size, plan.logical_ranks, torch.get_num_threads()) == expected
+    adopted = {"logical_ranks", "train_batch_size", "per_device_train_batch_size"}
+    unchanged = settings.as_dict().items() - Settings(**requested).as_dict().items()
+    assert {name for name, _ in unchanged} <= adopted
 
 
-def test_a_run_on_3_ranks_can_be_resumed_on_3_ranks(all_with_two_threads):
-    settings = Settings(train_batch_size=48)
-    adopted = restore_settings(settings, recorded(logical_ranks=3), fake_world(0, 3))
-    assert plan_batches(adopted, 1_000, 3).logical_ranks == 3
-    resumed = restore_settings(settings, recorded(logical_ranks=3), fake_world())
+def test_three_logical_ranks_need_three_ranks():
+    settings = restore_settings(Settings(train_batch_size=48), Resume(recorded=recorded(logical_ranks=3)), fake_world())
     with pytest.raises(UserError, match=r"--logical_ranks 3 .*cannot be divided among 1 rank.*: start 3 rank"):
-        plan_batches(resumed, 1_000, 1)
-
-
-def test_requested_logical_ranks_and_threads_are_kept(all_with_two_threads):
-    adopted = restore_settings(Settings(logical_ranks=8, threads=2), recorded(), fake_world(0, 2))
-    assert (adopted.logical_ranks, adopted.threads) == (8, 2)
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_batch_size_per_rank_keeps_the_global_one_if_the_number_of_ranks_changes(all_with_two_threads, ranks):
-    """It was 16 rows on each of 2 ranks."""
-    before = recorded(per_device_train_batch_size=16, logical_ranks=4)
-    adopted = restore_settings(Settings(per_device_train_batch_size=16), before, fake_world(0, ranks))
-    plan = plan_batches(adopted, 1_000, ranks)
-    assert (plan.global_size, plan.logical_ranks, plan.micro_size) == (32, 4, 8)
-
-
-def test_another_batch_size_per_rank_is_used_as_given(all_with_two_threads):
-    before = recorded(per_device_train_batch_size=16)
-    adopted = restore_settings(Settings(per_device_train_batch_size=32), before, fake_world())
-    assert plan_batches(adopted, 1_000, 1).global_size == 32, "the same global batch on half as many ranks"
-    adopted = restore_settings(Settings(train_batch_size=64), before, fake_world())
-    assert plan_batches(adopted, 1_000, 1).global_size == 64
-    adopted = restore_settings(Settings(per_device_train_batch_size=16), recorded(), fake_world())
-    assert plan_batches(adopted, 1_000, 1).global_size == 16, "the run so far was given a global batch size"
+        plan_batches(settings, 1_000, 1)
