@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -67,6 +67,12 @@ def start(*arguments: str, option: str = "-m", **variables: str) -> subprocess.P
     )
 
 
+def wait_for(job: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    while not happened():
+        assert job.poll() is None
+        time.sleep(0.01)
+
+
 def free_port() -> int:
     with socket.create_server(("localhost", 0)) as server:
         return int(server.getsockname()[1])
@@ -74,11 +80,6 @@ def free_port() -> int:
 
 def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
     return [process for process in psutil.Process(job.pid).children() if "-u" in process.cmdline()]
-
-
-@pytest.mark.parametrize("name", [*command.WITH_RANKS, *command.OTHERS])
-def test_every_program_exists(name):
-    assert importlib.util.find_spec(f"app.{(command.WITH_RANKS | command.OTHERS)[name]}") is not None
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["trian"], 2)])
@@ -91,10 +92,7 @@ def test_names_are_listed(monkeypatch, capsys, arguments, status):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    ("of_rank", "status"),
-    slow_after(1, [("75", 75), ("0", 0), ("2", 2), ("-9", 1)]),
-)
+@pytest.mark.parametrize(("of_rank", "status"), slow_after(1, [("75", 75), ("0", 0), ("2", 2), ("-9", 1)]))
 def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_rank, status):
     with run(tmp_path, of_rank) as job:
         out, err = job.communicate(timeout=LIMIT)
@@ -107,9 +105,7 @@ def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_r
 )
 def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path, restarts, number, status):
     with run(tmp_path, f"--max_restarts={restarts}", "wait") as job:
-        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-            assert job.poll() is None
-            time.sleep(0.05)
+        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         job.send_signal(number)
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (status, "", "")
@@ -119,9 +115,7 @@ def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path,
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path):
     with run(tmp_path, "hang") as job:
-        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-            assert job.poll() is None
-            time.sleep(0.05)
+        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         ranks = ranks_of(job)
         job.send_signal(signal.SIGINT)
         time.sleep(SAME_REQUEST_SECONDS + 0.5)  # an earlier signal would count as a repetition of the first
@@ -137,14 +131,11 @@ def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launcher(tmp_path):
     with run(tmp_path, "wait") as job:
-        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-            assert job.poll() is None
-            time.sleep(0.05)
+        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         job.send_signal(signal.SIGSTOP)  # so that it finds a zombie
         killed = ranks_of(job)[1]
         killed.kill()
-        while killed.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        wait_for(job, lambda: killed.status() == psutil.STATUS_ZOMBIE)
         job.send_signal(signal.SIGTERM)
         job.send_signal(signal.SIGCONT)
         out, err = job.communicate(timeout=LIMIT)
@@ -152,16 +143,11 @@ def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launch
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "number",
-    slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
-)
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_ends_a_job_that_waits_for_its_master(number):
     flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={free_port()}", "--use_cpu"]
     with start("app", "train", "--nproc_per_node=1", *flags) as job:
-        while "pt_elastic" not in Path(f"/proc/{job.pid}/comm").read_text():  # torchrun's agent has started
-            assert job.poll() is None
-            time.sleep(0.05)
+        wait_for(job, lambda: "pt_elastic" in Path(f"/proc/{job.pid}/comm").read_text())  # torchrun's agent has started
         time.sleep(1)  # it waits in C++
         began = time.monotonic()
         job.send_signal(number)
@@ -174,12 +160,12 @@ def test_a_signal_ends_a_job_that_waits_for_its_master(number):
 @pytest.mark.parametrize("launched", slow_after(1, [True, False]))
 def test_ctrl_c_while_torch_is_imported_is_one_line(launched):
     with start(*(["app", "train", "--nproc_per_node=2"] if launched else ["app.ddp_loop"]), "--use_cpu") as job:
-        importing: list[psutil.Process] = []
-        while len(importing) < (2 if launched else 1):
-            assert job.poll() is None
-            time.sleep(0.01)
+
+        def all_import_torch() -> bool:
             processes = ranks_of(job) if launched else [psutil.Process(job.pid)]
-            importing = [process for process in processes if imports_torch(process)]
+            return sum(map(imports_torch, processes)) == (2 if launched else 1)
+
+        wait_for(job, all_import_torch)
         os.killpg(job.pid, signal.SIGINT)
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (130, "", "interrupted\n")
@@ -187,6 +173,13 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(launched):
 
 def imports_torch(process: psutil.Process) -> bool:
     return any("libtorch_cpu" in region.path for region in process.memory_maps())
+
+
+@pytest.fixture
+def signals_stay(monkeypatch):
+    """Keep pytest's handlers of signals and its logging, which torchrun's agent would change."""
+    monkeypatch.setattr(agent, "forward_signals", lambda: None)
+    monkeypatch.setattr(agent.logging, "disable", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +192,14 @@ def imports_torch(process: psutil.Process) -> bool:
         (["--nnodes=2", "--rdzv_backend=bogus", "--rdzv_endpoint=localhost:1"], "^torchrun rejects its flags: .*bogus"),
         (["--nnodes=2", "--rdzv_conf=timeout=abc"], "^torchrun rejects its flags: .*abc"),
         (["--nproc_per_node=0"], "--nproc_per_node 0: must be auto or a whole number"),
-        (["--lerning_rate=1"], "unknown argument --lerning_rate=1: did you mean --learning_rate"),
     ],
 )
-def test_mistakes_are_one_line(flags, problem, monkeypatch):
-    monkeypatch.setattr(agent, "forward_signals", lambda: None)  # pytest's handlers stay
-    monkeypatch.setattr(agent.logging, "disable", lambda: None)
+def test_mistakes_are_one_line(flags, problem, signals_stay):
     with pytest.raises(UserError, match=problem):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
 
 
-def test_a_node_without_contact_is_one_line(monkeypatch):
-    monkeypatch.setattr(agent, "forward_signals", lambda: None)
-    monkeypatch.setattr(agent.logging, "disable", lambda: None)
+def test_a_node_without_contact_is_one_line(monkeypatch, signals_stay):
     flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "to be restored")
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")

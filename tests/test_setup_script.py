@@ -50,16 +50,13 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_a_second_setup_does_nothing(checkout):
+def test_a_setup_installs_only_what_has_changed(checkout):
     assert checkout.set_up().returncode == 0
     assert checkout.calls == INSTALLED_ONCE
     again = checkout.set_up()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert checkout.calls == INSTALLED_ONCE
-
-
-def test_deepspeed_is_installed_on_request_and_kept_up_to_date_afterwards(checkout):
-    checkout.set_up()
+    # DeepSpeed is installed on request, and kept up to date afterwards.
     checkout.set_up("--deepspeed")
     updated = ["pip setuptools", "pip .[dev]", "pip .[dev,deepspeed]"]
     assert checkout.calls == [*INSTALLED_ONCE, *updated]

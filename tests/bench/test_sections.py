@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from helpers.marks import slow_after
 from helpers.worlds import batch_plan, fake_world
 
@@ -112,26 +110,16 @@ def test_the_sum_in_one_level_ignores_nodes():
     assert strategy.world.levels == (world.all_ranks,)
 
 
-def test_all_variants_train_on_the_same_batches_again_and_again(make_lab, monkeypatch):
-    seen: list[torch.Tensor] = []
-    call_module = torch.nn.Module.__call__
-
-    def call(module, *arguments, **named):
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            seen.append(named["input_ids"])
-        return call_module(module, *arguments, **named)
-
-    monkeypatch.setattr(torch.nn.Module, "__call__", call)
-    lab = make_lab(model=TINY_BERT)
+def test_all_variants_train_on_the_same_batches_again_and_again(make_lab):
+    lab = make_lab(model=TINY_BERT, dropout=0.0, learning_rate=1e-30)  # no step changes the weights
     plain = plain_ddp(lab.settings)
     accumulate = {"train_batch_size": 8 * max(SYNC_EVERY), "gradient_accumulation_steps": max(SYNC_EVERY)}
     variants = {"one": (plain, select_strategy), "all": (replace(plain, **accumulate), select_strategy)}
-    times, losses = time_steps(lab, variants, micro_batches=8)
-    calls = [seen[i : i + 8] for i in range(0, len(seen), 8)]
-    assert len(calls) > len(times.columns)
-    for before, after in pairwise(calls):
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert losses["one"][0] == losses["all"][0], "the same weights at the beginning"
+    _, losses = time_steps(lab, variants, micro_batches=8)
+    first, second = np.split(losses.to_numpy(), 2)  # calls
+    assert first.tolist() == second.tolist()
+    assert first[:, 0].tolist() == first[:, 1].tolist()
+    assert len(set(first[:, 0])) == 8, "micro-batches with other rows have other losses"
 
 
 def test_every_gradient_is_ready_once_and_those_of_the_embeddings_last(make_lab):
