@@ -40,26 +40,12 @@ if sys.argv[1] != "0":
 AGENT = "import sys; from app.distributed.agent import run_agent; sys.exit(run_agent(sys.argv[1:]))"
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    (tmp_path / "rank.py").write_text(RANK)
-    flags = ["--standalone", "--nproc_per_node=2", "--signals_to_handle=SIGQUIT", "-m", "rank"]
-    path = os.pathsep.join([str(PROJECT), str(tmp_path)])
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start Python in a process group of its own, as a terminal does."""
     return subprocess.Popen(
-        [sys.executable, "-c", AGENT, *arguments[:-1], *flags, arguments[-1]],
+        [sys.executable, *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def start(*arguments: str, option: str = "-m", **variables: str) -> subprocess.Popen[str]:
-    """Start `python -m ARGUMENTS` in a process group of its own, as a terminal does."""
-    return subprocess.Popen(
-        [sys.executable, option, *arguments],
-        cwd=PROJECT,
-        env=os.environ | variables,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT), str(tmp_path)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -67,10 +53,20 @@ def start(*arguments: str, option: str = "-m", **variables: str) -> subprocess.P
     )
 
 
+def start_ranks(tmp_path: Path, behavior: str, restarts: int = 0) -> subprocess.Popen[str]:
+    (tmp_path / "rank.py").write_text(RANK)
+    flags = ["--standalone", "--nproc_per_node=2", "--signals_to_handle=SIGQUIT", f"--max_restarts={restarts}"]
+    return start(tmp_path, "-c", AGENT, *flags, "-m", "rank", behavior)
+
+
 def wait_for(job: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
     while not happened():
         assert job.poll() is None
         time.sleep(0.01)
+
+
+def wait_until_ready(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
 
 
 def free_port() -> int:
@@ -94,7 +90,7 @@ def test_names_are_listed(monkeypatch, capsys, arguments, status):
 @pytest.mark.launched
 @pytest.mark.parametrize(("of_rank", "status"), slow_after(1, [("75", 75), ("0", 0), ("2", 2), ("-9", 1)]))
 def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_rank, status):
-    with run(tmp_path, of_rank) as job:
+    with start_ranks(tmp_path, of_rank) as job:
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (status, "", "")
 
@@ -104,8 +100,8 @@ def test_the_status_is_that_of_the_ranks_without_torchruns_output(tmp_path, of_r
     ("restarts", "number", "status"), slow_after(1, [(2, signal.SIGINT, 130), (0, signal.SIGTERM, 75)])
 )
 def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path, restarts, number, status):
-    with run(tmp_path, f"--max_restarts={restarts}", "wait") as job:
-        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    with start_ranks(tmp_path, "wait", restarts) as job:
+        wait_until_ready(job, tmp_path)
         job.send_signal(number)
         out, err = job.communicate(timeout=LIMIT)
     assert (job.returncode, out, err) == (status, "", "")
@@ -114,8 +110,8 @@ def test_a_signal_reaches_the_ranks_and_ends_the_job_with_their_status(tmp_path,
 @pytest.mark.launched
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path):
-    with run(tmp_path, "hang") as job:
-        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    with start_ranks(tmp_path, "hang") as job:
+        wait_until_ready(job, tmp_path)
         ranks = ranks_of(job)
         job.send_signal(signal.SIGINT)
         time.sleep(SAME_REQUEST_SECONDS + 0.5)  # an earlier signal would count as a repetition of the first
@@ -130,8 +126,8 @@ def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path):
 @pytest.mark.launched
 @pytest.mark.slow
 def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launcher(tmp_path):
-    with run(tmp_path, "wait") as job:
-        wait_for(job, lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    with start_ranks(tmp_path, "wait") as job:
+        wait_until_ready(job, tmp_path)
         job.send_signal(signal.SIGSTOP)  # so that it finds a zombie
         killed = ranks_of(job)[1]
         killed.kill()
@@ -144,9 +140,9 @@ def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launch
 
 @pytest.mark.launched
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_a_signal_ends_a_job_that_waits_for_its_master(number):
+def test_a_signal_ends_a_job_that_waits_for_its_master(tmp_path, number):
     flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={free_port()}", "--use_cpu"]
-    with start("app", "train", "--nproc_per_node=1", *flags) as job:
+    with start(tmp_path, "-m", "app", "train", "--nproc_per_node=1", *flags) as job:
         wait_for(job, lambda: "pt_elastic" in Path(f"/proc/{job.pid}/comm").read_text())  # torchrun's agent has started
         time.sleep(1)  # it waits in C++
         began = time.monotonic()
@@ -158,8 +154,9 @@ def test_a_signal_ends_a_job_that_waits_for_its_master(number):
 
 @pytest.mark.launched
 @pytest.mark.parametrize("launched", slow_after(1, [True, False]))
-def test_ctrl_c_while_torch_is_imported_is_one_line(launched):
-    with start(*(["app", "train", "--nproc_per_node=2"] if launched else ["app.ddp_loop"]), "--use_cpu") as job:
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path, launched):
+    program = ["app", "train", "--nproc_per_node=2"] if launched else ["app.ddp_loop"]
+    with start(tmp_path, "-m", *program, "--use_cpu") as job:
 
         def all_import_torch() -> bool:
             processes = ranks_of(job) if launched else [psutil.Process(job.pid)]

@@ -1,4 +1,4 @@
-"""The ladder of exchanges: which buffers each variant exchanges, and that all of them train alike."""
+"""The ladder of exchanges: which buffers each variant exchanges. test_sections.py compares their times."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.worlds import batch_plan, fake_world
 
-from app.bench import ladder
 from app.bench.ladder import ExchangeAfterBackward
-from app.setting_groups import TINY_BERT
 from app.settings import Settings
 
 
@@ -39,12 +37,3 @@ def test_gradients_are_averaged_in_buffers_of_the_given_size(monkeypatch, mib, e
     factor = strategy.plan.micro_batches_per_step * (0.5 if mib is None else 1)
     for i, parameter in enumerate(model):
         assert parameter.grad.tolist() == [(i + 1) * factor] * len(parameter)
-
-
-def test_the_section_compares_every_variant_with_no_exchange(make_lab):
-    lab = make_lab(model=TINY_BERT, strategy="zero3", cpu_offload=True, ddp_bucket_cap_mb=5)
-    ladder.ladder(lab)
-    names = [*ladder.AFTER_BACKWARD, "DDP, default", *ladder.BUCKETS]
-    measured = lab.page.numbers
-    assert list(measured["seconds"]) == names
-    assert measured["loss_differences"] == dict.fromkeys(names, 0.0), "with one rank, nothing is exchanged"

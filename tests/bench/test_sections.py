@@ -10,7 +10,8 @@ import pytest
 from helpers.marks import slow_after
 from helpers.worlds import batch_plan, fake_world
 
-from app.bench import sections
+from app.bench import ladder, sections
+from app.bench.communication import MEASURE
 from app.bench.sections import SYNC_EVERY, in_one_level
 from app.bench.steps import plain_ddp, time_steps
 from app.common.errors import AgreedError
@@ -25,6 +26,7 @@ NAMES = {
     "unused_parameters": ["off", "on"],
     "reduction": ["plain all-reduce", "1 logical ranks", "2 logical ranks"],
     "compression": ["no", "fp16", "bf16", "power_sgd"],
+    "ladder": [*ladder.AFTER_BACKWARD, "DDP, default", *ladder.BUCKETS],
 }
 TRAININGS = ["every one", "every 2", "every 2, lr × 2", "every 4", "every 4, lr × 4", "every 8", "every 8, lr × 8"]
 
@@ -38,16 +40,17 @@ def variants_of(monkeypatch, make_lab):
 
         def time_steps(lab, variants, *, micro_batches=None):
             seen.update({key: settings for key, (settings, _) in variants.items()})
-            return pd.DataFrame({key: [float(i)] for i, key in enumerate(variants, start=1)}), pd.DataFrame()
+            return (pd.DataFrame({key: [float(i)] for i, key in enumerate(variants, start=1)}),) * 2
 
         def train_all(lab, variants):
             seen.update(variants)
             return pd.DataFrame(0.5, [1], list(variants)), {name: [[1.0]] for name in variants}
 
-        monkeypatch.setattr(sections, "time_steps", time_steps)
+        for module in (sections, ladder):
+            monkeypatch.setattr(module, "time_steps", time_steps)
         monkeypatch.setattr(sections, "train_all", train_all)
         lab.world = replace(lab.world, size=size)
-        getattr(sections, name)(lab)
+        MEASURE[name](lab)
         return seen, lab.page.text[-1]
 
     return run
@@ -56,7 +59,7 @@ def variants_of(monkeypatch, make_lab):
 @pytest.mark.parametrize("name", slow_after(1, NAMES))
 def test_a_section_compares_every_variant_with_the_first(make_lab, name):
     lab = make_lab(model=TINY_BERT)
-    getattr(sections, name)(lab)
+    MEASURE[name](lab)
     seconds = lab.page.numbers["seconds"]
     assert list(seconds) == NAMES[name]
     assert min(map(min, seconds.values())) > 0
