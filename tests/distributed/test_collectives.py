@@ -1,4 +1,4 @@
-"""Ranks that round differently are named."""
+"""Ranks that round differently are named, and rows are gathered when they are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from app.common.machine import arithmetic, describe_mixed
 from app.distributed import collectives
-from app.distributed.collectives import gather_arithmetic
+from app.distributed.collectives import gather_arithmetic, gather_rows
 
 
 @pytest.fixture
@@ -36,3 +36,11 @@ def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
     mixed = gather_arithmetic(world)
     line = describe_mixed(mixed)
     assert "differ in device (NVIDIA A10, NVIDIA H100), NVIDIA_TF32_OVERRIDE (0, unset): results depend" in line
+
+
+def test_rows_are_gathered_only_after_the_device_is_done(world, monkeypatch):
+    """Copying them would wait for the device without a limit of time."""
+    waits = []
+    monkeypatch.setattr(collectives, "wait_for_device", waits.append)
+    assert gather_rows([1, 0], torch.eye(2, dtype=torch.float64), 2, world=world).tolist() == [[0, 1], [1, 0]]
+    assert waits == [world]

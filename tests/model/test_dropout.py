@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -93,6 +93,10 @@ def test_masks_keep_the_requested_share_and_elements_are_independent(p):
     """Each correlation is of 1.3 million pairs: 5 standard deviations are 0.0044."""
     masks = torch.stack([kept(range(8), 64, 128, step=step, p=p) for step in range(20)]).double()
     assert masks.mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / masks.numel()) ** 0.5 + 2**-15)
+    for dims in [(0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3)]:  # no feature, token, row or step is dropped more often
+        shares = masks.mean(dims)
+        deviation = (p * (1 - p) * shares.numel() / masks.numel()) ** 0.5
+        assert (shares - masks.mean()).abs().max() < 5.5 * deviation
     z = (masks - masks.mean()) / masks.std()
     of_next_call = torch.stack([kept(range(8), 64, 128, step=step, p=p, call=1) for step in range(20)]).double()
     pairs = {f"features {d}": (z[..., :-d], z[..., d:]) for d in (1, 2, 3, 4, 8, 16, 32, 64)}
@@ -104,15 +108,6 @@ def test_masks_keep_the_requested_share_and_elements_are_independent(p):
     pairs["four corners"] = (z[:, :, 1:, 1:] * z[:, :, :-1, 1:], z[:, :, 1:, :-1] * z[:, :, :-1, :-1])
     for name, (a, b) in pairs.items():
         assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5, name
-
-
-def test_every_position_and_every_row_is_dropped_equally_often():
-    masks = torch.stack([kept(range(64), 16, 32, step=step) for step in range(50)]).double()
-    for dims in [(0, 1), (0, 2, 3), (1, 2, 3)]:
-        shares = masks.mean(dims)
-        deviation = (0.09 * shares.numel() / masks.numel()) ** 0.5
-        assert shares.std().item() == pytest.approx(deviation, rel=0.5)
-        assert (shares - 0.9).abs().max() < 5.5 * deviation
 
 
 @given(keys=st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * 2), first=st.integers(-(2**31), 2**31 - 10_001))
@@ -134,28 +129,17 @@ def test_dropped_elements_have_no_gradient_and_others_are_scaled():
     torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.parametrize("arguments", [(0.0, True), (0.1, False)])
-def test_without_dropout_the_tensor_is_returned(arguments):
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.1, False), (1.0, True)])
+def test_dropout_of_nothing_or_everything_is_that_of_pytorch(p, training):
     x = torch.randn(4, 6)
     with RowDropout(42, 0, range(4)):
-        assert functional.dropout(x, *arguments) is x
+        assert torch.equal(functional.dropout(x, p, training), torch.dropout(x, p, training))
 
 
 def test_a_probability_that_rounds_to_1_still_has_a_scale():
     with RowDropout(42, 0, range(4)):
         result = functional.dropout(torch.ones(4, 64, 512), 0.99999)
     assert set(result.unique().tolist()) == {0, 2**15}
-
-
-def test_a_probability_of_1_drops_all_elements():
-    with RowDropout(42, 0, range(4)):
-        assert not functional.dropout(torch.ones(4, 6), 1.0).any()
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_an_impossible_probability_is_rejected_as_by_pytorch(p):
-    with RowDropout(42, 0, range(4)), pytest.raises(ValueError, match="between 0 and 1"):
-        functional.dropout(torch.ones(4, 6), p)
 
 
 def used_generator() -> bool:
@@ -221,14 +205,10 @@ def test_a_repeated_forward_pass_has_the_same_masks():
 # ---- other random numbers of a model ---------------------------------------------------------------------------------
 
 
-def draws() -> dict[str, list[float]]:
-    """Masks and numbers of every generator that a model or a library may use."""
-    return {
-        "mask": functional.dropout(torch.ones(64), 0.5).tolist(),
-        "torch": torch.rand(4).tolist(),
-        "numpy": [*np.random.rand(4), np.random.randn()],
-        "python": [random.random(), random.gauss(0, 1)],
-    }
+def draws() -> list[list[float]]:
+    """Numbers of every generator that a model or a library may use."""
+    of_torch, of_numpy = torch.rand(4).tolist(), [*np.random.rand(4), np.random.randn()]
+    return [of_torch, of_numpy, [random.random(), random.gauss(0, 1)]]
 
 
 @given(place=PLACES, drawn=st.integers(0, 700), gaussian=st.booleans())
@@ -243,31 +223,9 @@ def test_a_micro_batch_has_the_same_random_numbers_whatever_was_drawn_before(pla
     assert draws() == expected
 
 
-@given(place=PLACES, index=st.integers(0, 2), distance=st.integers(1, 5))
-def test_another_seed_step_or_row_has_other_random_numbers(place, index, distance):
-    seed_generators(*place)
-    before = draws()
-    changed = list(place)
-    changed[index] += distance
-    seed_generators(*changed)
-    assert all(before[name] != values for name, values in draws().items())
-
-
 def test_no_two_of_thousands_of_micro_batches_share_their_random_numbers():
-    places = list(product([42, 43], range(64), range(16)))
-    of_torch, of_numpy, of_python = set(), set(), set()
-    for place in places:
+    numbers = []
+    for place in product([42, 43], range(64), range(16)):  # as sums of the three would
         seed_generators(*place)
-        of_torch.add(torch.initial_seed())
-        of_numpy.add(np.random.rand())
-        of_python.add(random.random())
-    assert len(of_torch) == len(of_numpy) == len(of_python) == len(places)
-
-
-def test_the_random_numbers_of_consecutive_steps_and_neighboring_rows_are_unrelated():
-    masks = []
-    for place in product([42], range(20), range(4)):
-        seed_generators(*place)
-        masks.append((torch.rand(4_000) < 0.5).double())
-    for a, b in pairwise(masks):
-        assert abs(float((a == b).double().mean()) - 0.5) < 0.05  # six standard deviations
+        numbers.append((torch.initial_seed(), np.random.rand(), random.random()))
+    assert [len(set(of_library)) for of_library in zip(*numbers, strict=True)] == [len(numbers)] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from transformers import (
     XLMRobertaXLConfig,
 )
 
-from app.distributed import collectives
 from app.model.inputs import BIDIRECTIONAL, ENCODERS, to_device
 from app.settings import Settings
 from app.strategies.fsdp import FullyShardStrategy
@@ -83,12 +83,11 @@ def results(model: PreTrainedModel, batch: dict[str, torch.Tensor], dtype: torch
 def test_results_are_bitwise_those_with_the_mask_of_the_batch(name, lengths):
     model, batch = classifier(name), batch_of(name, lengths)
     prepared = to_device(batch, model, fake_world())
-    for dtype in (torch.float32, torch.bfloat16):
-        for training in (True, False):
-            model.train(training)
-            expected, actual = results(model, batch, dtype), results(model, prepared, dtype)
-            assert len(expected) == len(actual)
-            assert all(map(torch.equal, expected, actual)), f"{dtype}, training: {training}"
+    for dtype, training in product((torch.float32, torch.bfloat16), (True, False)):
+        model.train(training)
+        expected, actual = results(model, batch, dtype), results(model, prepared, dtype)
+        assert len(expected) == len(actual)
+        assert all(map(torch.equal, expected, actual)), f"{dtype}, training: {training}"
 
 
 def test_every_architecture_of_the_list_is_compared_above():
@@ -123,22 +122,15 @@ def test_a_batch_without_padding_needs_no_mask_and_the_batch_itself_keeps_its_ma
     assert batch["attention_mask"].shape == (2, LENGTH)
 
 
-@pytest.mark.parametrize("name", ["modernbert", "bart", "gpt2", "t5", "xlnet"])
-def test_models_that_use_the_mask_in_other_ways_get_it_unchanged(name):
+OTHERS = [(name, {}) for name in ("modernbert", "bart", "gpt2", "t5", "xlnet")]
+OTHERS += [("bert", {"_attn_implementation": "eager"}), ("bert", {"is_decoder": True})]
+
+
+@pytest.mark.parametrize(("name", "changes"), OTHERS)
+def test_models_that_use_the_mask_in_other_ways_get_it_unchanged(name, changes):
     batch = batch_of(name, (LENGTH, 20))
-    assert torch.equal(to_device(batch, classifier(name), fake_world())["attention_mask"], batch["attention_mask"])
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("bert", {"_attn_implementation": "eager"}),
-        ("bert", {"is_decoder": True}),
-    ],
-)
-def test_models_with_another_kind_of_attention_get_the_mask_of_tokens(name, changes):
-    model = classifier(name, **changes)
-    assert to_device(batch_of(name, (LENGTH, 20)), model, fake_world())["attention_mask"].ndim == 2
+    prepared = to_device(batch, classifier(name, **changes), fake_world())
+    assert torch.equal(prepared["attention_mask"], batch["attention_mask"])
 
 
 def test_a_sharded_model_gets_the_same_mask():
@@ -147,11 +139,3 @@ def test_a_sharded_model_gets_the_same_mask():
         FullyShardStrategy(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
         assert type(model).__name__ == "FSDPBertForSequenceClassification"
         assert to_device(batch_of("bert", (LENGTH, 20)), model, world)["attention_mask"].ndim == 4
-
-
-def test_rows_are_gathered_only_after_the_device_is_done(monkeypatch):
-    waits = []
-    monkeypatch.setattr(collectives, "wait_for_device", waits.append)
-    with process_group_of(0, 1) as world:
-        collectives.gather_rows([1, 0], torch.ones(2, 3, dtype=torch.float64), 2, world=world)
-        assert waits == [world]

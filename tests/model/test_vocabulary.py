@@ -95,39 +95,40 @@ def test_an_unexpected_token_is_an_error():
         model(input_ids=torch.tensor([[1, 4]]))
 
 
-def test_a_padding_row_that_no_review_needs_is_not_trained():
+@pytest.mark.parametrize("padding_idx", [4, int(TOKENS[6])])
+def test_the_padding_row_is_not_trained_whether_or_not_the_model_keeps_it(padding_idx):
     complete, trimmed = build("bert"), build("bert")
     for model in (complete, trimmed):
-        model.get_input_embeddings().padding_idx = 4
+        model.get_input_embeddings().padding_idx = padding_idx
     trim_vocabulary(trimmed, TOKENS, keep_unused=True)
-    assert trimmed.get_input_embeddings().padding_idx is None
     assert train(trimmed, 2) == train(complete, 2)
+    trimmed.zero_grad()
+    trimmed(input_ids=torch.from_numpy(TOKENS[None])).logits.sum().backward()
+    untrained = (trimmed.get_input_embeddings().weight.grad == 0).all(dim=1).nonzero().flatten().tolist()
+    assert untrained == ([6] if padding_idx in TOKENS else [])
 
 
-def test_the_padding_row_of_a_trimmed_model_is_not_trained():
+def freeze(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().weight.requires_grad = False
+
+
+def tie(model: PreTrainedModel) -> None:
+    model.head = torch.nn.Linear(32, SIZE)
+    model.head.weight = model.get_input_embeddings().weight
+
+
+def scale(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().scale_grad_by_freq = True
+
+
+@pytest.mark.parametrize("change", [freeze, tie, scale])
+def test_a_matrix_that_is_not_only_a_trained_embedding_is_not_trimmed(change):
     model = build("bert")
-    model.get_input_embeddings().padding_idx = int(TOKENS[6])
-    trim_vocabulary(model, TOKENS, keep_unused=True)
-    model(input_ids=torch.from_numpy(TOKENS[None])).logits.sum().backward()
-    untrained = (model.get_input_embeddings().weight.grad == 0).all(dim=1).nonzero().flatten().tolist()
-    assert untrained == [6]
-
-
-def test_a_matrix_that_is_not_only_an_embedding_is_not_trimmed():
-    assert len(embeddings_to_trim(build("bert"), len(TOKENS))) == 1
-    assert embeddings_to_trim(build("bert"), SIZE - 3) == []  # not worthwhile
-    frozen = build("bert")
-    frozen.get_input_embeddings().weight.requires_grad = False
-    assert embeddings_to_trim(frozen, len(TOKENS)) == []
-    tied = build("bert")
-    tied.head = torch.nn.Linear(32, SIZE)
-    tied.head.weight = tied.get_input_embeddings().weight
-    assert embeddings_to_trim(tied, len(TOKENS)) == []
-    scaled = build("bert")
-    scaled.get_input_embeddings().scale_grad_by_freq = True
-    assert embeddings_to_trim(scaled, len(TOKENS)) == []
-    state = complete_state(tied, tied.state_dict())
-    assert state.keys() == tied.state_dict().keys()
+    assert len(embeddings_to_trim(model, len(TOKENS))) == 1
+    assert embeddings_to_trim(model, SIZE - 3) == [], "not worthwhile"
+    change(model)
+    assert embeddings_to_trim(model, len(TOKENS)) == []
+    assert complete_state(model, model.state_dict()).keys() == model.state_dict().keys()
 
 
 def test_other_ranks_keep_no_unused_rows():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from helpers.gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
-from helpers.worlds import batch_plan, process_group_of
+from helpers.worlds import batch_plan
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,12 +18,6 @@ from app.training.build import select_strategy
 STRATEGIES = ("ddp", "zero2", "zero3")  # `zero1` accumulates as `ddp`
 ROUNDED = {"ddp": {"ddp_comm_hook": "bf16"}, "zero2": {"reduce_dtype": "bf16"}, "zero3": {"reduce_dtype": "bf16"}}
 SIXTEEN = [True] * 16
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with process_group_of(0, 1) as alone:
-        yield alone
 
 
 class Block(nn.Module):

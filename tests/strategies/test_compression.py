@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from helpers.gradients import flat, flat_gradients
-from helpers.worlds import batch_plan, process_group_of
+from helpers.worlds import batch_plan
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from app.distributed.world import World
 from app.settings import Settings
 from app.strategies.compression import HOOK_DTYPES, MATRIX_RANK
 from app.strategies.ddp import DDPStrategy
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with process_group_of(0, 1) as alone:
-        yield alone
-
 
 X = torch.randn(8, 24, generator=torch.Generator().manual_seed(0))
 

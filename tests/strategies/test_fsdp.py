@@ -119,20 +119,3 @@ def test_each_rank_gets_its_shard_of_the_average(monkeypatch, ranks, inside, dty
     rounded = add_neighbors([(one / ranks).bfloat16() for one in inputs]).float()
     assert not torch.equal(rounded, exact)
     assert torch.equal(found, exact if dtype is None else rounded)
-
-
-def test_adamw_updates_local_tensors_to_the_bits_of_dtensors():
-    with process_group_of(0, 1) as world:
-        settings, results = Settings(strategy="zero3"), []
-        for build in (FullyShardStrategy(settings, batch_plan(1), world).build_optimizer, torch.optim.AdamW):
-            model = FullyShardStrategy(settings, batch_plan(1), world).wrap(tiny("bert")).module
-            parameters = list(model.parameters())
-            optimizer = build([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.1, fused=True)
-            for step in range(3):
-                for parameter in parameters:
-                    parameter.grad = parameter.detach() * (step + 0.5)
-                optimizer.step()
-            states = [value for parameter in parameters for value in (parameter, *optimizer.state[parameter].values())]
-            assert sum(isinstance(value, DTensor) for value in states) == 3 * len(parameters), "weights and moments"
-            results.append([local_part(value).clone() for value in states])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -13,7 +13,6 @@ from helpers.worlds import ThreadNetwork, batch_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.sampler import BatchPlan
 from app.distributed import collectives
 from app.strategies import compression, reduction
 from app.strategies.compression import HOOK_DTYPES, RoundedAllReduce
@@ -41,60 +40,48 @@ def gradients(seed: int, logical_ranks: int, shapes: Sequence[tuple[int, ...]] =
     return [[tensor(shape) for shape in shapes] for _ in range(logical_ranks)]
 
 
-def sum_of_process(leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def sum_of_process(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add the gradients of a process's logical ranks as the strategies do."""
     sums = TreeSum()
     for leaf in leaves[:-1]:
-        sums.add([tensor.clone() for tensor in leaf])
-    last = [tensor.clone() for tensor in leaves[-1]]
-    sums.add_to_last_leaf(last, range(len(last)))
+        sums.add([leaf.clone()])
+    last = leaves[-1].clone()
+    sums.add_to_last_leaf([last], [0])
     return last
-
-
-def sum_contiguous(leaves: Sequence[Sequence[torch.Tensor]], plan: BatchPlan) -> torch.Tensor:
-    """Each process adds its own logical ranks first, as DDP does."""
-    processes = [sum_of_process([leaves[i] for i in plan.logical_ranks_of(rank)]) for rank in range(plan.ranks)]
-    return sum_pairwise(torch.stack([flat(one) for one in processes]))
-
-
-def sum_interleaved(leaves: Sequence[Sequence[torch.Tensor]], plan: BatchPlan) -> torch.Tensor:
-    """The processes add the n-th logical ranks of all of them first, as a sharded strategy does."""
-    logical_ranks = [plan.logical_ranks_of(rank, interleaved=True) for rank in range(plan.ranks)]
-    across = [sum_pairwise(torch.stack([flat(leaves[i]) for i in group])) for group in zip(*logical_ranks, strict=True)]
-    return flat(sum_of_process([[one] for one in across]))
 
 
 @pytest.mark.parametrize(("logical_ranks", "ranks"), LAYOUTS)
 @settings(max_examples=20)
 @given(seed=SEEDS)
 def test_the_sum_has_the_same_bits_at_every_number_of_processes(logical_ranks, ranks, seed):
-    leaves, plan = gradients(seed, logical_ranks), batch_plan(ranks, logical_ranks)
-    complete = sum_pairwise(torch.stack([flat(leaf) for leaf in leaves]))
-    assert torch.equal(complete, add_neighbors([flat(leaf) for leaf in leaves]))
-    assert torch.equal(sum_contiguous(leaves, plan), complete)
-    assert torch.equal(sum_interleaved(leaves, plan), complete)
+    plan, leaves = batch_plan(ranks, logical_ranks), [flat(leaf) for leaf in gradients(seed, logical_ranks)]
+    expected = add_neighbors(leaves)
+    # Each process adds its own logical ranks first, as DDP does.
+    own = [[leaves[i] for i in plan.logical_ranks_of(rank)] for rank in range(ranks)]
+    assert torch.equal(sum_pairwise(torch.stack([*map(sum_of_process, own)])), expected)
+    # The processes add the n-th logical ranks of all of them first, as a sharded strategy does.
+    own = [[leaves[i] for i in plan.logical_ranks_of(rank, interleaved=True)] for rank in range(ranks)]
+    across = [sum_pairwise(torch.stack(nth)) for nth in zip(*own, strict=True)]
+    assert torch.equal(sum_of_process(across), expected)
 
 
 @pytest.mark.parametrize("logical_ranks", [4, 8, 16])
 def test_any_other_order_of_the_additions_has_other_bits(logical_ranks):
     """Otherwise the test above could not fail."""
     leaves = [flat(leaf) for leaf in gradients(1, logical_ranks, [(200,)])]
-    tree = sum_pairwise(torch.stack(leaves))
+    tree = add_neighbors(leaves)
     assert not torch.equal(sum(leaves), tree)
     for first, second in ((1, 2), (0, logical_ranks - 1)):
         swapped = leaves.copy()
         swapped[first], swapped[second] = swapped[second], swapped[first]
-        assert not torch.equal(sum_pairwise(torch.stack(swapped)), tree)
+        assert not torch.equal(add_neighbors(swapped), tree)
 
 
 @given(seed=SEEDS, n=st.integers(1, 33))
 def test_an_unpaired_last_row_is_carried_to_the_next_level(seed, n):
     """Without --logical_ranks, the number of ranks need not be a power of two."""
-    rows = torch.stack([flat(leaf) for leaf in gradients(seed, n)])
-    expected = add_neighbors(list(rows.clone()))
-    assert torch.equal(sum_pairwise(rows.clone()), expected)
-    if n == 3:
-        assert torch.equal((rows[0] + rows[1]) + rows[2], expected)
+    rows = [flat(leaf) for leaf in gradients(seed, n)]
+    assert torch.equal(sum_pairwise(torch.stack(rows)), add_neighbors(rows))
 
 
 def test_only_the_partial_sums_of_complete_subtrees_are_held():
